@@ -12,13 +12,14 @@ request (max_logprobs, max_n) are checked by SamplingParams.validate.
 import dataclasses
 import inspect
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jpaged.errors import ConfigError, JpagedError, RequestError, UnsupportedError
 
-if TYPE_CHECKING:  # the table itself stands on nothing but errors
-    from jpaged.config import EngineConfig, Speculative
-    from jpaged.models.config import ModelConfig
+# The modules that define these types import this one, which reads their fields and nothing else.
+type EngineConfig = Any
+type Speculative = Any
+type ModelConfig = Any  # a HeadConfig, too, for a draft
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,9 +48,9 @@ class Facts:
     tokens of a given form, or the scores of such a text.
     """
 
-    config: "EngineConfig | None" = None
-    speculative: "Speculative | None" = None
-    model: "ModelConfig | None" = None
+    config: EngineConfig | None = None
+    speculative: Speculative | None = None
+    model: ModelConfig | None = None
     draft: Any = None
     has_draft_weights: bool | None = None
     devices: int | None = None
@@ -152,7 +153,7 @@ def _rule(*settings: str, error: type[JpagedError] = ConfigError) -> Callable[..
 
 
 @_rule("token_buckets", "max_num_batched_tokens")
-def token_buckets_hold_a_step(config: "EngineConfig") -> str | None:
+def token_buckets_hold_a_step(config: EngineConfig) -> str | None:
     """The largest of `token_buckets` is at least `max_num_batched_tokens`."""
     sizes, most = config.token_buckets, config.max_num_batched_tokens
     if sizes and sizes[-1] < most:
@@ -161,7 +162,7 @@ def token_buckets_hold_a_step(config: "EngineConfig") -> str | None:
 
 
 @_rule("seq_buckets", "max_num_seqs")
-def seq_buckets_hold_all_rows(config: "EngineConfig") -> str | None:
+def seq_buckets_hold_all_rows(config: EngineConfig) -> str | None:
     """The largest of `seq_buckets` is at least `max_num_seqs`."""
     sizes, most = config.seq_buckets, config.max_num_seqs
     if sizes and sizes[-1] < most:
@@ -170,7 +171,7 @@ def seq_buckets_hold_all_rows(config: "EngineConfig") -> str | None:
 
 
 @_rule("max_model_len", "model")
-def context_within_the_positions(config: "EngineConfig", model: "ModelConfig") -> str | None:
+def context_within_the_positions(config: EngineConfig, model: ModelConfig) -> str | None:
     """`max_model_len` is at most the model's max_position_embeddings."""
     longest = model.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > longest:
@@ -184,7 +185,7 @@ def context_within_the_positions(config: "EngineConfig", model: "ModelConfig") -
 
 
 @_rule("decode_steps", "deterministic")
-def pinned_steps_draw_one_token(config: "EngineConfig", is_batch_invariant: bool) -> str | None:
+def pinned_steps_draw_one_token(config: EngineConfig, is_batch_invariant: bool) -> str | None:
     """Where `deterministic=True` needs steps of one size (products or attention compute a row
     differently in other batches), `decode_steps` is 1.
     """
@@ -197,7 +198,7 @@ def pinned_steps_draw_one_token(config: "EngineConfig", is_batch_invariant: bool
 
 
 @_rule("separate_draw", "decode_steps")
-def several_steps_draw_themselves(config: "EngineConfig") -> str | None:
+def several_steps_draw_themselves(config: EngineConfig) -> str | None:
     """`separate_draw=True` takes `decode_steps=1`: a dispatch of several steps draws in between."""
     if config.separate_draw and (config.decode_steps or 1) > 1:
         return f"separate_draw=True: a dispatch of decode_steps={config.decode_steps} draws too"
@@ -205,7 +206,7 @@ def several_steps_draw_themselves(config: "EngineConfig") -> str | None:
 
 
 @_rule("strict", "structured_output", "SamplingParams.structured", error=RequestError)
-def strict_draws_under_masks(config: "EngineConfig", draws_masked: bool) -> str | None:
+def strict_draws_under_masks(config: EngineConfig, draws_masked: bool) -> str | None:
     """With `strict=True`, requests for a given form need `structured_output=True`, which compiles
     draws under masks.
     """
@@ -218,7 +219,7 @@ def strict_draws_under_masks(config: "EngineConfig", draws_masked: bool) -> str 
 
 
 @_rule("strict", "score(structured=)", error=RequestError)
-def strict_scores_without_masks(config: "EngineConfig", scores_masked: bool) -> str | None:
+def strict_scores_without_masks(config: EngineConfig, scores_masked: bool) -> str | None:
     """With `strict=True`, `score` takes no `structured=`: no table has steps that score under
     masks.
     """
@@ -231,7 +232,7 @@ def strict_scores_without_masks(config: "EngineConfig", scores_masked: bool) -> 
 
 
 @_rule("attention", "kv_cache_dtype", "block_size", "model", error=UnsupportedError)
-def named_kernel_can_run(config: "EngineConfig", no_kernel: str) -> str | None:
+def named_kernel_can_run(config: EngineConfig, no_kernel: str) -> str | None:
     """A kernel that `attention` names can run on this device with the model's heads, `block_size`
     and `kv_cache_dtype`.
     """
@@ -297,7 +298,7 @@ def quantized_weights_split_as_they_are(weight: str, form: str, is_rearranged: b
 
 
 @_rule("tensor_parallel_size", "data_parallel_size")
-def devices_are_enough(config: "EngineConfig", available: int) -> str | None:
+def devices_are_enough(config: EngineConfig, available: int) -> str | None:
     """`tensor_parallel_size` times `data_parallel_size` is at most the number of devices."""
     asked = {
         "data_parallel_size": config.data_parallel_size or 1,
@@ -310,7 +311,7 @@ def devices_are_enough(config: "EngineConfig", available: int) -> str | None:
 
 
 @_rule("tensor_axis", "mesh")
-def tensor_axis_is_of_the_mesh(config: "EngineConfig", mesh_axes: tuple[str, ...]) -> str | None:
+def tensor_axis_is_of_the_mesh(config: EngineConfig, mesh_axes: tuple[str, ...]) -> str | None:
     """`tensor_axis` names axes of the mesh."""
     axis = config.tensor_axis
     named = () if axis in (None, "auto") else (axis,) if isinstance(axis, str) else axis
@@ -320,7 +321,7 @@ def tensor_axis_is_of_the_mesh(config: "EngineConfig", mesh_axes: tuple[str, ...
 
 
 @_rule("tensor_parallel_size", "mesh")
-def tensor_size_is_that_of_the_mesh(config: "EngineConfig", devices: int) -> str | None:
+def tensor_size_is_that_of_the_mesh(config: EngineConfig, devices: int) -> str | None:
     """`tensor_parallel_size` beside a mesh is the number of devices along its tensor axis."""
     if (size := config.tensor_parallel_size) not in (None, devices):
         return (
@@ -331,7 +332,7 @@ def tensor_size_is_that_of_the_mesh(config: "EngineConfig", devices: int) -> str
 
 
 @_rule("data_parallel_size", "mesh")
-def replicas_are_those_of_the_mesh(config: "EngineConfig", replicas: int) -> str | None:
+def replicas_are_those_of_the_mesh(config: EngineConfig, replicas: int) -> str | None:
     """`data_parallel_size` beside a mesh is the number of devices along its other axes."""
     if (size := config.data_parallel_size) not in (None, replicas):
         return f"data_parallel_size={size}: the mesh has {replicas} replicas; pass one of the two"
@@ -356,7 +357,7 @@ def heads_split_over_the_devices(heads: tuple[int, int], devices: int) -> str | 
 
 
 @_rule("speculative.method", "speculative.model")
-def ngram_takes_no_model(speculative: "Speculative") -> str | None:
+def ngram_takes_no_model(speculative: Speculative) -> str | None:
     """`speculative` names a model with `method="draft"` and `method="eagle"` only."""
     if speculative.model is not None and not speculative.has_model:
         return f"speculative: model={speculative.model!r}: only with method='draft' or 'eagle'"
@@ -364,7 +365,7 @@ def ngram_takes_no_model(speculative: "Speculative") -> str | None:
 
 
 @_rule("speculative.method", "processes")
-def draft_models_run_in_one_process(config: "EngineConfig", processes: int) -> str | None:
+def draft_models_run_in_one_process(config: EngineConfig, processes: int) -> str | None:
     """A model over several processes has no draft model or head; `method="ngram"` guesses there."""
     if processes > 1 and config.speculative is not None and config.speculative.has_model:
         return (
@@ -375,7 +376,7 @@ def draft_models_run_in_one_process(config: "EngineConfig", processes: int) -> s
 
 
 @_rule("speculative.adaptive", "processes")
-def guesses_over_processes_are_not_adaptive(config: "EngineConfig", processes: int) -> str | None:
+def guesses_over_processes_are_not_adaptive(config: EngineConfig, processes: int) -> str | None:
     """A model over several processes takes `"adaptive": False`: adaptive guessing goes by clocks,
     which differ.
     """
@@ -385,7 +386,7 @@ def guesses_over_processes_are_not_adaptive(config: "EngineConfig", processes: i
 
 
 @_rule("speculative.method", "tensor_parallel_size", error=UnsupportedError)
-def heads_guess_on_one_device(config: "EngineConfig", devices: int) -> str | None:
+def heads_guess_on_one_device(config: EngineConfig, devices: int) -> str | None:
     """`method="eagle"` takes a model that is on one device; replicas may be many."""
     if devices > 1 and config.speculative is not None and config.speculative.method == "eagle":
         return (
@@ -396,7 +397,7 @@ def heads_guess_on_one_device(config: "EngineConfig", devices: int) -> str | Non
 
 
 @_rule("draft", "speculative.method")
-def draft_weights_need_a_method(config: "EngineConfig", has_draft_weights: bool) -> str | None:
+def draft_weights_need_a_method(config: EngineConfig, has_draft_weights: bool) -> str | None:
     """`generate(draft=...)` takes `speculative` with `method="draft"` or `method="eagle"`."""
     if has_draft_weights and not (config.speculative and config.speculative.has_model):
         return "draft weights need speculative={'method': 'draft' or 'eagle'}"
@@ -404,7 +405,7 @@ def draft_weights_need_a_method(config: "EngineConfig", has_draft_weights: bool)
 
 
 @_rule("speculative.method", "speculative.model", "draft")
-def draft_methods_need_a_model(config: "EngineConfig", has_draft_weights: bool) -> str | None:
+def draft_methods_need_a_model(config: EngineConfig, has_draft_weights: bool) -> str | None:
     """`method="draft"` and `method="eagle"` come with a folder or with weights."""
     asked = config.speculative
     if asked and asked.has_model and asked.model is None and not has_draft_weights:
@@ -416,7 +417,7 @@ def draft_methods_need_a_model(config: "EngineConfig", has_draft_weights: bool) 
 
 
 @_rule("speculative.method", "speculative.model", "draft", error=UnsupportedError)
-def eagle_takes_a_head(config: "EngineConfig", draft: Any) -> str | None:
+def eagle_takes_a_head(config: EngineConfig, draft: Any) -> str | None:
     """`method="eagle"` takes an EAGLE-3 head."""
     asked = config.speculative
     if asked and asked.method == "eagle" and not draft.is_head:
@@ -428,7 +429,7 @@ def eagle_takes_a_head(config: "EngineConfig", draft: Any) -> str | None:
 
 
 @_rule("speculative.method", "speculative.model", "draft")
-def draft_takes_a_model(config: "EngineConfig", draft: Any) -> str | None:
+def draft_takes_a_model(config: EngineConfig, draft: Any) -> str | None:
     """`method="draft"` takes a model that is no head."""
     asked = config.speculative
     if asked and asked.method == "draft" and draft.is_head:
@@ -440,7 +441,7 @@ def draft_takes_a_model(config: "EngineConfig", draft: Any) -> str | None:
 
 
 @_rule("speculative.model", "draft", "model")
-def drafts_share_the_vocabulary(draft: Any, model: "ModelConfig") -> str | None:
+def drafts_share_the_vocabulary(draft: Any, model: ModelConfig) -> str | None:
     """A draft model, and a head, are of the vocabulary of the model that they guess for."""
     if draft.vocab_size == model.vocab_size:
         return None
@@ -453,7 +454,7 @@ def drafts_share_the_vocabulary(draft: Any, model: "ModelConfig") -> str | None:
 
 
 @_rule("max_model_len", "speculative.model", "draft")
-def drafts_reach_as_far_as_the_model(config: "EngineConfig", draft: Any) -> str | None:
+def drafts_reach_as_far_as_the_model(config: EngineConfig, draft: Any) -> str | None:
     """A draft model's max_position_embeddings is at least `max_model_len`."""
     most, longest = config.max_model_len, draft.max_position_embeddings
     if not draft.is_head and most is not None and longest < most:
@@ -465,7 +466,7 @@ def drafts_reach_as_far_as_the_model(config: "EngineConfig", draft: Any) -> str 
 
 
 @_rule("model")
-def models_are_no_heads(model: "ModelConfig") -> str | None:
+def models_are_no_heads(model: ModelConfig) -> str | None:
     """An EAGLE-3 head is passed in `speculative`, not as the model."""
     if model.is_head:
         return (
@@ -476,7 +477,7 @@ def models_are_no_heads(model: "ModelConfig") -> str | None:
 
 
 @_rule("speculative.model", "draft", "model")
-def heads_fit_the_hidden_size(draft: Any, model: "ModelConfig") -> str | None:
+def heads_fit_the_hidden_size(draft: Any, model: ModelConfig) -> str | None:
     """A head's target_hidden_size is the model's hidden_size; so is its own where it borrows the
     model's embedding or output head.
     """
@@ -497,7 +498,7 @@ def heads_fit_the_hidden_size(draft: Any, model: "ModelConfig") -> str | None:
 
 
 @_rule("speculative.method", "model", error=UnsupportedError)
-def heads_read_plain_embeddings(draft: Any, model: "ModelConfig") -> str | None:
+def heads_read_plain_embeddings(draft: Any, model: ModelConfig) -> str | None:
     """The model that a head guesses for does not scale its embeddings."""
     if draft.is_head and model.embedding_scale != 1.0:
         return f"an EAGLE-3 head for {model.family}, which scales its embeddings: use 'draft'"
@@ -508,7 +509,7 @@ def heads_read_plain_embeddings(draft: Any, model: "ModelConfig") -> str | None:
 
 
 @_rule("max_loras", "lora")
-def adapters_need_slots(config: "EngineConfig", adapter_rank: int) -> str | None:
+def adapters_need_slots(config: EngineConfig, adapter_rank: int) -> str | None:
     """An LLM that is to take adapters has `max_loras` of at least 1."""
     if not config.max_loras:
         return "max_loras=0: pass max_loras=, the adapters of a step at most"
@@ -516,7 +517,7 @@ def adapters_need_slots(config: "EngineConfig", adapter_rank: int) -> str | None
 
 
 @_rule("max_lora_rank", "lora")
-def adapters_fit_the_rank(config: "EngineConfig", adapter_rank: int) -> str | None:
+def adapters_fit_the_rank(config: EngineConfig, adapter_rank: int) -> str | None:
     """An adapter's rank is at most `max_lora_rank`."""
     if adapter_rank > (most := config.max_lora_rank):
         return f"an adapter of rank {adapter_rank} is above max_lora_rank={most}"
@@ -525,7 +526,7 @@ def adapters_fit_the_rank(config: "EngineConfig", adapter_rank: int) -> str | No
 
 @_rule("lora_extra", "lora")
 def adapters_change_what_has_tables(
-    config: "EngineConfig", adapter_changes: Collection[str]
+    config: EngineConfig, adapter_changes: Collection[str]
 ) -> str | None:
     """`lora_extra` names what an adapter changes beside attention and MLP."""
     if missing := set(adapter_changes) - set(config.lora_extra):

@@ -3,8 +3,9 @@
 import argparse
 import dataclasses
 import difflib
+import sys
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NoReturn
 
 from jpaged.config import EngineConfig, Speculative
@@ -86,6 +87,10 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Parse all arguments; exit where one is unknown, with the flag that was meant."""
+        args = sys.argv[1:] if args is None else list(args)
+        # A misspelled flag is named before one that is missing, which may be the same.
+        if misspelled := [name for name in self._names(args) if name not in self._flags()]:
+            self.error(self._unknown(misspelled))
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.error(self._unknown(unknown))
@@ -95,10 +100,24 @@ class Parser(argparse.ArgumentParser):
         """Exit with one sentence."""
         self.exit(self.error_status, f"{self.prog}: {message} (--help lists the flags)\n")
 
+    def _flags(self) -> list[str]:
+        return [flag for flag in self._option_string_actions if flag.startswith("--")]
+
+    def _names(self, args: Sequence[str]) -> Iterator[str]:
+        """Yield the flags among the arguments, up to those that are another program's."""
+        for text in args:
+            name = text.split("=")[0]
+            if name == "--":
+                return
+            if name.startswith("--"):
+                yield name
+            action = self._option_string_actions.get(name)
+            if action is not None and action.nargs == argparse.REMAINDER:
+                return
+
     def _unknown(self, arguments: Sequence[str]) -> str:
         name = next((x for x in arguments if x.startswith("--")), arguments[0]).split("=")[0]
-        flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
-        near = difflib.get_close_matches(name, flags, n=1)
+        near = difflib.get_close_matches(name.replace("_", "-"), self._flags(), n=1)
         meant = f": did you mean {near[0]}?" if near else ""
         return f"unknown argument {name}{meant}"
 

@@ -114,8 +114,8 @@ def model_name(args: argparse.Namespace) -> str:
 def model_config(args: argparse.Namespace) -> ModelConfig:
     if args.checkpoint is not None:
         return ModelConfig.coerce(args.checkpoint)
-    if (found := (MODELS | LARGE).get(args.random)) is not None:
-        return found
+    if (known := (MODELS | LARGE).get(args.random)) is not None:
+        return known
     path = Path(args.random)
     return ModelConfig.from_hf(read_json(path / "config.json" if path.is_dir() else path))
 
@@ -171,13 +171,13 @@ def in_turn[T](calls: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, l
 
     A first round, which compiles, is left out; every other round goes backwards.
     """
-    found: dict[str, list[T]] = {name: [] for name in calls}
+    results: dict[str, list[T]] = {name: [] for name in calls}
     for i in range(1 + rounds):
         for name in list(calls)[:: -1 if i % 2 else 1]:
             result = calls[name]()
             if i:
-                found[name].append(result)
-    return found
+                results[name].append(result)
+    return results
 
 
 def read_bandwidth() -> float:
@@ -254,8 +254,8 @@ def absent_devices(platform: str, chip: str, count: int = 1) -> Sequence[Any]:
     if platform == "tpu":
         return topologies.get_topology_desc(platform="tpu", topology_name=chip).devices
     target = Path(__file__).with_name("h200.textproto").read_text()
-    how = {"platform": "cuda", "topology": f"1x1x{count}", "target_config": target}
-    return topologies.get_topology_desc("", **how).devices
+    options = {"platform": "cuda", "topology": f"1x1x{count}", "target_config": target}
+    return topologies.get_topology_desc("", **options).devices
 
 
 def stay_on_cpu() -> None:

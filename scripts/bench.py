@@ -77,8 +77,12 @@ class Workload:
         return prompts, [r.randint(*self.output) for _ in range(self.requests)]
 
     def sampling_params(self, outputs: list[int]) -> list[SamplingParams]:
-        how: dict[str, Any] = {"temperature": self.temperature, "n": self.n, "ignore_eos": True}
-        return [SamplingParams(max_tokens=length, **how) for length in outputs]
+        settings: dict[str, Any] = {
+            "temperature": self.temperature,
+            "n": self.n,
+            "ignore_eos": True,
+        }
+        return [SamplingParams(max_tokens=length, **settings) for length in outputs]
 
 
 WORKLOADS = {
@@ -142,8 +146,8 @@ def full_workload(args: argparse.Namespace, vocab_size: int) -> Workload:
         "max_len": engine_settings(args).get("max_model_len"),
         "n": args.n,
     }
-    given = {name: value for name, value in flags.items() if value is not None}
-    return dataclasses.replace(work, ids=(work.ids[0], top), **given)
+    overrides = {name: value for name, value in flags.items() if value is not None}
+    return dataclasses.replace(work, ids=(work.ids[0], top), **overrides)
 
 
 def make_llm(args: argparse.Namespace, config: ModelConfig, work: Workload) -> Any:
@@ -250,9 +254,9 @@ def in_batch(
             "batch": lambda: run_file(llm, source, output),
         }
         timers = {name: functools.partial(clocks, way) for name, way in ways.items()}
-        found = common.in_turn(timers, repeat)
+        timings = common.in_turn(timers, repeat)
     for i, clock in enumerate(("wall", "cpu")):
-        times = {name: [run[i] for run in runs] for name, runs in found.items()}
+        times = {name: [run[i] for run in runs] for name, runs in timings.items()}
         record |= {f"{name}_{clock}_s": sorted(times[name]) for name in ways}
         for title, pick in (("best", min), ("median", statistics.median)):
             record[f"{clock}_ratio_of_{title}"] = pick(times["generate"]) / pick(times["batch"])

@@ -102,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
     model = [] if args.checkpoint is None else [args.checkpoint]
     command = [sys.executable, "-m", "jpaged", "serve", *model, "--port", "0", *args.server]
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
@@ -114,17 +114,17 @@ def main(argv: list[str] | None = None) -> int:
             print(f"alone: first token after {statistics.median(alone):.3f} s")
             for name, body in heavy_requests(args.scale).items():
                 answer, waits = beside(port, body)
-                found[name] = {"longest": max(waits), "median": statistics.median(waits)}
+                results[name] = {"longest": max(waits), "median": statistics.median(waits)}
                 print(
                     f"{name}: status {answer.status}, {answer.size} bytes in {answer.whole:.2f} s; "
                     f"{len(waits)} bystanders wait {max(waits):.3f} s at most, "
-                    f"{found[name]['median']:.3f} s in the middle",
+                    f"{results[name]['median']:.3f} s in the middle",
                     flush=True,
                 )
         finally:
             server.terminate()
-    print(json.dumps({"alone": statistics.median(alone), "beside": found}))
-    return int(any(waited["longest"] > args.most for waited in found.values()))
+    print(json.dumps({"alone": statistics.median(alone), "beside": results}))
+    return int(any(waited["longest"] > args.most for waited in results.values()))
 
 
 if __name__ == "__main__":

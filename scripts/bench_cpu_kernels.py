@@ -120,7 +120,7 @@ def quantized_products(rng: np.random.Generator, rounds: int) -> Iterator[dict[s
         for M in QUANTIZED_ROWS:
             x = jnp.asarray(rng.standard_normal((M, K)), jnp.bfloat16)
             calls = {
-                name: functools.partial(run, *how[:1], x, how[1]) for name, how in forms.items()
+                name: functools.partial(run, *form[:1], x, form[1]) for name, form in forms.items()
             }
             seconds, read = medians(calls, rounds), common.read_bandwidth()
             row: dict[str, Any] = {"weights": f"[{M}, {K}] . [{N}, {K}]", "read_gb_s": read}

@@ -78,13 +78,13 @@ def main(argv: list[str] | None = None) -> int:
     for mixed in (False, True):
         llm = jpaged.LLM(params, mixed=mixed, max_num_seqs=args.rows + 1, **sizes | settings)
         calls["mixed" if mixed else "apart"] = functools.partial(one_round, llm, args)
-    found = {
+    results = {
         name: {key: statistics.median(run[key] for run in runs) for key in runs[0]}
         for name, runs in common.in_turn(calls, args.rounds).items()
     }
-    rows = [[name, *(f"{value:.2f}" for value in row.values())] for name, row in found.items()]
-    print("\n".join(common.aligned(["steps", *found["apart"]], rows, left=1)))
-    print(common.json_line({"model": common.model_name(args), **sizes, **settings, **found}))
+    rows = [[name, *(f"{value:.2f}" for value in row.values())] for name, row in results.items()]
+    print("\n".join(common.aligned(["steps", *results["apart"]], rows, left=1)))
+    print(common.json_line({"model": common.model_name(args), **sizes, **settings, **results}))
     return 0
 
 

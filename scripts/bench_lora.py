@@ -22,12 +22,12 @@ from jpaged.models.lora import targets
 
 def adapter(config: jpaged.ModelConfig, rank: int, seed: int) -> dict[str, Any]:
     """A pair for every weight that can have one."""
-    rng, found = np.random.default_rng(seed), {}
+    rng, tree = np.random.default_rng(seed), {}
     for name, target in targets(config).items():
         outputs, inputs = target.sides
         shapes = {"a": (rank, *inputs), "b": (*outputs, rank)}
-        found[name] = {k: rng.standard_normal(s, np.float32) * 0.01 for k, s in shapes.items()}
-    return found
+        tree[name] = {k: rng.standard_normal(s, np.float32) * 0.01 for k, s in shapes.items()}
+    return tree
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
@@ -59,12 +59,12 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
         return llm
 
     def seconds(llm: jpaged.LLM, names: list[Any]) -> float:
-        each: list[Any] = [
+        sampling: list[Any] = [
             {"prompt_token_ids": prompt, "adapter": names[i % len(names)]}
             for i, prompt in enumerate(prompts)
         ]
         began = time.perf_counter()
-        llm.generate(each, asked, use_tqdm=False)
+        llm.generate(sampling, asked, use_tqdm=False)
         return time.perf_counter() - began
 
     cases: list[tuple[str, int, int, jpaged.LLM, list[Any]]] = []
@@ -109,8 +109,8 @@ def print_table(records: list[dict[str, Any]], counts: list[int]) -> None:
     heads = ["none" if count == 0 else str(count) for count in counts]
     print("| rank | " + " | ".join(heads) + " |\n|" + " --- |" * (1 + len(counts)))
     for rank in dict.fromkeys(record["rank"] for record in records if record["kind"] != "base"):
-        own = [record for record in records if record["rank"] == rank]
-        cells = [f"{record['ms']:.1f} ({1 / record['of_base']:.2f})" for record in own]
+        of_rank = [record for record in records if record["rank"] == rank]
+        cells = [f"{record['ms']:.1f} ({1 / record['of_base']:.2f})" for record in of_rank]
         print(f"| {rank} | " + " | ".join(cells) + " |")
     print(f"without tables: {records[0]['ms']:.1f} ms", flush=True)
 

@@ -54,11 +54,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         assert child.stdin is not None and child.stdout is not None
         port = int(child.stdout.readline())
-        found = rounds(args, child, port)
+        results = rounds(args, child, port)
     finally:
         child.terminate()
         child.wait()
-    report(args, [bulk for bulk, _ in found], [streams for _, streams in found])
+    report(args, [bulk for bulk, _ in results], [streams for _, streams in results])
     return 0
 
 
@@ -124,23 +124,23 @@ def serve(args: argparse.Namespace) -> int:
 
     for line in sys.stdin:
         if line.strip() == "spent":
-            found: Any = json.dumps(spent(http) | asyncio.run(engine.call(work_of)))
+            answer: Any = json.dumps(spent(http) | asyncio.run(engine.call(work_of)))
         else:
-            found = asyncio.run(engine.call(generate, int(line)))
-        print(found, flush=True)
+            answer = asyncio.run(engine.call(generate, int(line)))
+        print(answer, flush=True)
     return 0
 
 
 def spent(http: threading.Thread) -> dict[str, float]:
     """Seconds of the processors that this process has taken, and its threads that run Python."""
     kinds = {"jpaged-engine": "engine", "jpaged-prompts": "prompts"}
-    found = {"process": time.process_time(), "http": 0.0, "engine": 0.0, "prompts": 0.0}
+    times = {"process": time.process_time(), "http": 0.0, "engine": 0.0, "prompts": 0.0}
     for thread in threading.enumerate():
         kind = "http" if thread is http else kinds.get(thread.name.partition("_")[0])
         if kind is not None:
             used = Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text()
-            found[kind] += int(used.split()[0]) / 1e9
-    return found
+            times[kind] += int(used.split()[0]) / 1e9
+    return times
 
 
 def work_of(llm: Any) -> dict[str, float]:
@@ -171,25 +171,25 @@ def rounds(args: argparse.Namespace, child: Any, port: int) -> list[tuple[float,
     """Return for each round generate's tokens a second, and what the streams saw. The first warms
     up, and one in which a step was compiled does not count.
     """
-    found, compiles = [], -1
+    results, compiles = [], -1
     for number in range(2 * args.rounds + 6):
         spent = [ask(child, "spent")]
         rate = args.requests * args.output / ask(child, f"{number}")
         spent.append(ask(child, "spent"))
-        own = time.process_time()
+        spent_here = time.process_time()
         seen = streams(args, port, number)
-        own = time.process_time() - own
+        spent_here = time.process_time() - spent_here
         spent.append(ask(child, "spent"))
         alone, served = (
             {name: after[name] - before[name] for name in after}
             for before, after in itertools.pairwise(spent)
         )
-        seen |= {"alone": alone, "served": served | {"client": own}}
+        seen |= {"alone": alone, "served": served | {"client": spent_here}}
         before, compiles = compiles, compiled(port)
         if before == compiles:
-            found.append((rate, seen))
-        if len(found) == args.rounds:
-            return found
+            results.append((rate, seen))
+        if len(results) == args.rounds:
+            return results
     raise RuntimeError("steps are compiled in every round: give more rounds, or fewer buckets")
 
 
@@ -253,18 +253,18 @@ class Stream:
         if not self._is_begun and not new.startswith(b"HTTP/1.1 200"):
             raise RuntimeError((new + self.socket.recv(4096)).decode())
         self._is_begun = True
-        found = self._tail + new
-        if not new or b'data: {"error"' in found:
-            raise RuntimeError(f"a stream ended with {found!r}")
-        self.times += [time.perf_counter()] * found.count(PIECE)
+        data = self._tail + new
+        if not new or b'data: {"error"' in data:
+            raise RuntimeError(f"a stream ended with {data!r}")
+        self.times += [time.perf_counter()] * data.count(PIECE)
         # What may be the beginning of a piece, or of the end, is read again.
-        after = found.rfind(PIECE) + len(PIECE) if PIECE in found else 0
-        self._tail = found[after:][1 - len(DONE) :]
-        return DONE in found
+        after = data.rfind(PIECE) + len(PIECE) if PIECE in data else 0
+        self._tail = data[after:][1 - len(DONE) :]
+        return DONE in data
 
 
-def report(args: argparse.Namespace, bulk: list[float], found: list[dict[str, Any]]) -> None:
-    rates = [one["rate"] for one in found]
+def report(args: argparse.Namespace, bulk: list[float], results: list[dict[str, Any]]) -> None:
+    rates = [one["rate"] for one in results]
     loss = 1 - statistics.median(b / a for a, b in zip(bulk, rates, strict=True))  # in turn
     print(f"{common.model_name(args)}: {args.requests} requests of {args.input} tokens in and")
     print(f"{args.output} out, {args.concurrency} at once, {args.rounds} rounds")
@@ -273,7 +273,7 @@ def report(args: argparse.Namespace, bulk: list[float], found: list[dict[str, An
         print(f"  {name:16} {median:9.1f} tok/s (best {best:.1f})")
     print(f"  the server loses {loss:.1%} (best rounds: {1 - max(rates) / max(bulk):.1%})")
     middle = {
-        kind: {name: statistics.median(one[kind][name] for one in found) for name in names}
+        kind: {name: statistics.median(one[kind][name] for one in results) for name in names}
         for kind, names in (("alone", USED), ("served", (*USED, "client")))
     }
     for kind, what in (("alone", "LLM.generate"), ("served", "server, streams")):
@@ -290,7 +290,7 @@ def report(args: argparse.Namespace, bulk: list[float], found: list[dict[str, An
     record: dict[str, Any] = {"generate_tok_s": bulk, "server_tok_s": rates, "loss": loss}
     record |= {"used": middle}
     for name, what in (("first", "time to first token"), ("gap", "time between tokens")):
-        values = sorted(x * 1e3 for one in found for x in one[name])
+        values = sorted(x * 1e3 for one in results for x in one[name])
         p50, p99 = (values[min(int(q * len(values)), len(values) - 1)] for q in (0.5, 0.99))
         print(f"  {what:20} p50 {p50:9.1f} ms   p99 {p99:9.1f} ms")
         record |= {f"{name}_p50_ms": p50, f"{name}_p99_ms": p99}

@@ -73,16 +73,18 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
             )
         for kind in ("copies", "new"):
             for temperature in args.temperatures:
-                how: Any = {"temperature": temperature, "max_tokens": args.tokens}
-                each = [jpaged.SamplingParams(seed=i, ignore_eos=True, **how) for i in range(rows)]
-                took, found = {ahead: [] for ahead in engines}, {}
+                settings: Any = {"temperature": temperature, "max_tokens": args.tokens}
+                sampling = [
+                    jpaged.SamplingParams(seed=i, ignore_eos=True, **settings) for i in range(rows)
+                ]
+                took, results = {ahead: [] for ahead in engines}, {}
                 before = {ahead: llm.stats() for ahead, llm in engines.items()}
                 for _ in range(1 + args.repeat):
                     for ahead, llm in order.sample(list(engines.items()), len(engines)):
                         began = time.perf_counter()
-                        outs = llm.generate(texts(kind, rows), each, use_tqdm=False)
+                        outs = llm.generate(texts(kind, rows), sampling, use_tqdm=False)
                         took[ahead].append(time.perf_counter() - began)
-                        found[ahead] = [out.outputs[0].token_ids for out in outs]
+                        results[ahead] = [out.outputs[0].token_ids for out in outs]
                 for ahead in args.tokens_ahead:
                     stats = engines[ahead].stats()
                     tried, right = (
@@ -98,7 +100,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
                         "of_plain": median(map(truediv, took[0], took[ahead])),
                         "drafted": tried,
                         "accepted": right / tried if tried else 0.0,
-                        "equal": sum(map(list.__eq__, found[0], found[ahead])) / rows,
+                        "equal": sum(map(list.__eq__, results[0], results[ahead])) / rows,
                     }
                     records.append(record)
                     print(common.json_line(record), flush=True)

@@ -92,17 +92,19 @@ def main(argv: list[str] | None = None) -> int:
         "whole pool": {"num_blocks": whole},
     }
     calls = {}
-    for name, own in engines.items():
-        llm = jpaged.LLM(params, **sizes | settings | own)
+    for name, figures in engines.items():
+        llm = jpaged.LLM(params, **sizes | settings | figures)
         calls[name] = functools.partial(one_round, llm, documents, args)
-    found = {
+    results = {
         name: {key: statistics.median(run[key] for run in runs) for key in runs[0]}
         for name, runs in common.in_turn(calls, args.rounds).items()
     }
-    rows = [[name, *(f"{value:.2f}" for value in own.values())] for name, own in found.items()]
-    print("\n".join(common.aligned(["engine", *found["store"]], rows, left=1)))
+    rows = [
+        [name, *(f"{value:.2f}" for value in figures.values())] for name, figures in results.items()
+    ]
+    print("\n".join(common.aligned(["engine", *results["store"]], rows, left=1)))
     sizes |= {"documents": args.documents, "length": args.length, "pool_blocks": pool}
-    print(common.json_line({"model": common.model_name(args), **sizes, **settings, **found}))
+    print(common.json_line({"model": common.model_name(args), **sizes, **settings, **results}))
     return 0
 
 

@@ -111,9 +111,9 @@ def documents(schemas: dict[str, Any], count: int, args: argparse.Namespace) -> 
     """
     settings: dict[str, Any] = {"dtype": args.dtype, "max_num_seqs": args.rows}
     llm = jpaged.LLM(str(MODEL_PATH), num_blocks=8 * args.rows, max_model_len=512, **settings)
-    found, drawn = collections.Counter[tuple[str, str]](), 0
+    counts, drawn = collections.Counter[tuple[str, str]](), 0
     began, tokens, left = time.perf_counter(), 0, list(schemas)
-    while (todo := count - sum(found[name, kind] for name, kind in found if kind in ENDED)) > 0:
+    while (todo := count - sum(counts[name, kind] for name, kind in counts if kind in ENDED)) > 0:
         places = range(drawn, drawn := drawn + todo)
         names = [left[i % len(left)] for i in places]
         asked = [
@@ -130,14 +130,14 @@ def documents(schemas: dict[str, Any], count: int, args: argparse.Namespace) -> 
         prompts = [f"{name} = " for name in names]
         outs = llm.generate(prompts, asked, on_error="return", use_tqdm=False)
         tokens += sum(len(out.outputs[0].token_ids) for out in outs)
-        found += judged(schemas, names, outs)
-        left = [n for n in left if not found[n, "refused"] and not found[n, UNJUDGED]]
+        counts += judged(schemas, names, outs)
+        left = [n for n in left if not counts[n, "refused"] and not counts[n, UNJUDGED]]
     kinds = (*ENDED, "cut off", "refused", UNJUDGED)
     if len(schemas) <= len(SCHEMAS):
         for name in schemas:
-            print(f"{name:8} " + ", ".join(f"{found[name, kind]} {kind}" for kind in kinds))
-    total = {kind: sum(n for (_, k), n in found.items() if k == kind) for kind in kinds}
-    served = len({name for name, kind in found if kind in ENDED})
+            print(f"{name:8} " + ", ".join(f"{counts[name, kind]} {kind}" for kind in kinds))
+    total = {kind: sum(n for (_, k), n in counts.items() if k == kind) for kind in kinds}
+    served = len({name for name, kind in counts if kind in ENDED})
     print(f"{len(schemas)} schemas: {len(left)} not refused, {served} of which ended a document")
     print(", ".join(f"{n} {kind}" for kind, n in total.items()))
     print(
@@ -167,7 +167,7 @@ def judged(
     """How many documents of each schema are valid, were cut off, or refused."""
     import jsonschema  # pyright: ignore[reportMissingImports, reportMissingModuleSource]
 
-    found = collections.Counter[tuple[str, str]]()
+    counts = collections.Counter[tuple[str, str]]()
     for name, out in zip(names, outs, strict=True):
         answer, kind = out.outputs[0], "cut off" if out.error is None else "refused"
         if answer.finish_reason == "stop":
@@ -182,8 +182,8 @@ def judged(
             # A pattern that is ECMAScript's, not Python's; or a number with a huge exponent.
             except (re.error, InvalidOperation):
                 kind = UNJUDGED
-        found[name, kind] += 1
-    return found
+        counts[name, kind] += 1
+    return counts
 
 
 def prefix_tokenizer(size: int) -> Any:
@@ -227,7 +227,7 @@ def cost(args: Any) -> None:
         num_blocks=args.rows * 8,
         enable_prefix_caching=False,
     )
-    how: dict[str, Any] = {"max_tokens": args.tokens, "ignore_eos": True}
+    settings: dict[str, Any] = {"max_tokens": args.tokens, "ignore_eos": True}
     nested = {"json_schema": SCHEMAS["record"]}
     kinds: dict[str, Any] = {"free": None, "long string": LONG, "records": nested}
     rng = np.random.default_rng(0)
@@ -235,8 +235,8 @@ def cost(args: Any) -> None:
     times: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
     for turn in range(args.rounds + 1):
         for kind in rng.permutation(list(kinds)):  # what ran last leaves caches as it left them
-            how["structured"] = kinds[kind]
-            asked = [jpaged.SamplingParams(seed=i, **how) for i in range(args.rows)]
+            settings["structured"] = kinds[kind]
+            asked = [jpaged.SamplingParams(seed=i, **settings) for i in range(args.rows)]
             before, began = llm.stats(), time.perf_counter()
             outs = llm.generate(prompts, asked, use_tqdm=False)
             seconds, after = time.perf_counter() - began, llm.stats()
@@ -245,11 +245,11 @@ def cost(args: Any) -> None:
             if turn:
                 times[kind].append((1e3 * seconds / drawn, 1e3 * masks / drawn))
     print(f"{common.model_name(args)}, vocabulary {model.vocab_size}, {args.rows} rows")
-    for kind, found in times.items():
-        each, masks = (statistics.median(values) for values in zip(*found, strict=True))
-        ratio = statistics.median(np.array(found)[:, 0] / np.array(times["free"])[:, 0])
+    for kind, samples in times.items():
+        median, masks = (statistics.median(values) for values in zip(*samples, strict=True))
+        ratio = statistics.median(np.array(samples)[:, 0] / np.array(times["free"])[:, 0])
         print(
-            f"{kind:12} {each * args.rows:8.2f} ms for a token of each row, {ratio:5.2f} of "
+            f"{kind:12} {median * args.rows:8.2f} ms for a token of each row, {ratio:5.2f} of "
             f"free rows' time; masks {masks * args.rows:6.2f} ms"
         )
 

@@ -112,8 +112,8 @@ def shares(contexts: list[int], kv_heads: int, head_dim: int, card: Card) -> dic
         "turns": turns,
     }
     least = sum(contexts) * kv_heads * 4 * head_dim / card.bandwidth
-    found = {name: least / seconds(q, places, card, fastest) for name, q in queues.items()}
-    return {"was": old, "splits now": new} | found
+    rates = {name: least / seconds(q, places, card, fastest) for name, q in queues.items()}
+    return {"was": old, "splits now": new} | rates
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -124,8 +124,8 @@ def main(argv: list[str] | None = None) -> int:
     rows = []
     for card in args.card:
         for name, case in CASES.items():
-            old, new, *found = shares(*case, CARDS[card]).values()
-            rows.append([card, name, str(old), str(new), *(f"{x:.0%}" for x in found)])
+            old, new, *others = shares(*case, CARDS[card]).values()
+            rows.append([card, name, str(old), str(new), *(f"{x:.0%}" for x in others)])
     print(*common.aligned(heads, rows, left=2), sep="\n")
     return 0
 

@@ -87,23 +87,23 @@ def flops(case: Case) -> int:
 
 def report(out: Path) -> str:
     """All that a folder has."""
-    found = {file.stem: read(file) for file in sorted(out.glob("*.jsonl"))}
-    marks = found.get("marks", {})
+    jobs = {file.stem: read(file) for file in sorted(out.glob("*.jsonl"))}
+    marks = jobs.get("marks", {})
     limits = {
         "copy": marks.get("copy", {}).get("gb_s", math.nan),
         "matmul": marks.get("matmul", {}).get("tflop_s", math.nan),
     }
-    where = marks.get("copy", {})
-    lines = [f"device {where.get('device')}, jax {where.get('jax')}"]
+    copy = marks.get("copy", {})
+    lines = [f"device {copy.get('device')}, jax {copy.get('jax')}"]
     lines += [f"copy    {limits['copy']:10.1f} GB/s", f"matmul  {limits['matmul']:10.1f} TFLOP/s"]
-    for name, records in found.items():
+    for name, records in jobs.items():
         if name.startswith("checks_"):
             lines += check_lines(name.removeprefix("checks_"), records)
-    rows = kernel_rows(found, limits)
+    rows = kernel_rows(jobs, limits)
     heads = ["case", "by", "call us", "kernel us", "GB/s", "TFLOP/s", "share", "of best"]
     lines += common.aligned(heads, rows, left=2) if rows else []
     for job in ("engine", "quantised", "adapters"):
-        lines += engine_lines(job, found.get(job, {}), limits["copy"])
+        lines += engine_lines(job, jobs.get(job, {}), limits["copy"])
     return "\n".join(lines)
 
 
@@ -117,12 +117,12 @@ def check_lines(name: str, records: dict[str, dict[str, Any]]) -> list[str]:
     ]
 
 
-def kernel_rows(found: dict[str, Any], limits: dict[str, float]) -> list[list[str]]:
+def kernel_rows(jobs: dict[str, Any], limits: dict[str, float]) -> list[list[str]]:
     rows = []
-    records = {key: r for job in ("kernels", *PEERS) for key, r in found.get(job, {}).items()}
+    records = {key: r for job in ("kernels", *PEERS) for key, r in jobs.get(job, {}).items()}
     for case in (*BENCH, *BENCH_DRY):
         mine = {k.split(" | ")[1]: r for k, r in records.items() if k.split(" | ")[0] == case.name}
-        ours = {k.split(" | ")[1] for k in found.get("kernels", {}) if k.startswith(case.name)}
+        ours = {k.split(" | ")[1] for k in jobs.get("kernels", {}) if k.startswith(case.name)}
         others = [r["seconds"] for by, r in mine.items() if by not in ours and "seconds" in r]
         for by, record in mine.items():
             best = f"{min(others) / record['seconds']:.0%}" if others and by in ours else ""

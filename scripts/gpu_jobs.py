@@ -23,8 +23,8 @@ def reason(error: Exception) -> str:
 def read(file: Path) -> dict[str, dict[str, Any]]:
     """What a job found, by case; the last word counts."""
     lines = file.read_text().splitlines() if file.exists() else []
-    found = [json.loads(line) for line in lines if line.endswith("}")]
-    return {record["case"]: record for record in found if "case" in record}
+    records = [json.loads(line) for line in lines if line.endswith("}")]
+    return {record["case"]: record for record in records if "case" in record}
 
 
 def unfinished(file: Path) -> str | None:
@@ -58,13 +58,13 @@ def run_cases(
         faulthandler.dump_traceback_later(limit, exit=True)
         began = time.perf_counter()
         try:
-            found = run()
+            record = run()
         except NotImplementedError as e:
-            found = {"not_taken": str(e)}
+            record = {"not_taken": str(e)}
         except Exception as e:  # the others are worth having
-            found = {"error": reason(e)}
+            record = {"error": reason(e)}
         faulthandler.cancel_dump_traceback_later()
-        record = {"case": name, **found, "took_s": round(time.perf_counter() - began, 2)}
+        record = {"case": name, **record, "took_s": round(time.perf_counter() - began, 2)}
         write(file, record)
         print(shown(record), flush=True)
 

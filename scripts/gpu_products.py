@@ -65,9 +65,9 @@ def mixture(dry: bool, rows: int, form: str, way: str) -> Found:
     weights = ExpertWeights(gate_up=up, gate_up_bias=None, down=down)
     chosen = jnp.arange(rows * A, dtype=jnp.int32).reshape(rows, A) * 7 % X
     args = noise((rows, width)), chosen, jnp.full((rows, A), 1 / A), weights
-    how = {"interpret": True} if dry and way == "triton" else {}
+    options = {"interpret": True} if dry and way == "triton" else {}
     experts = {"triton": triton.experts, "tiles": tiles.experts}[way]
-    call = functools.partial(experts, glu=functools.partial(gated, "silu"), **how)
+    call = functools.partial(experts, glu=functools.partial(gated, "silu"), **options)
     compiled = jax.jit(call).lower(*args).compile()
     seconds = seconds_of(lambda: compiled(*args), jax.block_until_ready, dry)
     return {"us": 1e6 * seconds, "size": float(jnp.abs(compiled(*args)).mean())}
@@ -89,8 +89,8 @@ def adapters(dry: bool) -> Cases:
 
     def case(rows: int, way: str) -> Found:
         def added(x: Any, slot: Any) -> Any:
-            own = low_rank.LowRank(a=a, b=(b,), slot_T=slot, joined=0)
-            return own(x, lambda x, w, dtype: jnp.dot(x, w.T, preferred_element_type=dtype))
+            adapter = low_rank.LowRank(a=a, b=(b,), slot_T=slot, joined=0)
+            return adapter(x, lambda x, w, dtype: jnp.dot(x, w.T, preferred_element_type=dtype))
 
         ways = {"ragged": ragged, "alone": lambda x, _: x @ weight.T}
         x, slot = noise((rows, inputs)), jnp.arange(rows) * 7 % slots

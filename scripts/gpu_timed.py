@@ -105,19 +105,20 @@ def rows_of(case: Case) -> list[Any]:
 
 
 def our_step(
-    name: str, case: Case, layers: int, own: dict[str, Any], *, dry: bool, **how: Any
+    name: str, case: Case, layers: int, setting: dict[str, Any], *, dry: bool, **fields: Any
 ) -> tuple[Callable[..., Any], list[Any]]:
-    """A function of its first layer, q, the pool and `rows_of`, and the shapes of these. how:
-    fields of the kernel's Options.
+    """Return a function of its first layer, q, the pool and `rows_of`, and the shapes of these.
+
+    setting: keyword arguments of the kernel. fields: fields of the kernel's Options.
     """
     kernel = importlib.import_module(f"kernels_pallas.paged_attention.{name}")
     function = kernel.prefill if case.queries else kernel.decode
-    options = dataclasses.replace(case.options, num_layers=layers, **how)
+    options = dataclasses.replace(case.options, num_layers=layers, **fields)
 
     def step(first: Any, q: Any, pool: Any, *rest: Any) -> Any:
         for i in range(1 if dry else CALLS):
             layer = jax.lax.rem(first + i, jnp.int32(layers))
-            q = function(q, pool, layer, *rest, options=options, **own)
+            q = function(q, pool, layer, *rest, options=options, **setting)
         return q
 
     rest = rows_of(case)
@@ -140,11 +141,11 @@ def time_ours(case: Case, layers: int, compiled: Callable[[], Any], dry: bool) -
         return step(next(firsts), *arrays)
 
     calls = 1 if dry else CALLS
-    found = {"seconds": seconds_of(run, jax.block_until_ready, dry) / calls}
+    record = {"seconds": seconds_of(run, jax.block_until_ready, dry) / calls}
     if (inside := kernel_seconds(run, ("mosaic_gpu", "paged_attention"))) is not None:
-        found["kernel_seconds"] = inside / calls
+        record["kernel_seconds"] = inside / calls
     kv_bytes = 4 * case.K * case.D * sum(case.contexts)
-    return found | {"fits_l2": kv_bytes * layers < 4 * L2}
+    return record | {"fits_l2": kv_bytes * layers < 4 * L2}
 
 
 def kernels(dry: bool) -> Cases:
@@ -158,24 +159,24 @@ def kernels(dry: bool) -> Cases:
     first = cases[:PEER_CASES]
     for case in () if dry else first:
         if case.queries is None:
-            for own in WAYS:
-                ((how, value),) = own.items()
-                wanted.append((f"{case} | {how}={value}", "mosaic_gpu", case, own))
+            for setting in WAYS:
+                ((knob, value),) = setting.items()
+                wanted.append((f"{case} | {knob}={value}", "mosaic_gpu", case, setting))
     wanted += [(f"{case} | triton", "triton", case, {}) for case in first]
     threads = ThreadPoolExecutor(1 if dry else 12)
-    found: Cases = {}
-    for key, name, case, own in wanted:
+    timed: Cases = {}
+    for key, name, case, setting in wanted:
         layers = num_layers(case, dry)
 
         def compiled(
-            name: str = name, case: Case = case, layers: int = layers, own: Any = own
+            name: str = name, case: Case = case, layers: int = layers, setting: Any = setting
         ) -> Any:
-            step, shapes = our_step(name, case, layers, own, dry=dry)
+            step, shapes = our_step(name, case, layers, setting, dry=dry)
             return jax.jit(step).lower(*shapes).compile(), shapes
 
         future = threads.submit(compiled)
-        found[key] = functools.partial(time_ours, case, layers, future.result, dry)
-    return found
+        timed[key] = functools.partial(time_ours, case, layers, future.result, dry)
+    return timed
 
 
 # ---- what else there is ----
@@ -198,10 +199,10 @@ def jax_triton(case: Case, k_RSKD: Any, v_RSKD: Any, dry: bool) -> Built:
     # of 128 slots.
     splits = math.gcd(S // P, 1 << min(4, max(0, math.ceil(math.log2(264 / (rows * K))))))
     pages = math.gcd(S // P // splits, max(1, 128 // P))
-    how = {"k_splits": splits, "pages_per_compute_block": pages, "interpret": dry}
+    options = {"k_splits": splits, "pages_per_compute_block": pages, "interpret": dry}
 
     def call(q: Any, k: Any, v: Any) -> Any:
-        return paged_attention(q * case.D**-0.5, k, v, table, lens, **how)
+        return paged_attention(q * case.D**-0.5, k, v, table, lens, **options)
 
     return call, [x.reshape(-1, P, K, D).transpose(2, 0, 1, 3) for x in (k_RSKD, v_RSKD)]
 
@@ -211,12 +212,12 @@ def cudnn(case: Case, k_RSKD: Any, v_RSKD: Any, dry: bool) -> Built:
     if not peer_case(case):
         raise NotImplementedError("its causal mask knows no cached prefix")
     rows, context, queries = len(case.contexts), case.contexts[0], case.query_lens[0]
-    how: Any = {"is_causal": queries > 1, "implementation": "xla" if dry else "cudnn"}
-    how["scale"] = case.D**-0.5
+    options: Any = {"is_causal": queries > 1, "implementation": "xla" if dry else "cudnn"}
+    options["scale"] = case.D**-0.5
 
     def call(q: Any, k: Any, v: Any) -> Any:
         q = q.reshape(rows, queries, case.H, case.D)
-        return jax.nn.dot_product_attention(q, k, v, **how).reshape(-1, case.H, case.D)
+        return jax.nn.dot_product_attention(q, k, v, **options).reshape(-1, case.H, case.D)
 
     return call, [x[:, :context] for x in (k_RSKD, v_RSKD)]
 
@@ -293,10 +294,10 @@ def time_torch(way: str, case: Case, dry: bool) -> Found:
     if not cuda and not dry:
         raise NotImplementedError("torch sees no CUDA device")
     rows, context, queries = len(case.contexts), case.contexts[0], case.query_lens[0]
-    how: Any = {"device": "cuda" if cuda else "cpu", "dtype": torch.bfloat16}
-    q = torch.randn((rows, case.H, queries, case.D), **how)
+    options: Any = {"device": "cuda" if cuda else "cpu", "dtype": torch.bfloat16}
+    q = torch.randn((rows, case.H, queries, case.D), **options)
     layers = min(num_layers(case, dry), CALLS)
-    kv = [torch.randn((2, rows, case.K, context, case.D), **how) for _ in range(layers)]
+    kv = [torch.randn((2, rows, case.K, context, case.D), **options) for _ in range(layers)]
     turn = itertools.cycle(kv)
     if way == "flex_attention":
         flex = attention.flex_attention
@@ -305,7 +306,7 @@ def time_torch(way: str, case: Case, dry: bool) -> Found:
         def sees(b: Any, h: Any, i: Any, j: Any) -> Any:
             return i + skipped >= j
 
-        mask = flex.create_block_mask(sees, None, None, queries, context, device=how["device"])
+        mask = flex.create_block_mask(sees, None, None, queries, context, device=options["device"])
         compiled = flex.flex_attention if dry else torch.compile(flex.flex_attention)
 
         def call(k: Any, v: Any) -> Any:
@@ -365,11 +366,11 @@ def served(dry: bool, *flags: str) -> tuple[Cases, Callable[[], Any]]:
         return {"warmup_s": llm().warmup(use_tqdm=False), "attention": llm().stats()["attention"]}
 
     def run() -> Found:
-        found = bench.timed(llm(), prompts, work, outputs)
-        figures = bench.figures([found], sum(map(len, prompts)), 0, math.inf)
+        timing = bench.timed(llm(), prompts, work, outputs)
+        figures = bench.figures([timing], sum(map(len, prompts)), 0, math.inf)
         names = ("output_tok_s", "prefill_tok_s", "decode_tok_s", "host_ms_per_step", "steps")
         more = ("device_ms_per_step", "outside_steps_s", "best_s", "compiles", "preemptions")
-        weights = found["decode_steps"] * common.num_weights(config) * 2
+        weights = timing["decode_steps"] * common.num_weights(config) * 2
         return {name: figures[name] for name in (*names, *more)} | {
             "read_bytes": weights + read * token_bytes,
         }
@@ -393,9 +394,9 @@ def quantised(dry: bool) -> Cases:
 
     def case(*flags: str) -> Found:
         cases, llm = served(dry, *flags)
-        found = cases["warm"]() | cases["run 1"]()
+        record = cases["warm"]() | cases["run 1"]()
         llm().close()
-        return found
+        return record
 
     names = ("int8", "KV int8") if dry else FORMS  # int4 has no groups in heads of 16
     cases = {name: functools.partial(case, *FORMS[name]) for name in names}

@@ -29,14 +29,14 @@ def run(chip: str, *program: str) -> bool:
         if program[0].endswith("aot_cuda"):  # which reads there what the compiler says of a kernel
             quiet["MOSAIC_GPU_DUMP_TO"] = dump
         paths = {"PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
-        how = {"cwd": root, "env": os.environ | quiet | paths, "text": True}
+        options = {"cwd": root, "env": os.environ | quiet | paths, "text": True}
         command = [sys.executable, "-m", *program]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, **how) as process:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, **options) as process:
             for line in process.stdout or ():
                 if line.startswith("{"):
-                    found = json.loads(line)
-                    name = f"{chip:<10}{found.pop('name'):<36}"
-                    figures = (f"{k} {v}" for k, v in found.items())
+                    record = json.loads(line)
+                    name = f"{chip:<10}{record.pop('name'):<36}"
+                    figures = (f"{k} {v}" for k, v in record.items())
                     print(name, *figures, sep="  ", flush=True)
     return process.returncode == 0
 

@@ -96,8 +96,8 @@ def devices_of(card: Card | None, config: EngineConfig, reason: str | None) -> I
     elif reason is not None:
         yield jax.devices("cpu")[:1]
     else:
-        where = card.slice(count_of(config))
-        with common.absent_mesh(card.platform, where, asked_shape(config)) as devices:
+        chips = card.slice(count_of(config))
+        with common.absent_mesh(card.platform, chips, asked_shape(config)) as devices:
             yield devices
 
 
@@ -112,10 +112,10 @@ def make_plan(
     if reason is not None and config.token_buckets is None:  # steps of the card, not of a CPU
         config = dataclasses.replace(config, token_buckets=(config.max_num_batched_tokens,))
     with devices_of(card, config, reason) as devices:
-        found = jpaged.plan_memory(model, config, device=devices, limits=limits, compiled=compiled)
+        plan = jpaged.plan_memory(model, config, device=devices, limits=limits, compiled=compiled)
     if compiled:
-        return found, found.needs.source
-    return found, f"{found.needs.source}, proved for CPUs only ({reason or 'as asked'})"
+        return plan, plan.needs.source
+    return plan, f"{plan.needs.source}, proved for CPUs only ({reason or 'as asked'})"
 
 
 def count_of(config: EngineConfig) -> int:
@@ -123,33 +123,33 @@ def count_of(config: EngineConfig) -> int:
     return (config.data_parallel_size or 1) * (config.tensor_parallel_size or 1)
 
 
-def table(found: MemoryPlan) -> str:
+def table(plan: MemoryPlan) -> str:
     """The account of a MemoryPlan in bytes, GiB and shares of the limit, then its blocks."""
-    parts = {**found.account, "unused": found.waste, "limit": found.limit}
-    share = 100 / max(found.limit, 1)
+    parts = {**plan.account, "unused": plan.waste, "limit": plan.limit}
+    share = 100 / max(plan.limit, 1)
     rows = [
         f"{k:<12}{n:>20,} bytes {n / GIB:>9.3f} GiB {n * share:>6.1f}%" for k, n in parts.items()
     ]
-    blocks = f"{found.num_blocks:,} blocks of {found.block_bytes:,} bytes"
-    tokens = f"{found.num_blocks * found.block_size:,} tokens (decided by {found.decided_by})"
-    return "\n".join([*rows, f"{blocks}, {found.block_size} tokens each: {tokens}"])
+    blocks = f"{plan.num_blocks:,} blocks of {plan.block_bytes:,} bytes"
+    tokens = f"{plan.num_blocks * plan.block_size:,} tokens (decided by {plan.decided_by})"
+    return "\n".join([*rows, f"{blocks}, {plan.block_size} tokens each: {tokens}"])
 
 
 def report(args: argparse.Namespace) -> None:
     model = args.checkpoint or common.model_config(args)
     config = EngineConfig(**engine_settings(args))
-    found, source = make_plan(args, config, model)
+    plan, source = make_plan(args, config, model)
     dtype = engine_settings(args).get("dtype") or stored_dtype(model)
     count = count_of(config)
     card = args.card or "the device at hand"
     card = card if count == 1 else f"each of {count} of {card}"
     print(f"{args.checkpoint or args.random} in {dtype} on {card}; steps: {source}")
-    print(table(found))
+    print(table(plan))
     for length in args.length:
-        held = found.num_blocks // -(-length // found.block_size)
+        held = plan.num_blocks // -(-length // plan.block_size)
         at_once = f"{held:,} in the pool, {config.max_num_seqs} run at once"
         print(f"requests of {length:,} tokens: {at_once}")
-    print(f"waste: {found.waste:,} bytes of the limit that nothing uses")
+    print(f"waste: {plan.waste:,} bytes of the limit that nothing uses")
 
 
 def main(argv: list[str] | None = None) -> int:

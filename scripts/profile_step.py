@@ -161,8 +161,8 @@ class Instruction(NamedTuple):
     @property
     def called(self) -> str:
         """The computation of a fusion."""
-        found = re.search(r"calls=%?([\w.\-]+)", self.rest)
-        return found[1] if found else ""
+        match = re.search(r"calls=%?([\w.\-]+)", self.rest)
+        return match[1] if match else ""
 
 
 def hlo_computations(text: str) -> dict[str, dict[str, Instruction]]:
@@ -173,8 +173,8 @@ def hlo_computations(text: str) -> dict[str, dict[str, Instruction]]:
     for line in text.splitlines():
         if header := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$", line):
             body = computations.setdefault(header[1], {})
-        elif found := form.match(line):
-            body[found[1]] = Instruction(found[2], found[3], found[4])
+        elif match := form.match(line):
+            body[match[1]] = Instruction(match[2], match[3], match[4])
     assert computations, "no computation found: has the form of HLO text changed?"
     return computations
 
@@ -206,12 +206,12 @@ def parse_hlo(text: str) -> dict[str, Op]:
             inner = computations.get(op.called, {}) if op.called else {name: op}
             dots = [i for i in inner.values() if i.opcode == "dot" or NATIVE in i.rest]
             body_of_dot = computations.get(op.called, body)
-            found = matmul_of(dots[0], body_of_dot) if len(dots) == 1 else None
+            product = matmul_of(dots[0], body_of_dot) if len(dots) == 1 else None
             scope = "(unnamed)"
             if path := re.search(r'op_name="([^"]*)"', op.rest):
                 parts = [p for p in path[1].split("/")[:-1] if not CONTROL.fullmatch(p)]
                 scope = "/".join(parts) or "(step)"
-            ops[name] = Op(op.opcode, scope, found)
+            ops[name] = Op(op.opcode, scope, product)
     return ops
 
 
@@ -241,11 +241,11 @@ def programs(events: list[Event]) -> dict[tuple[str, str], dict[str, Op]]:
     for event in events:
         seen[event.program].add(event.op)
     modules = [m for e in jax.devices()[0].client.live_executables() for m in e.hlo_modules()]
-    found: dict[tuple[str, str], dict[str, Op]] = {}
+    by_program: dict[tuple[str, str], dict[str, Op]] = {}
     for program, names in seen.items():
         parsed = (parse_hlo(m.to_string()) for m in modules if m.name == program[0])
-        found[program] = next((ops for ops in parsed if names <= ops.keys()), {})
-    return found
+        by_program[program] = next((ops for ops in parsed if names <= ops.keys()), {})
+    return by_program
 
 
 def wall_shares(events: list[Event]) -> tuple[list[float], float]:
@@ -310,13 +310,13 @@ def main(argv: list[str] | None = None) -> int:
         print(f"profile_step: {e}", file=sys.stderr)
         return 1
     with tempfile.TemporaryDirectory() as scratch:
-        where = args.trace if args.trace is not None else Path(scratch)
+        folder = args.trace if args.trace is not None else Path(scratch)
         steps.llm.generate(steps.prompts, sampling(4), use_tqdm=False)  # compiles
         if args.phase != "decode":
-            print(*report("prefill", measure(steps.prefills, where), args.ops), "", sep="\n")
+            print(*report("prefill", measure(steps.prefills, folder), args.ops), "", sep="\n")
         if args.phase != "prefill":
             steps.start_decoding()
-            print(*report("decode", measure(steps.decodes, where), args.ops), "", sep="\n")
+            print(*report("decode", measure(steps.decodes, folder), args.ops), "", sep="\n")
     print(f"memory: {common.read_bandwidth():.1f} GB/s in a plain read")
     return 0
 

@@ -40,18 +40,18 @@ def windows(ids: list[int], length: int, most: int) -> np.ndarray:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def measured(config: ModelConfig, own: Any, other: Any, tokens_BT: jax.Array) -> jax.Array:
+def measured(config: ModelConfig, ours: Any, other: Any, tokens_BT: jax.Array) -> jax.Array:
     """Sums over a batch of windows: the other weights' log-probability of the text, KL from their
     distributions to the own ones, and how many most likely tokens are equal.
     """
-    products = choose_products(jax.devices()[0], own["embed"]["weight"].dtype, deterministic=True)
+    products = choose_products(jax.devices()[0], ours["embed"]["weight"].dtype, deterministic=True)
 
     def log_probs(tree: Any, step: StepContext) -> jax.Array:
         model = bind(config, tree)
         hidden, _ = model(tokens_BT, step=step)
         return jax.nn.log_softmax(model.logits(hidden[:, :-1], step))
 
-    p, q = log_probs(own, StepContext()), log_probs(other, StepContext(products=products))
+    p, q = log_probs(ours, StepContext()), log_probs(other, StepContext(products=products))
     seen = jnp.take_along_axis(q, tokens_BT[:, 1:, None], axis=-1)
     divergence = jnp.sum(jnp.exp(p) * (p - q))
     equal = jnp.sum(jnp.argmax(p, -1) == jnp.argmax(q, -1))
@@ -60,10 +60,10 @@ def measured(config: ModelConfig, own: Any, other: Any, tokens_BT: jax.Array) ->
 
 def quality(params: Params, tokens: np.ndarray, forms: list[str]) -> Iterator[dict[str, Any]]:
     """A row for the weights as they are, and for each form."""
-    own, count = dict(params), tokens.shape[0] * (tokens.shape[1] - 1)
+    ours, count = dict(params), tokens.shape[0] * (tokens.shape[1] - 1)
     for form in (None, *forms):
-        other: Any = own if form is None else quantized_tree(params, form)
-        sums = np.sum([measured(params.config, own, other, row[None]) for row in tokens], 0, float)
+        other: Any = ours if form is None else quantized_tree(params, form)
+        sums = np.sum([measured(params.config, ours, other, row[None]) for row in tokens], 0, float)
         yield {
             "weights": form or str(params["embed"]["weight"].dtype),
             "MB": sum(leaf.nbytes for leaf in jax.tree.leaves(other)) / 1e6,

@@ -114,17 +114,17 @@ def main(argv: list[str] | None = None) -> int:
     rng = np.random.default_rng(0)
     lengths = rng.integers(16, 100, args.prompts)
     prompts = [rng.integers(3, params.config.vocab_size, n).tolist() for n in lengths]
-    found: dict[str, dict[str, tuple[int, float]]] = {}
+    results: dict[str, dict[str, tuple[int, float]]] = {}
     for deterministic in (None, True, False):
         for name, count, gap in rows(params, deterministic, prompts, args.tokens):
-            found.setdefault(name, {})[str(deterministic)] = (count, gap)
-    heads = [f"deterministic={kind}" for kind in found["score"]]
+            results.setdefault(name, {})[str(deterministic)] = (count, gap)
+    heads = [f"deterministic={kind}" for kind in results["score"]]
     cells = [
         [name, *(f"{count} ({gap:.2g})" for count, gap in by_kind.values())]
-        for name, by_kind in found.items()
+        for name, by_kind in results.items()
     ]
     print("\n".join(common.aligned([f"of {args.prompts}", *heads], cells, left=1)))
-    print(common.json_line(common.environment() | found))
+    print(common.json_line(common.environment() | results))
     return 0
 
 

@@ -61,10 +61,10 @@ class BatchParser(Parser):
         """A function that adds a flag to a new group; its help tells its default."""
         group = self.add_argument_group(title)
 
-        def add(flag: str, help: str, *, default: Any = None, **how: Any) -> None:
+        def add(flag: str, help: str, *, default: Any = None, **settings: Any) -> None:
             shown = f"{default:g}" if isinstance(default, float) else default
             text = help if "(default: " in help else f"{help} (default: {shown})"
-            group.add_argument(flag, help=text, default=default, **how)
+            group.add_argument(flag, help=text, default=default, **settings)
 
         return add
 
@@ -77,11 +77,11 @@ def make_parser() -> BatchParser:
     switch: Any = {"action": argparse.BooleanOptionalAction, "default": False}
 
     add = parser.group("input")
-    where = (
+    first = (
         "a file of lines (also .gz, .zst), a Parquet file or a folder of them, a data set's "
         "folder, hf:NAME, or - for stdin (default: --config's)"
     )
-    add("input", where, nargs="?", default=argparse.SUPPRESS)
+    add("input", first, nargs="?", default=argparse.SUPPRESS)
     formats = ("auto", "jsonl", "text", "parquet", "dataset")
     add("--format", "what the input is, auto by its name", default="auto", choices=formats)
     columns = "columns of a table to read, each as the field of its name or as FIELD (default: all)"
@@ -111,11 +111,11 @@ def make_parser() -> BatchParser:
     add("--metrics-host", listen, metavar="ADDRESS", default="127.0.0.1")
 
     add = parser.group("starting, stopping, resuming")
-    how: Any = {"dest": "existing", "action": "store_const"}
+    choice: Any = {"dest": "existing", "action": "store_const"}
     resume = "go on with the output that is there (default: ask on a terminal, else refuse)"
-    add("--resume", resume, const="resume", **how)
+    add("--resume", resume, const="resume", **choice)
     again = "start the output again (default: as for --resume)"
-    add("--overwrite", again, const="overwrite", **how)
+    add("--overwrite", again, const="overwrite", **choice)
     retry = "with --resume: run failed lines again, the new answer counts (default: they are done)"
     add("--retry-failed", retry, **switch)
     grace = "for running requests to finish after Ctrl-C or SIGTERM; a second one stops at once"
@@ -158,8 +158,8 @@ def make_parser() -> BatchParser:
     add("--replica-retries", lost, type=int, default=3, metavar="TIMES")
 
     add = parser.group("one engine over several processes, the same command in each")
-    where = "of the first process, which alone reads and writes (default: only this process)"
-    add("--coordinator", where, metavar="HOST:PORT")
+    first = "of the first process, which alone reads and writes (default: only this process)"
+    add("--coordinator", first, metavar="HOST:PORT")
     add("--num-processes", "of them all (default: what the cluster says)", type=int)
     add("--process-id", "of this one, from 0 (default: what the cluster says)", type=int)
 
@@ -223,16 +223,16 @@ def config_args(parser: BatchParser, path: str) -> argparse.Namespace:
         parser.error(f"--config {path}: {message}")
 
     try:
-        found = read_mapping(path)
+        values_by_flag = read_mapping(path)
     except (OSError, ValueError) as e:
         refuse(e)
-    if not isinstance(found, dict):
+    if not isinstance(values_by_flag, dict):
         refuse("must be a mapping of flags by name")
     # With its prefix, as it is written: --no-ordered is a flag, "no_ordered" no key.
     actions = [a for a in parser._actions if a.dest not in ("input", "config", "help")]
     known = {action.option_strings[0][2:]: action for action in actions}
     flags: list[str] = []
-    for key, value in found.items():
+    for key, value in values_by_flag.items():
         name = str(key).replace("_", "-")
         values = [str(v) for v in value] if isinstance(value, list) else [str(value)]
         if name == "input":
@@ -247,9 +247,9 @@ def config_args(parser: BatchParser, path: str) -> argparse.Namespace:
             flags += [f"--{name}"] if value else [f"--no-{name}"] * is_switch
         elif value is not None:
             flags += [f"--{name}", *values]
-    own = BatchParser(parents=[parser], add_help=False, conflict_handler="resolve")
-    own.error = refuse
-    return own.parse_args(flags)
+    of_file = BatchParser(parents=[parser], add_help=False, conflict_handler="resolve")
+    of_file.error = refuse
+    return of_file.parse_args(flags)
 
 
 def read_mapping(path: str) -> Any:
@@ -285,14 +285,14 @@ def parse_shard(text: str | None, environ: Mapping[str, str]) -> tuple[int, int]
 
 def parse_resources(texts: Sequence[str]) -> dict[str, float]:
     """{name: count} of texts "NAME=COUNT". Raises ValueError."""
-    found = {}
+    counts = {}
     for text in texts:
         name, _, count = text.partition("=")
         try:
-            found[name] = float(count)
+            counts[name] = float(count)
         except ValueError:
             raise ValueError(f"--replica-resources {text}: must be NAME=COUNT (GPU=1)") from None
-    return found
+    return counts
 
 
 def make_llm(args: argparse.Namespace) -> Any:
@@ -348,11 +348,11 @@ def manifest_of(args: argparse.Namespace, source: Source) -> dict[str, Any]:
     """Everything that an answer depends on, from files and flags alone. Which settings that are:
     jpaged/integrations/batch/judged.py.
     """
-    given = {name: getattr(args, name) for name in judged_flags(flag_names())}
+    flags = {name: getattr(args, name) for name in judged_flags(flag_names())}
     if args.format == "auto":
-        given["format"] = guess_format(args.input)
+        flags["format"] = guess_format(args.input)
     served = served_of(args)
-    served["settings"] = {**given, **served["settings"]}
+    served["settings"] = {**flags, **served["settings"]}
     return make_manifest(**served, source=source.identity(), shard=args.shard)
 
 
@@ -413,8 +413,9 @@ def run(args: argparse.Namespace) -> int:
     """Everything between the command line and the exit status. Raises BatchError,
     KeyboardInterrupt, OSError.
     """
-    how = {name: getattr(args, name) for name in ("format", "max_line_bytes", "columns", "split")}
-    with contextlib.closing(open_source(args.input, **how)) as source:
+    names = ("format", "max_line_bytes", "columns", "split")
+    options = {name: getattr(args, name) for name in names}
+    with contextlib.closing(open_source(args.input, **options)) as source:
         if args.check:
             return run_check(args, source)
         if all(map(os.path.exists, (args.output or "-", args.input))) and os.path.samefile(
@@ -467,12 +468,12 @@ def report(args: argparse.Namespace, stats: BatchStats) -> None:
 
 def told(args: argparse.Namespace) -> dict[str, Any]:
     """What this run was told, for its report: the flags that are not at their defaults."""
-    found = {"input": args.input, "model": args.model or "the embedded one"}
+    settings = {"input": args.input, "model": args.model or "the embedded one"}
     for action in make_parser()._actions:
         value = getattr(args, action.dest, None)
-        if action.dest not in found and value not in (None, {}, action.default):
-            found[action.dest] = "/".join(map(str, value)) if isinstance(value, tuple) else value
-    return found
+        if action.dest not in settings and value not in (None, {}, action.default):
+            settings[action.dest] = "/".join(map(str, value)) if isinstance(value, tuple) else value
+    return settings
 
 
 def main(argv: list[str] | None = None) -> int:

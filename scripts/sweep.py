@@ -49,7 +49,7 @@ VLLM_NAMES = {"batch": "num_prompts", "input": "random_input_len", "output": "ra
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = common.make_parser("sweep", __doc__, allow_abbrev=False)
+    parser = common.make_parser("sweep", __doc__)
     add = parser.add_argument
     add("--config", metavar="FILE", help="a YAML or JSON file of these flags: batch: [1, 8]")
     add("--out", metavar="FOLDER", default="sweep-results", help="default: sweep-results")
@@ -61,9 +61,9 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("axes: every combination is a point").add_argument
     kinds = {"dtype": str, "attention": str, "temperature": float}
     for name, default in AXES.items():
-        how: dict[str, Any] = {"type": kinds.get(name, int), "nargs": "+", "default": default}
+        options: dict[str, Any] = {"type": kinds.get(name, int), "nargs": "+", "default": default}
         shown = ", ".join("chosen by the engine" if v is None else str(v) for v in default)
-        add(f"--{name.replace('_', '-')}", help=f"default: {shown}", **how)
+        add(f"--{name.replace('_', '-')}", help=f"default: {shown}", **options)
     return parser
 
 
@@ -74,10 +74,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.compare is not None:
         return args
     if args.config is not None:
-        given = (args.checkpoint, args.random)
+        model = (args.checkpoint, args.random)
         args = parser.parse_args(argv, namespace=parser.parse_args(file_flags(parser, args.config)))
-        if any(given):  # whichever of the two it is, it stands for the file's
-            args.checkpoint, args.random = given
+        if any(model):  # whichever of the two it is, it stands for the file's
+            args.checkpoint, args.random = model
     common.check_model_flags(parser, args)
     common.check_positive(parser, args, "repeat", *SIZES, "block_size", "decode_steps")
     if unknown := set(args.dtype) - common.ITEMSIZE.keys():
@@ -212,15 +212,15 @@ def latencies(arrivals: list[list[tuple[float, int]]]) -> dict[str, list[float]]
     Tokens of one chunk come at once, so tpot spreads the time after the first chunk over the tokens
     after it.
     """
-    found: dict[str, list[float]] = {"ttft": [], "tpot": [], "itl": [], "e2el": []}
+    samples: dict[str, list[float]] = {"ttft": [], "tpot": [], "itl": [], "e2el": []}
     for request in arrivals:
         (first, at_first), (last, _) = request[0], request[-1]
         later = sum(count for _, count in request) - at_first
-        found["ttft"].append(1e3 * first)
-        found["tpot"] += [1e3 * (last - first) / later] if later else []
-        found["itl"] += [1e3 * (b - a) for (a, _), (b, _) in itertools.pairwise(request)]
-        found["e2el"].append(1e3 * last)
-    return found
+        samples["ttft"].append(1e3 * first)
+        samples["tpot"] += [1e3 * (last - first) / later] if later else []
+        samples["itl"] += [1e3 * (b - a) for (a, _), (b, _) in itertools.pairwise(request)]
+        samples["e2el"].append(1e3 * last)
+    return samples
 
 
 def figures(
@@ -230,7 +230,7 @@ def figures(
     keys and values.
     """
     batch, length, output = (point[VLLM_NAMES[name]] for name in ("batch", "input", "output"))
-    found: dict[str, float | None] = {
+    row: dict[str, float | None] = {
         "duration": run["seconds"],
         "request_throughput": batch / run["seconds"],
         "output_throughput": batch * output / run["seconds"],
@@ -238,22 +238,22 @@ def figures(
     }
     for name, values in latencies(run["arrivals"]).items():
         known = values or [np.nan]
-        found |= {f"mean_{name}_ms": np.mean(known), f"median_{name}_ms": np.median(known)}
-        found |= {f"std_{name}_ms": np.std(known), f"p99_{name}_ms": np.percentile(known, 99)}
+        row |= {f"mean_{name}_ms": np.mean(known), f"median_{name}_ms": np.median(known)}
+        row |= {f"std_{name}_ms": np.std(known), f"p99_{name}_ms": np.percentile(known, 99)}
     computed = run["prefill_tokens"] + run["decode_tokens"]
     # The step that draws a request's token i + 1 reads the keys and values of its prompt and of i
     # tokens.
     kv_tokens = batch * sum(length + i for i in range(1, output))
     read = weight_bytes * run["device_decode_steps"] + token_bytes * kv_tokens
     prefill_s, decode_s = run["prefill_time_s"] or np.nan, run["decode_time_s"] or np.nan
-    found |= {
+    row |= {
         "prefill_tok_s": run["prefill_tokens"] / prefill_s,
         "decode_tok_s": run["decode_tokens"] / decode_s,
         "padding_waste": 1 - computed / run["padded_tokens"],
         "preemptions": run["preemptions"],
         "decode_read_gb_s": read / decode_s / 1e9,
     }
-    return {k: None if v is None or np.isnan(v) else float(v) for k, v in found.items()}
+    return {k: None if v is None or np.isnan(v) else float(v) for k, v in row.items()}
 
 
 def measure(llm: Any, point: Point, repeat: int) -> dict[str, Any]:
@@ -267,18 +267,18 @@ def measure(llm: Any, point: Point, repeat: int) -> dict[str, Any]:
     runs = [run_once(llm, prompts, point)]
     is_own_peak = reset_peak_memory()
     runs += [run_once(llm, prompts, point) for _ in range(repeat)]
-    each = [figures(run, point, weight_bytes, token_bytes) for run in runs[1:]]
-    found: dict[str, Any] = {"completed": batch, "failed": 0, "num_devices": 1}
+    rows = [figures(run, point, weight_bytes, token_bytes) for run in runs[1:]]
+    row: dict[str, Any] = {"completed": batch, "failed": 0, "num_devices": 1}
     for kind in ("input", "output"):
-        found[f"total_{kind}_tokens"] = batch * point[f"random_{kind}_len"]
-    for name in each[0]:
-        values = [value for run in each if (value := run[name]) is not None]
-        found[name] = statistics.median(values) if values else None
+        row[f"total_{kind}_tokens"] = batch * point[f"random_{kind}_len"]
+    for name in rows[0]:
+        values = [value for run in rows if (value := run[name]) is not None]
+        row[name] = statistics.median(values) if values else None
     seconds = [run["seconds"] for run in runs]
-    found |= {"first_s": seconds[0], "duration_spread": max(seconds[1:]) / min(seconds[1:])}
-    found["compile_s"] = sum(run["compile_time_s"] for run in runs)
-    found["num_compiles"] = sum(run["num_compiles"] for run in runs)
-    return found | peak_memory(is_own_peak) | {"attention_used": llm.stats()["attention"]}
+    row |= {"first_s": seconds[0], "duration_spread": max(seconds[1:]) / min(seconds[1:])}
+    row["compile_s"] = sum(run["compile_time_s"] for run in runs)
+    row["num_compiles"] = sum(run["num_compiles"] for run in runs)
+    return row | peak_memory(is_own_peak) | {"attention_used": llm.stats()["attention"]}
 
 
 def reset_peak_memory() -> bool:

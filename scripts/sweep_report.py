@@ -136,8 +136,8 @@ def describe(row: Row, names: Iterable[str]) -> str:
     """Some of a row's settings as words, such as "input 64, block 16"; those left to the engine are
     left out.
     """
-    given = (name for name in names if row[name] is not None)
-    return ", ".join(f"{SETTINGS[name]} {row[name]}".strip() for name in given)
+    present = (name for name in names if row[name] is not None)
+    return ", ".join(f"{SETTINGS[name]} {row[name]}".strip() for name in present)
 
 
 def varying(rows: Iterable[Row]) -> list[str]:
@@ -248,13 +248,13 @@ def plots(rows: list[Row]) -> "dict[str, Figure]":
     users = [r | {"user_tok_s": 1e3 / r["median_tpot_ms"]} for r in rows if r["median_tpot_ms"]]
     users = [row | {"device_tok_s": row["output_throughput"] / row["num_devices"]} for row in users]
     wasted = [row | {"waste_percent": 100 * row["padding_waste"]} for row in rows]
-    found = {
+    series = {
         "throughput": plot(rows, "num_prompts", "output_throughput"),
         "ttft": plot(rows, "random_input_len", "median_ttft_ms", log_y=True),
         "users": plot(users, "user_tok_s", "device_tok_s", dots="num_prompts"),
         "compile": plot(wasted, "waste_percent", "compile_s", dots="num_prompts", line="none"),
     }
-    return {name: figure for name, figure in found.items() if figure is not None}
+    return {name: figure for name, figure in series.items() if figure is not None}
 
 
 def plot(

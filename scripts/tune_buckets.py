@@ -206,10 +206,10 @@ def read_record(path: Path) -> dict[str, Any]:
 
 def record_sizes(record: dict[str, Any], source: Any) -> dict[str, Sizes]:
     """The record's "step_sizes", or the record itself."""
-    found, sizes = record.get("step_sizes", record), dict[str, Sizes]()
+    counts, sizes = record.get("step_sizes", record), dict[str, Sizes]()
     with contextlib.suppress(AttributeError, TypeError, ValueError):
         for phase in PHASES:
-            sizes[phase] = {int(k): int(v) for k, v in found.get(phase, {}).items()}
+            sizes[phase] = {int(k): int(v) for k, v in counts.get(phase, {}).items()}
     steps = [step for phase in sizes.values() for step in phase.items()]
     if len(sizes) < len(PHASES) or not steps or any(n < 1 or count < 0 for n, count in steps):
         form = '{"prefill": {tokens: count}, "decode": {rows: count}}'
@@ -237,7 +237,7 @@ def costs_of(
     args: argparse.Namespace, record: dict[str, Any], sizes: dict[str, Sizes], now: EngineConfig
 ) -> dict[str, Cost]:
     """The flags, else the defaults at the record's speed."""
-    found = {}
+    costs = {}
     for phase, cost in DEFAULTS.items():
         if record.get("compiles"):
             cost = dataclasses.replace(cost, compile=record["compile_s"] / record["compiles"])
@@ -247,9 +247,9 @@ def costs_of(
             cost = dataclasses.replace(cost, step=cost.step * factor, unit=cost.unit * factor)
         flags = {"step": args.step_seconds, "compile": args.compile_seconds}
         flags["unit"] = getattr(args, f"{phase}_seconds")
-        given = {name: value for name, value in flags.items() if value is not None}
-        found[phase] = dataclasses.replace(cost, **given)
-    return found
+        overrides = {name: value for name, value in flags.items() if value is not None}
+        costs[phase] = dataclasses.replace(cost, **overrides)
+    return costs
 
 
 def engine_config(args: argparse.Namespace, longest: int) -> EngineConfig:

@@ -122,7 +122,7 @@ def case_of(options: tuple[Option, ...]) -> dict[str, Any]:
     """Settings by name; what an option cannot do without is added unless another option sets it."""
     case = {name: SETTINGS[name][i] for name, i in options}
     needed = [NEEDED[option] for option in options if option in NEEDED]
-    return functools.reduce(lambda found, more: more | found, needed, case)
+    return functools.reduce(lambda chosen, more: more | chosen, needed, case)
 
 
 def weights_of(case: dict[str, Any]) -> Params:
@@ -137,9 +137,9 @@ def bind_weights(options: tuple[Option, ...]) -> None:
     case = case_of(options)
     weights = weights_of(case)
     config = EngineConfig(**PLAIN, **{k: v for k, v in case.items() if k not in BESIDE})
-    session = Session(weights, config, None, grows=False)
-    session.bind(weights)
-    session.weights.modules(weights)
+    served = Session(weights, config, None, grows=False).served
+    served.bind(weights)
+    served.weights.modules(weights)
 
 
 @functools.cache

@@ -92,3 +92,10 @@ def test_folders_of_the_architecture_exist() -> None:
     assert len(folders) > 15 and all((ROOT / folder).is_dir() for folder in folders), folders
     packages = {path.parent.name for path in (ROOT / "jpaged").glob("*/__init__.py")}
     assert {f"jpaged/{name}/" for name in packages} <= set(folders)
+
+
+def test_readme_names_every_page() -> None:
+    first = (ROOT / "README.md").read_text().split("\n## ")[0]
+    missing = {page.name for page in PAGES[1:]} - set(re.findall(r"`docs/(\w+\.md)`", first))
+    assert not missing, f"no way leads from README to {sorted(missing)}"
+    assert first.index("make demo") < first.index("make test") < first.index("=== line")

@@ -12,15 +12,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 NAMES = {"how", "own", "each", "where", "found", "given"}
 BOUNDS: dict[str, int] = {
-    "jpaged": 20,
+    "jpaged": 11,
     "jpaged/checkpoint": 2,
     "jpaged/engine": 21,
-    "jpaged/integrations": 45,
     "jpaged/models": 10,
-    "jpaged/openai": 66,
-    "jpaged/request": 10,
+    "jpaged/request": 1,
     "jpaged/runtime": 49,
-    "scripts": 96,
 }
 
 

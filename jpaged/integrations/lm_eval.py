@@ -240,18 +240,18 @@ class JPagedLM(TemplateLM):
         prompts, controls, stops = [], [], []
         default = self._llm.default_sampling_params()
         for context, gen_kwargs in (request.args for request in requests):
-            how = dict(normalize_gen_kwargs(gen_kwargs, self.max_gen_toks))
+            settings = dict(normalize_gen_kwargs(gen_kwargs, self.max_gen_toks))
             until = handle_stop_sequences(
-                how.pop("until"), eos=self.tok_decode([self.eot_token_id], False)
+                settings.pop("until"), eos=self.tok_decode([self.eot_token_id], False)
             )
-            until, count = [stop for stop in until if stop], how.pop("max_gen_toks")
+            until, count = [stop for stop in until if stop], settings.pop("max_gen_toks")
             if not 1 <= count < self.max_length:
                 raise RequestError(
                     f"max_gen_toks={count}: must be at least 1 and below "
                     f"max_length={self.max_length}"
                 )
             prompts.append(self.tok_encode(context, left_truncate_len=self.max_length - count))
-            controls.append(_sampling_params(default, how, until, count))
+            controls.append(_sampling_params(default, settings, until, count))
             stops.append(until)
         outs = self._llm.generate(prompts, controls, use_tqdm=not disable_tqdm)
         texts = []
@@ -284,19 +284,19 @@ def _scored(
 
 
 def _sampling_params(
-    default: SamplingParams, how: dict[str, Any], until: list[str], count: int
+    default: SamplingParams, settings: dict[str, Any], until: list[str], count: int
 ) -> SamplingParams:
     """SamplingParams of normalized generation_kwargs; what they leave open is the default's,
     generation_config's as in hf.
     """
-    sample = how.pop("do_sample")
-    if unknown := sorted(set(how) - set(CONTROLS)):
+    sample = settings.pop("do_sample")
+    if unknown := sorted(set(settings) - set(CONTROLS)):
         raise RequestError(
-            f"generation_kwargs {unknown[0]}={how[unknown[0]]!r}: supported are "
+            f"generation_kwargs {unknown[0]}={settings[unknown[0]]!r}: supported are "
             f"{', '.join(CONTROLS)}"
         )
-    how["temperature"] = how.get("temperature", 0.0) if sample else 0.0
-    return dataclasses.replace(default, max_tokens=count, stop=until, **how)
+    settings["temperature"] = settings.get("temperature", 0.0) if sample else 0.0
+    return dataclasses.replace(default, max_tokens=count, stop=until, **settings)
 
 
 def main() -> None:

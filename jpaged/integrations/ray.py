@@ -102,14 +102,14 @@ class JPagedPredictor:
         if isinstance(sampling, SamplingParams):
             self._params = sampling
         else:
-            given = dict(sampling or {})
+            fields = dict(sampling or {})
             known = [f.name for f in dataclasses.fields(SamplingParams)]
-            if unknown := sorted(set(given) - set(known)):
+            if unknown := sorted(set(fields) - set(known)):
                 raise ConfigError(
                     f"sampling has {unknown[0]!r}: SamplingParams has {', '.join(known)}"
                 )
-            self._params = dataclasses.replace(self._llm.default_sampling_params(), **given)
-            if "max_tokens" not in given:
+            self._params = dataclasses.replace(self._llm.default_sampling_params(), **fields)
+            if "max_tokens" not in fields:
                 self._longest = {True: Conversation.longest, False: BarePrompt.longest}
         self._params.validate(self._llm.engine_config, self._llm.model_config.vocab_size)
         # finished, not yet taken by the batch they belong to.
@@ -182,10 +182,10 @@ class JPagedPredictor:
         seen: collections.Counter[str],
     ) -> str:
         is_chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], Mapping)
-        given = _row_sampling(sampling)
+        fields = _row_sampling(sampling)
         if self._longest is not None:
-            given.setdefault("max_tokens", self._longest[is_chat])
-        params = dataclasses.replace(self._params, **given)
+            fields.setdefault("max_tokens", self._longest[is_chat])
+        params = dataclasses.replace(self._params, **fields)
         if params.seed is None:
             if self._id_column is not None and not isinstance(row_id, str | int):
                 raise RequestError(
@@ -264,12 +264,12 @@ def _row_sampling(value: Any) -> dict[str, Any]:
         raise RequestError(
             f"sampling of type {type(value).__name__}: pass a mapping of SamplingParams' fields"
         )
-    given = {name: field for name, field in value.items() if field is not None}
-    for name, field in given.items():
+    fields = {name: field for name, field in value.items() if field is not None}
+    for name, field in fields.items():
         if name not in _ROW_FIELDS:
             allowed = ", ".join(_ROW_FIELDS)
             raise RequestError(f"{name}={field!r}: not a row's to set; one of {allowed} is")
-    return SamplingFields.read(given).sampling()
+    return SamplingFields.read(fields).sampling()
 
 
 _ROW_FIELDS = [name for name in SAMPLING if name not in SHAPING]

@@ -147,8 +147,8 @@ class RayLLM:
         """
         params = SamplingParams() if sampling_params is None else sampling_params
         if request_id is None:
-            own = map(str, self._ids)
-            request_id = next(name for name in own if name not in self._unfinished)
+            fresh_ids = map(str, self._ids)
+            request_id = next(name for name in fresh_ids if name not in self._unfinished)
         if request_id in self._unfinished:
             raise RequestError(f"request_id {request_id!r} is in use by an unfinished request")
         if params.seed is None:  # the same whichever replica runs it, and how often
@@ -295,19 +295,19 @@ def connect(address: str, actors: int) -> bool:
     """Connect this process to Ray, unless it is; whether that was done here."""
     if ray.is_initialized():
         return False
-    how: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "address": address,
         "log_to_driver": False,
         "logging_level": logging.WARNING,
     }
     if address == "local":
-        how |= {"include_dashboard": False, "num_cpus": max(actors, 2)}
+        settings |= {"include_dashboard": False, "num_cpus": max(actors, 2)}
     before = signal.getsignal(signal.SIGTERM)
     try:
         host, _, port = address.rpartition(":")
         if port.isdecimal() and "/" not in host:  # Ray itself tries for minutes
             socket.create_connection((host, int(port)), timeout=10).close()
-        ray.init(**how)
+        ray.init(**settings)
     except Exception as e:
         raise ConfigError(f"cannot reach Ray at {address!r}: {e}") from e
     if threading.current_thread() is threading.main_thread():
@@ -320,8 +320,8 @@ def none_up(seconds: float, launch: Launch) -> str:
     """What to say when no replica came up: what each asks for, and what Ray has."""
     asked = ", ".join(f"{name}={count:g}" for name, count in launch.resources.items())
     asked += f" on each of {launch.hosts} hosts" if launch.hosts > 1 else ""
-    found = sorted(ray.cluster_resources().items())
-    there = ", ".join(f"{k}={v:g}" for k, v in found if ":" not in k)
+    resources = sorted(ray.cluster_resources().items())
+    there = ", ".join(f"{k}={v:g}" for k, v in resources if ":" not in k)
     return f"no replica was up after {seconds:g} s: each asks for {asked}; Ray has {there}"
 
 

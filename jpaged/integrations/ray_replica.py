@@ -153,31 +153,31 @@ class Slot:
         """The calls whose results are awaited."""
         return [*(self.calls if self.starting is None else [self.starting]), *self.others]
 
-    def start(self, how: Launch) -> None:
+    def start(self, launch: Launch) -> None:
         """Put new actors into it."""
-        others = {k: v for k, v in how.resources.items() if k not in ("CPU", "GPU")}
+        others = {k: v for k, v in launch.resources.items() if k not in ("CPU", "GPU")}
         options: dict[str, Any] = {
-            "num_cpus": how.resources.get("CPU", 0),
-            "num_gpus": how.resources.get("GPU", 0),
+            "num_cpus": launch.resources.get("CPU", 0),
+            "num_gpus": launch.resources.get("GPU", 0),
             "resources": others,
             "max_restarts": 0,  # new actors are started here, which knows what the old ones had
         }
         self.starts += 1
-        args = (how.model, how.seed, how.engine_config, how.adapters)
-        if how.hosts == 1:
+        args = (launch.model, launch.seed, launch.engine_config, launch.adapters)
+        if launch.hosts == 1:
             self.actors = [ray.remote(Replica).options(**options).remote()]
             self.starting = self.actors[0].start.remote(*args)
             return
-        bundles = [{k: v for k, v in how.resources.items() if v}] * how.hosts
+        bundles = [{k: v for k, v in launch.resources.items() if v}] * launch.hosts
         self.group = ray.util.placement_group(bundles, strategy="SPREAD")
         placed = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
-        for rank in range(how.hosts):
+        for rank in range(launch.hosts):
             place = placed(self.group, placement_group_bundle_index=rank)
             kind = ray.remote(Replica).options(**options, scheduling_strategy=place)
             self.actors.append(kind.remote())
         address = self.actors[0].address.remote()
         self.starting, *self.others = (
-            actor.start.remote(*args, address, how.hosts, rank)
+            actor.start.remote(*args, address, launch.hosts, rank)
             for rank, actor in enumerate(self.actors)
         )
 

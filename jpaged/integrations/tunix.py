@@ -116,8 +116,8 @@ class JPagedRollout(BaseRollout):
         _check(rollout_config, self.mesh)
         if config is None:
             config = _qwen3_config(rollout_actor, self._max_len)
-        how = (family, config, lora_scale, merge_lora)
-        self._weights = _Weights(rollout_actor, self.mesh, *how)
+        settings = (family, config, lora_scale, merge_lora)
+        self._weights = _Weights(rollout_actor, self.mesh, *settings)
         self._calls = 0
         self._lock = threading.Lock()  # of _weights and _calls
         self._weights.current()
@@ -149,7 +149,7 @@ class JPagedRollout(BaseRollout):
                 f"{asked} are longer than {self._max_len}: raise kv_cache_size of the train config"
             )
         greedy = c.temperature == 0 or c.top_p is None  # as tunix's sampler takes them
-        how = SamplingParams(
+        sampling = SamplingParams(
             temperature=0.0 if greedy else c.temperature,
             top_p=1.0 if c.top_p is None else c.top_p,
             top_k=0 if c.top_k is None else max(c.top_k, 0),
@@ -167,7 +167,7 @@ class JPagedRollout(BaseRollout):
         outs = generate(
             params,
             tokens,
-            how,
+            sampling,
             lora=lora,
             mesh=self.mesh,
             seed=seed,
@@ -332,16 +332,16 @@ class _Weights:
         if self._merge_lora:
             lora = {}
         base = {path: x for path, x in base.items() if path not in lora}
-        how: Any = {"config": self._config}
+        settings: Any = {"config": self._config}
         if not self._params.is_of(arrays := list(base.values())):
             self._params.value = None  # free the last version's copies first
-            made = params_from(base, self._family, **how, lora_scale=self._lora_scale)
+            made = params_from(base, self._family, **settings, lora_scale=self._lora_scale)
             self._params.keep(made, arrays)
         params = self._params.value
         assert params is not None
         if lora and not self._lora.is_of(arrays := list(lora.values())):
             assert self._lora_scale is not None
-            made = lora_from(lora, self._family, **how, scale=self._lora_scale)
+            made = lora_from(lora, self._family, **settings, scale=self._lora_scale)
             self._lora.keep(made, arrays)
         return params, self._lora.value if lora else None
 

@@ -27,8 +27,8 @@ class Strict(BaseModel):
         known = {field.alias or name for name, field in cls.model_fields.items()}
         if not isinstance(data, dict):
             return data
-        given = {name for name in data.keys() - known if data[name] is not None}
-        if unknown := sorted(map(str, given)):
+        unknown = sorted(str(name) for name in data.keys() - known if data[name] is not None)
+        if unknown:
             raise ValueError(f"{short(unknown[0])} is not supported")
         return data
 
@@ -125,9 +125,9 @@ class FormFields(BaseModel):
             "guided_choice": ("choice", self.guided_choice),
             "guided_grammar": ("grammar", self.guided_grammar),
         }
-        found = {name: {kind: value} for name, (kind, value) in guided.items() if value is not None}
+        forms = {name: {kind: value} for name, (kind, value) in guided.items() if value is not None}
         for name in ("response_format", "structured_outputs"):
             field = getattr(self, name)
             if field is not None and field.structured is not None:
-                found[name] = field.structured
-        return found
+                forms[name] = field.structured
+        return forms

@@ -16,9 +16,9 @@ def json_object(text: str, *, max_depth: int | None = None) -> dict[str, Any]:
         raise ValueError(f"{name} is not JSON")
 
     try:
-        found = json.loads(text, parse_constant=refuse)
+        body = json.loads(text, parse_constant=refuse)
         if "\\u" in text:  # half of a surrogate pair: no tokenizer takes it
-            json.dumps(found, ensure_ascii=False).encode()
+            json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         message = "a string holds a lone surrogate, which is no text"
         raise BodyError(message, code="invalid_encoding") from None
@@ -26,10 +26,10 @@ def json_object(text: str, *, max_depth: int | None = None) -> dict[str, Any]:
         raise BodyError(f"not JSON: {e}", code="invalid_json") from None
     # Only what has so many brackets can be so deep.
     if max_depth is not None and text.count("[") + text.count("{") > max_depth:
-        _check_depth([found], max_depth)
-    if not isinstance(found, dict):
-        raise BodyError(f"{short(found)} is not a JSON object", code="invalid_json")
-    return found
+        _check_depth([body], max_depth)
+    if not isinstance(body, dict):
+        raise BodyError(f"{short(body)} is not a JSON object", code="invalid_json")
+    return body
 
 
 def _check_depth(level: list[Any], most: int) -> None:

@@ -138,11 +138,11 @@ class Call:
             return self._close()
         end = self._arguments.end(self.raw)
         piece, self.raw = self.raw[:end], "" if end is None else self.raw[end:]
-        found: list[Delta] = [self._more(piece)] if piece else []
+        deltas: list[Delta] = [self._more(piece)] if piece else []
         if end is not None:
             self._is_closing = True
-            found += self._close()
-        return found
+            deltas += self._close()
+        return deltas
 
     _is_closing = False
 
@@ -160,12 +160,12 @@ class Call:
             self._scanned = len(self.raw)
             return []
         end += self._scanned
-        found = _object(self.raw[:end])
-        if found is None:
+        call = _object(self.raw[:end])
+        if call is None:
             self.rest, self.raw = self.raw[end:], self.raw[:end]
             return []
         self.rest, self.raw, self.is_known = self.raw[end:], "", True
-        name, arguments = found
+        name, arguments = call
         return [self._begun(name), self._more(arguments)]
 
     def _begun(self, name: str) -> Delta:
@@ -181,18 +181,18 @@ class Call:
 def _object(text: str) -> tuple[str, str] | None:
     """Name and arguments of a call, None where a text is none."""
     try:
-        found = json.loads(text, strict=False)
-        found = found.get("function", found) if isinstance(found, dict) else None
-        if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+        call = json.loads(text, strict=False)
+        call = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             return None
-        arguments = found.get("arguments", found.get("parameters", {}))
-        if not isinstance(arguments, str | dict) or not _is_text(found["name"]):
+        arguments = call.get("arguments", call.get("parameters", {}))
+        if not isinstance(arguments, str | dict) or not _is_text(call["name"]):
             return None
         if isinstance(arguments, dict):
             arguments = json.dumps(arguments, ensure_ascii=False)
     except (ValueError, RecursionError):
         return None
-    return found["name"], arguments.encode(errors="backslashreplace").decode()
+    return call["name"], arguments.encode(errors="backslashreplace").decode()
 
 
 def _name(literal: str) -> str | None:
@@ -226,12 +226,12 @@ class Reader:
 
     def push(self, text: str) -> list[Delta]:
         """What is certain once this text has come."""
-        found: list[Delta] = []
+        deltas: list[Delta] = []
         # A part costs what is there when it is taken away: a long text must not be there at once.
         for at in range(0, len(text), PIECE):
             self._text += text[at : at + PIECE]
-            found += self._read(is_last=False)
-        return found
+            deltas += self._read(is_last=False)
+        return deltas
 
     def finish(self) -> list[Delta]:
         """The rest."""
@@ -259,9 +259,9 @@ class Reader:
         """(text before the first of the markers, the marker), both taken away; what may be the
         beginning of one waits for more.
         """
-        found = [(at, m) for m in markers if (at := self._text.find(m)) >= 0]
-        if found:
-            at, marker = min(found)
+        places = [(at, m) for m in markers if (at := self._text.find(m)) >= 0]
+        if places:
+            at, marker = min(places)
             before, self._text = self._text[:at], self._text[at + len(marker) :]
             return before, marker
         keep = 0 if is_last else max(_begun(self._text, m) for m in markers)
@@ -305,7 +305,7 @@ class Tagged(Reader):
         self._call: Call | None = None
 
     def _read(self, *, is_last: bool) -> list[Delta]:
-        found: list[Delta] = []
+        deltas: list[Delta] = []
         read = {
             "start": self._read_start,
             "think": self._read_think,
@@ -315,18 +315,18 @@ class Tagged(Reader):
         }
         while True:
             state, length = self._state, len(self._text)
-            found += read[state](is_last)
+            deltas += read[state](is_last)
             if self._state == state and (len(self._text) == length or not self._text):
-                return found + self._left(is_last)
+                return deltas + self._left(is_last)
 
     def _left(self, is_last: bool) -> list[Delta]:
         """Space at the very end is the content's; a call that was cut off is none."""
         if not is_last:
             return []
         if self._answer is not None:
-            found = self._answer.finish()
+            deltas = self._answer.finish()
             self.calls = self._answer.calls
-            return found
+            return deltas
         call, self._call = self._call, None
         if call is not None and call.is_known:  # cut off within its arguments
             self.calls += 1
@@ -351,11 +351,11 @@ class Tagged(Reader):
 
     def _read_think(self, is_last: bool) -> list[Delta]:
         text, marker = self._until("</think>", is_last=is_last)
-        found = self._part("reasoning_content", text)
+        deltas = self._part("reasoning_content", text)
         if marker is not None:
             self._state = "text"
             self._next_part()
-        return found
+        return deltas
 
     def _read_text(self, is_last: bool) -> list[Delta]:
         if self._answer is not None:
@@ -363,32 +363,32 @@ class Tagged(Reader):
             if self._is_new:
                 text = text.lstrip()
                 self._is_new = not text
-            found = self._answer.push(text)
+            deltas = self._answer.push(text)
             self.calls = self._answer.calls
-            return found
+            return deltas
         if not self._tools:
             text, self._text = self._text, ""
             return self._part("content", text)
         text, marker = self._until("<tool_call>", is_last=is_last)
-        found = self._part("content", text)
+        deltas = self._part("content", text)
         if marker is not None:
             self._state, self._call = "call", Call(self.calls)
             self._space = ""
-        return found
+        return deltas
 
     def _read_call(self, is_last: bool) -> list[Delta]:
         assert self._call is not None
         text, self._text = self._text, ""
-        found = self._call.push(text)
+        deltas = self._call.push(text)
         if self._call.rest is None:
-            return found
+            return deltas
         call, self._call = self._call, None
         if not call.is_known:  # no call: what it is stays content
             self._state, self._text = "text", (call.rest or "") + self._text
-            return found + self._part("content", f"<tool_call>{call.raw}")
+            return deltas + self._part("content", f"<tool_call>{call.raw}")
         self.calls += 1
         self._text, self._state = (call.rest or "") + self._text, "after"
-        return found
+        return deltas
 
     def _read_after(self, is_last: bool) -> list[Delta]:
         _, marker = self._until("</tool_call>", is_last=is_last)
@@ -421,13 +421,13 @@ class JsonCalls(Reader):
         return super().push(text)
 
     def _read(self, *, is_last: bool) -> list[Delta]:
-        found: list[Delta] = []
+        deltas: list[Delta] = []
         while self._text or is_last:
             if self._is_text:
                 text, self._text = self._text, ""
                 if text:
-                    found.append({"content": text})
-                return found
+                    deltas.append({"content": text})
+                return deltas
             if self._call is None:
                 left = self._text.lstrip(self.BLANK).removeprefix("<|python_tag|>")
                 if left.startswith("{"):
@@ -436,12 +436,12 @@ class JsonCalls(Reader):
                     self._is_text = True
                     self._text = self._text if not self.calls else left
                     if is_last and not self._text:
-                        return found
+                        return deltas
                 else:
-                    return found
+                    return deltas
                 continue
             text, self._text = self._text, ""
-            found += self._call.push(text)
+            deltas += self._call.push(text)
             call = self._call
             if call.rest is not None and call.is_known:
                 self.calls += 1
@@ -450,8 +450,8 @@ class JsonCalls(Reader):
                 self._text, self._call, self._is_text = call.raw + (call.rest or ""), None, True
             if is_last and not self._text:
                 self.calls += self._call is not None
-                return found
-        return found
+                return deltas
+        return deltas
 
 
 class Harmony(Reader):
@@ -468,22 +468,22 @@ class Harmony(Reader):
         self._head = ""
 
     def _read(self, *, is_last: bool) -> list[Delta]:
-        found: list[Delta] = []
+        deltas: list[Delta] = []
         while True:
             if self._kind == "head":
                 text, marker = self._until("<|message|>", is_last=is_last)
                 self._head = (self._head + text)[-LONGEST_HEAD:]
                 if marker is None:
-                    return found
-                found += self._open()
+                    return deltas
+                deltas += self._open()
                 continue
             text, marker = self._until(*self.ENDS, is_last=is_last)
             if self._kind == "call":
-                found += [self._arguments(text)] if text else []
+                deltas += [self._arguments(text)] if text else []
             else:
-                found += self._part(self._kind, text)
+                deltas += self._part(self._kind, text)
             if marker is None:
-                return found
+                return deltas
             if self._kind == "call":
                 self.calls += 1
             self._kind, self._head = "head", marker if marker == "<|channel|>" else ""
@@ -506,10 +506,10 @@ class Harmony(Reader):
         return {"tool_calls": [{"index": self.calls, "function": {"arguments": text}}]}
 
     def finish(self) -> list[Delta]:
-        found = super().finish()
+        deltas = super().finish()
         if self._kind == "call":
             self.calls += 1
-        return found
+        return deltas
 
 
 def folded(deltas: list[Delta]) -> dict[str, Any]:

@@ -174,8 +174,8 @@ class Body(BaseModel):
             elif (body := cls.within.get(name)) is None:
                 kept[name] = value
             elif isinstance(value, list):
-                pairs = [body._known_within(each) for each in value]
-                kept[name] = [each for each, _ in pairs]
+                pairs = [body._known_within(member) for member in value]
+                kept[name] = [member for member, _ in pairs]
                 unknown |= dict.fromkeys(f"{name}.{n}" for _, more in pairs for n in more)
             else:
                 kept[name], more = body._known_within(value)
@@ -208,11 +208,11 @@ class Body(BaseModel):
 
 
 def _told(error: ValidationError, data: Any) -> BodyError:
-    found = error.errors(include_url=False, include_input=False)
-    wrong = [e for e in found if e["type"] != "extra_forbidden"]
-    if not wrong and all(len(e["loc"]) == 1 for e in found):
-        return unknown_fields([str(e["loc"][0]) for e in found])
-    first, *_ = wrong = wrong or found
+    errors = error.errors(include_url=False, include_input=False)
+    wrong = [e for e in errors if e["type"] != "extra_forbidden"]
+    if not wrong and all(len(e["loc"]) == 1 for e in errors):
+        return unknown_fields([str(e["loc"][0]) for e in errors])
+    first, *_ = wrong = wrong or errors
     if not first["loc"]:
         return BodyError(first["msg"], param=first.get("ctx", {})["param"], code=first["type"])
     param = str(first["loc"][0])
@@ -233,11 +233,12 @@ def _reason(error: Any) -> str:
     return f"{'.'.join(places)}: {message}" if places else message
 
 
-def unknown_fields(names: list[str], where: str = "") -> BodyError:
+def unknown_fields(names: list[str], path: str = "") -> BodyError:
+    """Return the error that names fields of a body, with as many names as help the reader."""
     told = ", ".join(sorted(map(short, sorted(names)[:MOST_NAMES])))
     if len(names) > MOST_NAMES:
         told += f" and {len(names) - MOST_NAMES} more"
-    return BodyError(f"unknown field {told}{where}", param=min(names)[:60], code="unknown_field")
+    return BodyError(f"unknown field {told}{path}", param=min(names)[:60], code="unknown_field")
 
 
 class SamplingFields(Body):
@@ -276,8 +277,8 @@ class SamplingFields(Body):
 
     def params(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
         """What the request asks for. Its own fields win over `more`, which win over defaults."""
-        given = {"max_tokens": self.longest, **more, **self.sampling()}
-        return dataclasses.replace(defaults, **given)
+        fields = {"max_tokens": self.longest, **more, **self.sampling()}
+        return dataclasses.replace(defaults, **fields)
 
 
 SAMPLING = tuple(SamplingFields.model_fields)

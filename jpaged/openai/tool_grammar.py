@@ -145,10 +145,10 @@ def form_of_channels(structured: Mapping[str, Any]) -> dict[str, Any]:
 def _arguments(function: dict[str, Any]) -> str:
     schema = {"type": "object", **(function.get("parameters") or {})}
     try:
-        own = own_guidance(schema)
+        guidance = own_guidance(schema)
     except ValueError as e:
         raise error("json_schema", f"tool {function['name']}: {e}") from e
-    return f"%json {json.dumps({**schema, GUIDANCE: {**WRITTEN, **own}})}"
+    return f"%json {json.dumps({**schema, GUIDANCE: {**WRITTEN, **guidance}})}"
 
 
 def _call(function: dict[str, Any], style: Style) -> str:

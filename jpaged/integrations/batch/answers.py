@@ -69,8 +69,8 @@ def row_number(row: Any) -> int | None:
         return None
     if type(row.get("line")) is int:
         return row["line"]
-    found = ID.fullmatch(row["id"]) if isinstance(row.get("id"), str) else None
-    return int(found[1]) if found is not None and "response" in row else None
+    match = ID.fullmatch(row["id"]) if isinstance(row.get("id"), str) else None
+    return int(match[1]) if match is not None and "response" in row else None
 
 
 def row_id(row: Mapping[str, Any]) -> str | int | None:

@@ -53,11 +53,11 @@ def histogram(
     """How often which value came, with the median and the 99th percentile; whole: the values are
     counts.
     """
-    found = np.asarray(values, np.float64)
-    low, median, p99, high = np.percentile(found, (0, 50, 99, 100)).tolist()
+    numbers = np.asarray(values, np.float64)
+    low, median, p99, high = np.percentile(numbers, (0, 50, 99, 100)).tolist()
     is_log = low > 0 and high > LOG_FROM * median
     edges = _edges(low, high, is_log, whole)
-    counts, _ = np.histogram(found, edges)
+    counts, _ = np.histogram(numbers, edges)
 
     def draw(axes: Any) -> None:
         from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator

@@ -57,9 +57,9 @@ class Rate:
         except ValueError:
             pass  # then it is a file
         try:
-            found = json.loads(Path(text).read_text())
-            rate, lines = float(found["tokens_per_second"]["out"]), int(found["lines"]["ok"])
-            mean = float(found["completion_tokens"]["mean"]) if lines else 0.0
+            summary = json.loads(Path(text).read_text())
+            rate, lines = float(summary["tokens_per_second"]["out"]), int(summary["lines"]["ok"])
+            mean = float(summary["completion_tokens"]["mean"]) if lines else 0.0
         except (OSError, ValueError, KeyError, TypeError) as e:
             raise BatchError(
                 f"--rates {text}: neither a number nor the summary.json of a run ({e})"
@@ -73,9 +73,9 @@ class Checker:
 
     def __init__(self, folder: str, config: EngineConfig):
         self.model = ModelConfig.coerce(folder)
-        where = Placement(mesh=None, axis=None, device=jax.devices()[0])
+        place = Placement(mesh=None, axis=None, device=jax.devices()[0])
         dtype = config.dtype or stored_dtype(folder)
-        self.engine_config, _ = resolve(self.model, config, where, dtype)
+        self.engine_config, _ = resolve(self.model, config, place, dtype)
         self._max_model_len = self.engine_config.max_model_len or 0
         self._inputs = Inputs(self.model, self._max_model_len, None, Path(folder))
         self._builder = Builder(self._inputs, self.engine_config)

@@ -33,7 +33,7 @@ class Line:
 class Intake:
     """Iterates a source once: `lines` yields what is to be answered, in the order of the input.
 
-    shard: (i, N) takes the lines whose number - 1 leaves i when divided by N. found: rows of an
+    shard: (i, N) takes the lines whose number - 1 leaves i when divided by N. earlier: rows of an
     output that is resumed; its lines are skipped. Ids are compared over the whole input, skipped
     lines and other shards too: a line is a duplicate in a resumed or sharded run exactly if it is
     one in an undisturbed one. A line's id counts even where something else is wrong with the line.
@@ -45,10 +45,10 @@ class Intake:
         settings: Settings,
         *,
         shard: tuple[int, int] | None = None,
-        found: Found | None = None,
+        earlier: Found | None = None,
     ):
         self._source, self._settings, self._shard = source, settings, shard or (0, 1)
-        self._found = found or Found("")
+        self._found = earlier or Found("")
         self._ids = IdSet()
         self.seen = 0  # lines of this shard so far, those that are skipped too
         self.ended = False

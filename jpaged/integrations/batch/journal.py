@@ -124,11 +124,13 @@ class Journal:
             return
         os.fsync(self._to.fileno())
         if complete:
-            found = self.found
-            if found.superseded or (self._ordered and not found.ascending):
-                rows.rewrite([found], found.path, ordered=self._ordered)
+            earlier = self.found
+            if earlier.superseded or (self._ordered and not earlier.ascending):
+                rows.rewrite([earlier], earlier.path, ordered=self._ordered)
             end = {"complete": True, "lines": lines}
-            write_json(manifest_path(found.path), {**self._manifest, "input": dict(source), **end})
+            write_json(
+                manifest_path(earlier.path), {**self._manifest, "input": dict(source), **end}
+            )
 
     def close(self) -> None:
         if self._file is not None:

@@ -120,12 +120,12 @@ def judged_engine(settings: Mapping[str, Any]) -> dict[str, Any]:
     settings: the fields that were set. A field that is left at its default, or set to it, is None:
     an output that was begun before a field existed can then be resumed.
     """
-    found = {}
+    judged = {}
     for name in (field.name for field in dataclasses.fields(EngineConfig)):
         if name not in NOT_JUDGED_ENGINE:
             value = settings.get(name)
-            found[name] = None if value == getattr(EngineConfig, name) else value
-    return found
+            judged[name] = None if value == getattr(EngineConfig, name) else value
+    return judged
 
 
 def judged_flags(names: Iterable[str]) -> list[str]:

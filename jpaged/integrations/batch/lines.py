@@ -137,27 +137,27 @@ class BatchRequest:
         """Which model the request is of, and its fields: the body of a batch request, the object
         itself where it is bare.
         """
-        found = id_of(line)
+        reason = id_of(line)
         if {"body", "url", "method"} & set(line):
             self.form = "chat" if line.get("url") == "/v1/chat/completions" else "completion"
-            self.id = found
+            self.id = reason
             _, unknown = BatchLine.known(line)
             if unknown and not settings.ignore_unknown:
                 raise unknown_fields([*unknown], " beside 'body'")
             batch = BatchLine.read(self._known(BatchLine, line, settings))
             return URLS[batch.url], batch.body
         name = "custom_id" if "custom_id" in line else "id"
-        if found is None and line.get(name) is not None:
+        if reason is None and line.get(name) is not None:
             raise LineError(f"{name}={short(line[name])}: must be a string", param=name)
-        self.form, self.id = "bare", found
-        given = [kind for kind in PROMPTS if line.get(kind) is not None]
-        if len(given) != 1:
-            found = f"has {' and '.join(given)}" if given else "has none"
-            message = f"a request needs {' or '.join(PROMPTS)}; this one {found}"
+        self.form, self.id = "bare", reason
+        kinds = [kind for kind in PROMPTS if line.get(kind) is not None]
+        if len(kinds) != 1:
+            reason = f"has {' and '.join(kinds)}" if kinds else "has none"
+            message = f"a request needs {' or '.join(PROMPTS)}; this one {reason}"
             raise LineError(message, param=PROMPTS[0])
-        left_out = {"id", "custom_id", *PROMPTS} - {*given}
+        left_out = {"id", "custom_id", *PROMPTS} - {*kinds}
         fields = {k: v for k, v in line.items() if k not in left_out}
-        return Conversation if given == ["messages"] else BarePrompt, fields
+        return Conversation if kinds == ["messages"] else BarePrompt, fields
 
     def _known(
         self, kind: type[Body], fields: dict[str, Any], settings: Settings
@@ -177,8 +177,8 @@ class BatchRequest:
 
 def id_of(line: Mapping[str, Any]) -> str | int | None:
     """The id that a line gives its request, None where it gives none."""
-    found = line.get("custom_id") if "custom_id" in line else line.get("id")
-    return found if type(found) in (str, int) else None
+    value = line.get("custom_id") if "custom_id" in line else line.get("id")
+    return value if type(value) in (str, int) else None
 
 
 def identify(raw: bytes, number: int) -> str | int | None:

@@ -61,14 +61,14 @@ def model_identity(folder: str | os.PathLike[str]) -> dict[str, str]:
     Files that describe the model and the headers of safetensors files are digested whole, weights
     in samples. Links are followed; hidden files are left out.
     """
-    found = {}
+    digests = {}
     for path in _files_below(Path(folder), set()):
         identity = file_identity(str(path))
         parts = [f"{identity['bytes']} bytes", str(identity["digest"])]
         if (digest := _digest_of_description(path)) is not None:
             parts.append(digest)
-        found[str(path.relative_to(folder))] = ", ".join(parts)
-    return found
+        digests[str(path.relative_to(folder))] = ", ".join(parts)
+    return digests
 
 
 def _files_below(folder: Path, above: set[str]) -> Iterator[Path]:
@@ -103,22 +103,22 @@ def read_manifest(output: str) -> dict[str, Any]:
     """The manifest beside an output. Raises BatchError."""
     path = manifest_path(output)
     try:
-        found = json.loads(Path(path).read_bytes())
+        manifest = json.loads(Path(path).read_bytes())
     except FileNotFoundError:
         raise BatchError(
             f"{output} has no {path}, which says what made it: start again with --overwrite"
         ) from None
     except (OSError, ValueError) as e:
         raise BatchError(f"cannot read {path}: {e}") from None
-    if not isinstance(found, dict) or found.get("version") not in (1, VERSION):
+    if not isinstance(manifest, dict) or manifest.get("version") not in (1, VERSION):
         raise BatchError(f"{path} is not of this version: start again with --overwrite")
-    if found["version"] == 1:
+    if manifest["version"] == 1:
         raise BatchError(
             f"{path} was written by an earlier jpaged and does not say with which quantization, "
             "kv_cache_dtype and adapters the run began: finish the run with the jpaged that began "
             "it, or start again with --overwrite"
         )
-    return found
+    return manifest
 
 
 def write_json(path: str, value: Mapping[str, Any]) -> None:
@@ -151,8 +151,8 @@ def check_same(
     whole_lines, size = before.get("newline"), new["input"].get("bytes", 0)
     if source is not None and whole_lines and size > before["bytes"]:
         new["input"] |= file_identity(source, before["bytes"])
-    if (found := first_difference(old, new)) is not None:
-        name, was, now = found
+    if (difference := first_difference(old, new)) is not None:
+        name, was, now = difference
         raise BatchError(
             f"{output} is of another run: {name} is {was} there, {now} in this run (--overwrite "
             "starts again)"

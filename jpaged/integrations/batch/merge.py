@@ -17,8 +17,8 @@ def find_shards(output: str) -> list[str]:
     """
     path = Path(output)
     stem = str(path.with_name(path.stem))
-    found = glob.glob(f"{glob.escape(stem)}.*-of-*{glob.escape(path.suffix)}")
-    names = [name[len(stem) + 1 :].removesuffix(path.suffix) for name in found]
+    paths = glob.glob(f"{glob.escape(stem)}.*-of-*{glob.escape(path.suffix)}")
+    names = [name[len(stem) + 1 :].removesuffix(path.suffix) for name in paths]
     counts = sorted({int(m[1]) for name in names if (m := re.fullmatch(r"\d+-of-(\d+)", name))})
     if len(counts) != 1:
         said = f"shards of {' and of '.join(map(str, counts))}" if counts else "no shards"

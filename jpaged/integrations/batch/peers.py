@@ -32,10 +32,10 @@ def run_together(
     args: of serve_batch. served_of: what a process would serve, which must be the same in all.
     BatchError where another process is gone, or serves something else.
     """
-    where = (args.coordinator, args.num_processes, args.process_id)
+    process = (args.coordinator, args.num_processes, args.process_id)
     # JAX ends this process where another is silent for so long: after us, who say what there is.
     patience = float(args.engine.get("peer_timeout_s") or EngineConfig.peer_timeout_s)
-    jax.distributed.initialize(*where, heartbeat_timeout_seconds=math.ceil(patience) + 100)
+    jax.distributed.initialize(*process, heartbeat_timeout_seconds=math.ceil(patience) + 100)
     replicas = args.engine.get("data_parallel_size") or 1
     args.engine.setdefault("tensor_parallel_size", jax.device_count() // replicas)
     check_alike(served_of(args))
@@ -53,13 +53,13 @@ def check_alike(served: Mapping[str, Any]) -> None:
     """Raise BatchError, in every process, where the processes would serve different models or
     settings: only the first one's stand in the manifest, and each reads its own disk.
     """
-    found = first_difference(jpaged.broadcast(served), served)
+    difference = first_difference(jpaged.broadcast(served), served)
     # The least of all: 0 where some process differs.
-    if least(int(found is None)):
+    if least(int(difference is None)):
         return
-    if found is None:
+    if difference is None:
         raise BatchError("another process serves another model or other settings: its error says")
-    name, first, here = found
+    name, first, here = difference
     raise BatchError(
         f"the processes do not serve the same: {name} is {first} in the first, {here} in this one"
     )
@@ -98,10 +98,10 @@ class Leading:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._llm, name)
 
-    def add_request(self, *args: Any, **how: Any) -> str:
+    def add_request(self, *args: Any, **settings: Any) -> str:
         """See LLM."""
-        self._orders.append(("add_request", args, how))
-        return self._llm.add_request(*args, **how)
+        self._orders.append(("add_request", args, settings))
+        return self._llm.add_request(*args, **settings)
 
     def abort(self, request_id: str) -> Any:
         """See LLM."""
@@ -134,11 +134,11 @@ def follow(llm: Any) -> None:
     """Do as the first process says, until it says that this is the end. Raises PeerError."""
     peers = llm.session.runner.peers
     while True:
-        for name, args, how in peers.call(jpaged.broadcast, "waiting for orders"):
+        for name, args, settings in peers.call(jpaged.broadcast, "waiting for orders"):
             if name == "end":
                 return
             try:
-                getattr(llm, name)(*args, **how)
+                getattr(llm, name)(*args, **settings)
             except JpagedError as e:
                 # Of one request: the first process has it too, and answers it.
                 if isinstance(e, PeerError):

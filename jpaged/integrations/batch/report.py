@@ -67,10 +67,10 @@ def _charts(stats: BatchStats) -> list[dict[str, Any]]:
         computed = {"generated": rates["decode_tokens"]}
         computed["prompt tokens computed"] = rates["prefill_tokens"]
         charts = [line_chart("Throughput", edges, computed, "tokens/s")]
-    found, took = stats.answered, "Latency: from the engine's taking a line to its answer"
-    if len(found):
-        prompts, answers = found.prompt_tokens, found.completion_tokens
-        charts.append(histogram(took, found.latency, "latency, s"))
+    answered, took = stats.answered, "Latency: from the engine's taking a line to its answer"
+    if len(answered):
+        prompts, answers = answered.prompt_tokens, answered.completion_tokens
+        charts.append(histogram(took, answered.latency, "latency, s"))
         charts.append(histogram("Length of the prompts", prompts, "tokens", whole=True))
         charts.append(histogram("Length of the answers", answers, "tokens", whole=True))
     return charts

@@ -83,12 +83,12 @@ class Found:
         first of their numbers.
         """
         failed = np.frombuffer(self._states, np.uint8) == FAILED
-        codes, found = np.frombuffer(self._codes, np.uint8), {}
+        codes, by_code = np.frombuffer(self._codes, np.uint8), {}
         for index, name in enumerate(self._code_names):
             lines = np.flatnonzero(failed & (codes == index))
             if len(lines):
-                found[name or "unknown"] = len(lines), lines[:FIRST].tolist()
-        return dict(sorted(found.items(), key=lambda item: -item[1][0]))
+                by_code[name or "unknown"] = len(lines), lines[:FIRST].tolist()
+        return dict(sorted(by_code.items(), key=lambda item: -item[1][0]))
 
     def retry_failed(self) -> None:
         """Lines that failed are yet to be done; their old rows are superseded by new ones."""
@@ -114,7 +114,7 @@ def scan(path: str) -> Found:
 
     Raises BatchError for a row in the middle that is none.
     """
-    found, torn = Found(path), 0
+    rows, torn = Found(path), 0
     with open(path, "rb") as file:
         for count, raw in enumerate(file, 1):
             row = _row(raw)
@@ -127,8 +127,8 @@ def scan(path: str) -> Found:
             number, failed = row_number(row), row_failed(row)
             assert number is not None
             names = {"request_id": row_id(row), "code": row_code(row)}
-            found.note(number, failed=failed, length=len(raw), **names)
-    return found
+            rows.note(number, failed=failed, length=len(raw), **names)
+    return rows
 
 
 def _row(raw: bytes) -> dict[str, Any] | None:
@@ -146,12 +146,12 @@ def rewrite(files: Sequence[Found], target: str, *, ordered: bool) -> None:
     """Replace `target` by the rows of all files that count: atomically, by line number, or as they
     follow each other.
     """
-    sizes = [len(found.places) for found in files]
-    place = np.concatenate([np.asarray(found.places) for found in files])
+    sizes = [len(rows.places) for rows in files]
+    place = np.concatenate([np.asarray(rows.places) for rows in files])
     source, number = np.repeat(range(len(files)), sizes), np.concatenate([*map(np.arange, sizes)])
     order = np.lexsort((source, number)) if ordered else np.lexsort((place, source))
     with contextlib.ExitStack() as stack:
-        opened = [stack.enter_context(open(found.path, "rb")) for found in files]
+        opened = [stack.enter_context(open(rows.path, "rb")) for rows in files]
         new = stack.enter_context(Replacement(target))
         for i in order[place[order] >= 0]:
             file = opened[source[i]]

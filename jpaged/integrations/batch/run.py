@@ -235,7 +235,7 @@ def run_batch(
         stats.earlier_ok = journal.found.answered - stats.earlier_failed
         stats.earlier_errors = journal.found.errors()
         stats.watch(llm)
-        intake = Intake(source, settings, shard=job.shard, found=journal.found)
+        intake = Intake(source, settings, shard=job.shard, earlier=journal.found)
         return _to_its_end(Run(llm, job, journal, intake, stats), source)
 
 

@@ -76,8 +76,8 @@ class LineSource(Source):
         self._newline = True  # whether the last of them was a whole one
         try:
             # Not sys.stdin: its lock, held by the thread that reads, would stop the exit.
-            given: Any = 0 if path == "-" else path
-            self._raw: IO[bytes] = open(given, "rb", closefd=path != "-")  # noqa: SIM115
+            file: Any = 0 if path == "-" else path
+            self._raw: IO[bytes] = open(file, "rb", closefd=path != "-")  # noqa: SIM115
             info = os.fstat(self._raw.fileno())
         except OSError as e:
             raise BatchError(f"cannot read {path}: {e.strerror}") from None

@@ -194,8 +194,10 @@ class BatchStats:
         if earlier := self.earlier_ok + self.earlier_failed:
             rows["earlier"] = f"{earlier} ({self.earlier_ok} ok, {self.earlier_failed} failed)"
         if self.earlier_errors:
-            found = self.earlier_errors.items()
-            kinds = [f"{count} {code} ({lines_of(count, first)})" for code, (count, first) in found]
+            counts = self.earlier_errors.items()
+            kinds = [
+                f"{count} {code} ({lines_of(count, first)})" for code, (count, first) in counts
+            ]
             rows["old errors"] = "; ".join(kinds)
         if earlier and not self.ok + self.failed:
             return f"{_rows_of(rows)}\n{self._nothing_ran()}"
@@ -264,6 +266,6 @@ def lines_of(count: int, first: list[int]) -> str:
 def _percentiles(values: array) -> dict[str, float]:
     if not values:
         return {}
-    found = np.frombuffer(values, dtype=values.typecode)
-    low, median, p99, high = np.percentile(found, (0, 50, 99, 100)).tolist()
-    return {"min": low, "mean": float(found.mean()), "median": median, "p99": p99, "max": high}
+    numbers = np.frombuffer(values, dtype=values.typecode)
+    low, median, p99, high = np.percentile(numbers, (0, 50, 99, 100)).tolist()
+    return {"min": low, "mean": float(numbers.mean()), "median": median, "p99": p99, "max": high}

@@ -102,23 +102,23 @@ class DatasetSource(Table):
         try:
             if path.startswith("hf:"):
                 name = path.removeprefix("hf:")
-                found: Any = datasets.load_dataset(name, split=split, streaming=True)
+                table: Any = datasets.load_dataset(name, split=split, streaming=True)
             else:
-                found = datasets.load_from_disk(path)
+                table = datasets.load_from_disk(path)
         except Exception as e:  # the library raises many types
             raise BatchError(f"cannot read {path}: {' '.join(str(e).split())}") from e
-        if isinstance(found, Mapping):
-            there = ", ".join(map(str, found))
-            if split is None and len(found) > 1:
+        if isinstance(table, Mapping):
+            there = ", ".join(map(str, table))
+            if split is None and len(table) > 1:
                 raise BatchError(f"{path} has the splits {there}: name one with --split")
-            if split is not None and split not in found:
+            if split is not None and split not in table:
                 raise BatchError(f"--split {split}: {path} has {there}")
-            found = next(iter(found.values())) if split is None else found[split]
+            table = next(iter(table.values())) if split is None else table[split]
         elif split is not None and not path.startswith("hf:"):
             raise BatchError(f"--split {split}: {path} has no splits")
-        if names := self._check(list(found.column_names or self._fields)):
-            found = found.select_columns(names)
-        self._data = found
+        if names := self._check(list(table.column_names or self._fields)):
+            table = table.select_columns(names)
+        self._data = table
 
     def total(self) -> int | None:
         return len(self._data) if hasattr(self._data, "__len__") else None

@@ -95,12 +95,12 @@ class WholeAnswer:
         """What an answer says of a prompt, where it was asked; its logprobs are made as they are
         written.
         """
-        found: dict[str, Any] = {}
+        parts: dict[str, Any] = {}
         if output.prompt_logprobs is not None:
-            found["prompt_logprobs"] = responses.each_prompt_logprobs(output)
+            parts["prompt_logprobs"] = responses.each_prompt_logprobs(output)
         if self._asked.form.token_ids:
-            found["prompt_token_ids"] = [int(t) for t in output.prompt_token_ids]
-        return found
+            parts["prompt_token_ids"] = [int(t) for t in output.prompt_token_ids]
+        return parts
 
 
 def json_pieces(value: Any) -> Iterator[bytes]:

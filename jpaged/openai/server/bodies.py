@@ -52,12 +52,12 @@ def _of_others(kind: type[Body]) -> dict[str, tuple[str, Any]]:
     """The fields that other routes have and a body of this kind has not: by name, the route and
     the field's default there.
     """
-    own = {*kind.model_fields, *kind.harmless, *kind.not_built}
+    known = {*kind.model_fields, *kind.harmless, *kind.not_built}
     return {
         name: (url, field.default)
         for url, other in ROUTES.items()
         for name, field in other.model_fields.items()
-        if name not in own
+        if name not in known
     }
 
 
@@ -203,12 +203,12 @@ class ServedCompletion(Served, CompletionRequest):
         return self.max_tokens == 0
 
     def sampling(self) -> dict[str, Any]:
-        given = super().sampling()
+        fields = super().sampling()
         if self.only_prompt:
-            given["max_tokens"] = 1  # drawn, and left out of the answer
+            fields["max_tokens"] = 1  # drawn, and left out of the answer
         if self.echo and self.logprobs is not None:
-            given.setdefault("prompt_logprobs", self.logprobs)
-        return given
+            fields.setdefault("prompt_logprobs", self.logprobs)
+        return fields
 
     def prompts_for(self, llm: Any, params: SamplingParams) -> list[Any]:
         return [self.fitted(prompt, llm, params) for prompt in self.prompt]

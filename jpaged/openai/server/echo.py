@@ -51,10 +51,10 @@ def put_prompt(
         tokens.append(form.token(token, entries[token]))
         logprobs.append(responses.finite(entries[token].logprob))
         tops.append({form.token(t, e): responses.finite(e.logprob) for t, e in ranked})
-    own: CompletionLogprobs = choice["logprobs"]
+    answer: CompletionLogprobs = choice["logprobs"]
     if not only_prompt:
-        tokens, logprobs = tokens + own["tokens"], logprobs + own["token_logprobs"]
-        tops = tops + own["top_logprobs"]
+        tokens, logprobs = tokens + answer["tokens"], logprobs + answer["token_logprobs"]
+        tops = tops + answer["top_logprobs"]
     offsets = [0]
     for token in tokens:
         offsets.append(offsets[-1] + len(token))

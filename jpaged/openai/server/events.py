@@ -109,8 +109,8 @@ class Events:
 
     def _deltas(self, choice: int, chunk: CompletionChunk) -> list[Delta]:
         reader = self._readers[choice]
-        found = reader.push(chunk.text_delta) if chunk.text_delta else []
-        return found + reader.finish() if chunk.finish_reason else found
+        deltas = reader.push(chunk.text_delta) if chunk.text_delta else []
+        return deltas + reader.finish() if chunk.finish_reason else deltas
 
     def _piece(self, choice: int, chunk: CompletionChunk) -> dict[str, Any]:
         """What an event says beside the text."""
@@ -150,9 +150,9 @@ class Events:
         if self._is_chat:
             return {"content": responses.token_logprobs(done, self._form), "refusal": None}
         start = self._offsets.get(choice, 0)
-        found = responses.parallel_logprobs(done, self._form, start)
-        self._offsets[choice] = start + sum(map(len, found["tokens"]))
-        return found
+        logprobs = responses.parallel_logprobs(done, self._form, start)
+        self._offsets[choice] = start + sum(map(len, logprobs["tokens"]))
+        return logprobs
 
 
 def as_output(chunk: CompletionChunk) -> CompletionOutput:
@@ -169,10 +169,10 @@ def as_output(chunk: CompletionChunk) -> CompletionOutput:
 
 def total_usage(outputs: list[RequestOutput], *, generated: bool = True) -> Usage:
     """Tokens of several prompts. generated: whether those drawn are part of the answer."""
-    each = [responses.usage(output) for output in outputs]
-    prompt = sum(u["prompt_tokens"] for u in each)
-    answer = sum(u["completion_tokens"] for u in each) if generated else 0
-    cached = sum(u["prompt_tokens_details"]["cached_tokens"] for u in each)
+    usages = [responses.usage(output) for output in outputs]
+    prompt = sum(u["prompt_tokens"] for u in usages)
+    answer = sum(u["completion_tokens"] for u in usages) if generated else 0
+    cached = sum(u["prompt_tokens_details"]["cached_tokens"] for u in usages)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": answer,

@@ -219,11 +219,11 @@ class Generation:
             if len(outputs) == len(asked.prompts):
                 break
             news = await inbox.take()
-        found = [outputs[i] for i in range(len(asked.prompts))]
+        in_order = [outputs[i] for i in range(len(asked.prompts))]
         if isinstance(asked.body, ServedResponse):
-            await exchange.answer(await self._llm.prepare(_whole_response, asked, found[0]))
+            await exchange.answer(await self._llm.prepare(_whole_response, asked, in_order[0]))
             return
-        answer = WholeAnswer(asked, found)
+        answer = WholeAnswer(asked, in_order)
         part = await self._llm.prepare(answer.next)
         if answer.is_ended:
             await exchange.answer(part)
@@ -284,8 +284,8 @@ def _response(llm: Any, asked: Asked, body: ResponseBody) -> ResponseEvents:
     def count(text: str) -> int:
         return len(llm.tokenizer.encode(text, add_special_tokens=False))
 
-    how = {"reader": asked.reader(), "count": count, **asked.how}
-    return ResponseEvents(asked=body, params=asked.params, **how)
+    options = {"reader": asked.reader(), "count": count, **asked.how}
+    return ResponseEvents(asked=body, params=asked.params, **options)
 
 
 def _check_sizes(body: Served, params: SamplingParams) -> None:

@@ -141,7 +141,7 @@ class ResponseBody(OfRoute):
     @property
     def chat(self) -> dict[str, Any]:
         """The body of a chat that asks for the same."""
-        found: dict[str, Any] = {
+        body: dict[str, Any] = {
             "model": self.model,
             "messages": self._messages,
             "max_completion_tokens": self.max_output_tokens,
@@ -153,13 +153,13 @@ class ResponseBody(OfRoute):
             "parallel_tool_calls": self.parallel_tool_calls,
         }
         if self.text.format.type != "text":
-            found["response_format"] = self.text.format.of_a_chat
+            body["response_format"] = self.text.format.of_a_chat
         if self.tools:
-            found["tools"] = [
+            body["tools"] = [
                 {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
                 for tool in self.tools
             ]
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: value for name, value in body.items() if value is not None}
 
     @property
     def _messages(self) -> list[dict[str, Any]]:

@@ -29,19 +29,19 @@ class Items:
 
     def push(self, delta: Delta) -> list[Event]:
         """Take in a piece."""
-        found: list[Event] = []
+        events: list[Event] = []
         if text := delta.get("reasoning_content"):
-            found += self._grow("reasoning", text)
+            events += self._grow("reasoning", text)
         if text := delta.get("content"):
-            found += self._grow("message", text)
+            events += self._grow("message", text)
         for call in delta.get("tool_calls", []):
             function = call["function"]
             if "id" in call:
                 named = {"call_id": call["id"], "name": function["name"], "arguments": ""}
-                found += self._begin("function_call", named)
+                events += self._begin("function_call", named)
             if function["arguments"]:
-                found += self._grow("function_call", function["arguments"])
-        return found
+                events += self._grow("function_call", function["arguments"])
+        return events
 
     def finish(self, *, is_whole: bool) -> list[Event]:
         """Nothing more comes: because it is whole, or cut off. An answer has an item at least."""
@@ -50,8 +50,8 @@ class Items:
 
     @property
     def _where(self) -> dict[str, Any]:
-        where = {"item_id": self.output[-1]["id"], "output_index": len(self.output) - 1}
-        return where if self._open == "function_call" else where | {"content_index": 0}
+        place = {"item_id": self.output[-1]["id"], "output_index": len(self.output) - 1}
+        return place if self._open == "function_call" else place | {"content_index": 0}
 
     def _begin(self, kind: Kind, more: dict[str, Any]) -> list[Event]:
         ended = self._end("completed")
@@ -65,11 +65,11 @@ class Items:
         self._open, self._pieces = kind, []
         # As it is now: it grows.
         added = {"output_index": len(self.output) - 1, "item": dict(item)}
-        found = [*ended, ("response.output_item.added", added)]
+        events = [*ended, ("response.output_item.added", added)]
         if kind != "function_call":
             told = self._where | {"part": self._part("")}
-            found.append(("response.content_part.added", told))
-        return found
+            events.append(("response.content_part.added", told))
+        return events
 
     def _grow(self, kind: Kind, text: str) -> list[Event]:
         begun = [] if self._open == kind else self._begin(kind, {})
@@ -79,19 +79,19 @@ class Items:
     def _end(self, status: str) -> list[Event]:
         if self._open is None:
             return []
-        item, whole, where = self.output[-1], "".join(self._pieces), self._where
-        found: list[Event]
+        item, whole, place = self.output[-1], "".join(self._pieces), self._where
+        events: list[Event]
         if self._open == "function_call":
             item["arguments"] = whole
-            found = [(f"{self._stem}.done", where | {"arguments": whole, "name": item["name"]})]
+            events = [(f"{self._stem}.done", place | {"arguments": whole, "name": item["name"]})]
         else:
             item["content"] = [self._part(whole)]
-            found = [(f"{self._stem}.done", where | {"text": whole} | self._logprobs)]
-            found.append(("response.content_part.done", where | {"part": self._part(whole)}))
+            events = [(f"{self._stem}.done", place | {"text": whole} | self._logprobs)]
+            events.append(("response.content_part.done", place | {"part": self._part(whole)}))
         item["status"] = status
         self._open = None
-        done = {"output_index": where["output_index"], "item": item}
-        return [*found, ("response.output_item.done", done)]
+        done = {"output_index": place["output_index"], "item": item}
+        return [*events, ("response.output_item.done", done)]
 
     @property
     def _stem(self) -> str:
@@ -132,22 +132,22 @@ class ResponseEvents:
 
     def pieces(self, prompt: int, chunk: CompletionChunk) -> bytes:
         """The events of a chunk: none where it has nothing to say yet."""
-        found = self._begun()
+        events = self._begun()
         deltas = self._reader.push(chunk.text_delta) if chunk.text_delta else []
         if chunk.finish_reason:
             deltas = deltas + self._reader.finish()
         for delta in deltas:
-            found += self._items.push(delta)
-        return self._written(found)
+            events += self._items.push(delta)
+        return self._written(events)
 
     def end(self, outputs: list[RequestOutput]) -> bytes:
         """What comes after the last chunk."""
         [done] = outputs[0].outputs
         is_whole = done.finish_reason != "length"
-        found = self._begun() + self._items.finish(is_whole=is_whole)
+        events = self._begun() + self._items.finish(is_whole=is_whole)
         status = "completed" if is_whole else "incomplete"
         response = self._response(status, outputs)
-        return self._written([*found, (f"response.{status}", {"response": response})])
+        return self._written([*events, (f"response.{status}", {"response": response})])
 
     def whole(self, output: RequestOutput) -> dict[str, Any]:
         """The body of an answer that is no stream."""
@@ -166,12 +166,12 @@ class ResponseEvents:
         return [("response.created", response), ("response.in_progress", response)]
 
     def _written(self, events: list[Event]) -> bytes:
-        found = b""
+        text = b""
         for kind, said in events:
             body = encode({"type": kind, "sequence_number": self._number} | said)
-            found += b"event: %b\ndata: %b\n\n" % (kind.encode(), body)
+            text += b"event: %b\ndata: %b\n\n" % (kind.encode(), body)
             self._number += 1
-        return found
+        return text
 
     def _response(self, status: str, outputs: list[RequestOutput] | None) -> dict[str, Any]:
         asked, form = self._asked, self._asked.text.format

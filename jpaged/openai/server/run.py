@@ -37,12 +37,12 @@ class Listener(uvicorn.Server):
 
     def __init__(self, server: Server, host: str, port: int, *, quiet: bool = False):
         settings = server.settings
-        own = type("OwnConnection", (Connection,), {"settings": settings})
+        protocol = type("OwnConnection", (Connection,), {"settings": settings})
         config = uvicorn.Config(
             server.app,
             host=host,
             port=port,
-            http=own,
+            http=protocol,
             ws="none",
             lifespan="on",
             log_level="warning",
@@ -68,8 +68,8 @@ class Listener(uvicorn.Server):
             raise ConfigError(cannot_listen(self.config.host, self.config.port, e)) from e
         if self.started and self._said is not None:
             host = self.config.host
-            where = f"[{host}]" if ":" in host else host
-            print(f"jpaged serves {self._said} at http://{where}:{self.port}", flush=True)
+            address = f"[{host}]" if ":" in host else host
+            print(f"jpaged serves {self._said} at http://{address}:{self.port}", flush=True)
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         self.force_exit, self.should_exit = self.should_exit, True
@@ -85,8 +85,8 @@ def make_parser() -> Parser:
     parser.add_argument("model", help=what, nargs="?")
     group = parser.add_argument_group("server")
     add = group.add_argument
-    where = "address to listen on; 0.0.0.0 is every one of this machine (default: 127.0.0.1)"
-    add("--host", help=where, default="127.0.0.1")
+    address = "address to listen on; 0.0.0.0 is every one of this machine (default: 127.0.0.1)"
+    add("--host", help=address, default="127.0.0.1")
     add("--port", help="0 is a free one (default: 8000)", type=_port, default=8000)
     keys = f"that a request must carry; may be given again (default: {KEY_VARIABLE}, else none)"
     add("--api-key", help=keys, action="append", metavar="KEY")
@@ -128,11 +128,11 @@ def take_address(host: str, port: int) -> list[socket.socket]:
     with contextlib.ExitStack() as stack:
         try:
             passive = socket.AI_PASSIVE
-            found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=passive)
+            infos = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=passive)
             if port == 0:
-                del found[1:]  # a free port of each address would be another one
+                del infos[1:]  # a free port of each address would be another one
             sockets = [
-                stack.enter_context(_bound(*which)) for which in dict.fromkeys(map(_address, found))
+                stack.enter_context(_bound(*which)) for which in dict.fromkeys(map(_address, infos))
             ]
         except OSError as e:
             raise ConfigError(cannot_listen(host, port, e)) from e
@@ -161,8 +161,8 @@ def _bound(family: int, address: Any) -> socket.socket:
 
 def make_server(args: argparse.Namespace) -> Server:
     """Load the model. Raises ConfigError and CheckpointError."""
-    given = os.environ.get(KEY_VARIABLE)
-    keys = args.api_key or ([given] if given else [])
+    key = os.environ.get(KEY_VARIABLE)
+    keys = args.api_key or ([key] if key else [])
     settings = ServerSettings(
         models=tuple(args.served_model_name or [name_of(args.model)]),
         api_keys=tuple(keys),

@@ -60,8 +60,8 @@ class ApiError(Exception):
             return cls(504, said, kind="timeout_error", code="timeout")
         failure = Failure.of(error)
         message = failure.message if failure.status < 500 else HIDDEN
-        how = {"kind": failure.kind, "code": failure.code, "param": failure.param}
-        return cls(failure.status, message, **how)
+        fields = {"kind": failure.kind, "code": failure.code, "param": failure.param}
+        return cls(failure.status, message, **fields)
 
     @property
     def body(self) -> bytes:
@@ -69,8 +69,8 @@ class ApiError(Exception):
 
 
 def overloaded(message: str, retry_after_s: int = 1) -> ApiError:
-    how = {"kind": "rate_limit_error", "code": "overloaded"}
-    return ApiError(429, message, **how, headers={"Retry-After": str(retry_after_s)})
+    fields = {"kind": "rate_limit_error", "code": "overloaded"}
+    return ApiError(429, message, **fields, headers={"Retry-After": str(retry_after_s)})
 
 
 class Gone(Exception):
@@ -140,8 +140,8 @@ class Exchange:
     def check_key(self) -> None:
         """ApiError unless the request carries one of the keys. Takes as long for any wrong one."""
         keys = self.settings.api_keys
-        kind, _, given = self.header(b"authorization").partition(b" ")
-        sent = given.strip() if kind.lower() == b"bearer" else b""
+        kind, _, credential = self.header(b"authorization").partition(b" ")
+        sent = credential.strip() if kind.lower() == b"bearer" else b""
         # All of them, whichever it is.
         right = [key for key in keys if hmac.compare_digest(sent, key.encode())]
         self.key = right[0] if right else None
@@ -245,9 +245,9 @@ class Exchange:
         """Answer with an error; at the end of what has begun, if that is a stream of events."""
         self.error_code = error.details["code"] or str(error.status)
         if self.status is None:
-            own = [(k.lower().encode(), v.encode()) for k, v in error.headers.items()]
+            headers = [(k.lower().encode(), v.encode()) for k, v in error.headers.items()]
             await self._discard()
-            await self.answer(error.body, error.status, JSON, [*own, (b"connection", b"close")])
+            await self.answer(error.body, error.status, JSON, [*headers, (b"connection", b"close")])
         else:
             await self.write(b"data: " + error.body + b"\n\n", more=False)
 

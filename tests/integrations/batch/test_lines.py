@@ -182,6 +182,7 @@ class TestForms:
             "skip_special_tokens": False,
             "include_stop_str_in_output": True,
             "structured": {"regex": "a"},
+            "priority": 2,
         }
         fields = {f.name for f in dataclasses.fields(SamplingParams)} - {"n"}
         assert set(values) == fields
