@@ -263,7 +263,8 @@ def test_a_tree_is_checked_once_for_leaves_of_one_form(monkeypatch: pytest.Monke
     assert same_objects(as_params(jax.device_get(first)), as_params(jax.device_get(first))) is False
     assert len(looks) == 2, "numpy arrays are another form"
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), first)
-    as_params(half), as_params(dict(first), CONFIG)
+    as_params(half)
+    as_params(dict(first), CONFIG)
     assert len(looks) == 4, "another dtype, and a tree that is no Params"
 
     misshapen = as_params(first)
