@@ -106,10 +106,10 @@ VARIED: dict[
     "chunks of 23": ({"max_num_batched_tokens": 23}, together, lambda s: s["prefill_tokens"] > 0),
     "2 rows": ({"max_num_seqs": 2}, together, lambda s: s["prefill_tokens"] > 0),
     "recomputed": ({"num_blocks": 20}, together, lambda s: s["preemptions_recomputed"] > 0),
-    "swapped": (
-        {"num_blocks": 20, "swap_space_gib": 1.0, "swap_min_tokens": 0},
+    "from host memory": (
+        {"num_blocks": 12, "swap_space_gib": 1.0, "swap_min_tokens": 0},
         together,
-        lambda s: s["preemptions_swapped"] > 0,
+        lambda s: s["loaded_blocks"] > 0,
     ),
     "prefix hits": ({}, twice, lambda s: s["prefix_hit_rate"] > 0.3),
     "no prefix cache": (
@@ -130,7 +130,7 @@ VARIED: dict[
 }
 
 
-QUICK = ("one by one", "chunks of 23", "recomputed", "swapped", "prefix hits")
+QUICK = ("one by one", "chunks of 23", "recomputed", "from host memory", "prefix hits")
 
 
 @pytest.mark.parametrize(

@@ -249,7 +249,7 @@ def test_the_plan_holds_with_the_pool_full(monkeypatch: pytest.MonkeyPatch, need
     whole = probe().pools[0].block_bytes
     monkeypatch.setattr(memory, "free_memory", lambda: needs.total + 24 * whole + whole // 2)
     monkeypatch.setattr(footprint, "measured", lambda *how: needs)
-    found = footprint.plan_pool(CONFIG, engine(), HERE, dict(params))
+    found = footprint.plan_pool(CONFIG, engine(), HERE, bind(CONFIG, params))
     assert (found.num_blocks, found.decided_by, found.waste) == (24, "memory", whole // 2)
     before = {id(x) for x in jax.live_arrays()}
     settings = {

@@ -267,6 +267,10 @@ def test_a_tree_is_checked_once_for_leaves_of_one_form(monkeypatch: pytest.Monke
     as_params(dict(first), CONFIG)
     assert len(looks) == 4, "another dtype, and a tree that is no Params"
 
+    ends = dataclasses.replace(CONFIG, eos_token_ids=(5,))
+    assert as_params(first, ends).config.eos_token_ids == (5,), "a config of equal value counts"
+    looks.clear()
+
     misshapen = as_params(first)
     misshapen["norm"]["scale"] = jnp.zeros(3)
     assert first["norm"]["scale"].shape != (3,), "the caller's dicts are not shared"
