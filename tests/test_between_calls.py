@@ -135,9 +135,9 @@ def test_two_engines_are_kept(params: Params, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(
         Session,
         "__init__",
-        lambda self, *args, **how: (made.append(args), setup(self, *args, **how))[1],
+        lambda self, *args, **options: (made.append(args), setup(self, *args, **options))[1],
     )
-    monkeypatch.setattr(Session, "generate", lambda self, *args, **how: [])
+    monkeypatch.setattr(Session, "generate", lambda self, *args, **options: [])
     jpaged.release(compiled=True)
     a, b, c = engine(block_size=2), engine(block_size=3), engine(block_size=5)
     for settings, count in ((a, 1), (b, 2), (a, 2), (c, 3), (a, 3), (b, 4), (c, 5)):

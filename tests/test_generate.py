@@ -324,7 +324,8 @@ def test_scenario_15_while_the_pool_grows(monkeypatch: pytest.MonkeyPatch) -> No
     expected = tokens_of(generate(params, PROMPTS[:1], engine_config=settings))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(
-            "jpaged.pool.Engine", lambda *args, **how: (_ for _ in ()).throw(KeyboardInterrupt())
+            "jpaged.pool.Engine",
+            lambda *args, **options: (_ for _ in ()).throw(KeyboardInterrupt()),
         )
         generate(params, PROMPTS, engine_config=settings)
     with compiles() as names:

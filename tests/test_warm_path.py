@@ -75,7 +75,7 @@ def traced(function: Any) -> Trace:
 
 @pytest.fixture(scope="module")
 def trace() -> Trace:
-    """Of a call after others, for which nothing is compiled."""
+    """Return the trace of a warm call, for which nothing is compiled."""
     params = jpaged.Params(initial_tree(CONFIG, nnx.Rngs(0), jnp.float32), CONFIG)
     greedy = jpaged.SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
 

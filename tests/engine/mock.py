@@ -504,9 +504,11 @@ class MockRunner:
 class MockReplicas:
     """A device of several replicas: a MockRunner for each, which gets its part of every step."""
 
-    def __init__(self, config: EngineConfig, count: int, *, shares_blocks: bool = True, **how: Any):
+    def __init__(
+        self, config: EngineConfig, count: int, *, shares_blocks: bool = True, **mock: Any
+    ):
         self.config = config
-        self.runners = [MockRunner(config, **how) for _ in range(count)]
+        self.runners = [MockRunner(config, **mock) for _ in range(count)]
         self.kv_groups = self.runners[0].kv_groups
         self.shares_blocks = shares_blocks
         self.phases: list[tuple[str, list[bool]]] = []  # of each dispatch, and who had work in it

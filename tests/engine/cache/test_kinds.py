@@ -49,7 +49,7 @@ def chunk(blocks: BlockManager, seq: Sequence, end: int) -> tuple[int | None, in
 
 
 def test_a_state_is_one_record_at_the_end_of_a_block():
-    """Of 14 tokens in blocks of 4, the state after 12 and that after the last are kept."""
+    """A prompt of 14 tokens in blocks of 4 keeps the states after token 12 and after the last."""
     blocks = BlockManager([GroupSize(32), STATE], 4)
     seq = admitted(blocks, prompt(14))
     read, first = chunk(blocks, seq, 12)
@@ -138,6 +138,6 @@ def test_a_long_prompt_needs_two_states(depth: int, windows: Any):
 
 
 def test_no_guesses_where_a_state_cannot_go_back():
-    how = {"method": "ngram", "num_tokens": 3}
+    guesses = {"method": "ngram", "num_tokens": 3}
     with pytest.raises(ConfigError, match=r"speculative=.*keeps a state a sequence"):
-        Host(1, (None, "state"), speculative=how)
+        Host(1, (None, "state"), speculative=guesses)
