@@ -83,7 +83,9 @@ def test_which_activations_served() -> None:
         asked = (
             None if activations is None else NativeProducts(most_rows=None, activations=activations)
         )
-        return activations_of(Choices(attention=(), products=asked, in_fp8=in_fp8), tree)
+        return activations_of(
+            Choices(dtype=jnp.dtype(jnp.float32), attention=(), products=asked, in_fp8=in_fp8), tree
+        )
 
     assert serves(None, "int8") is None
     assert [serves(form, "int8") for form in ("int8", "int4", "fp8")] == ["int8", "int8", "plain"]

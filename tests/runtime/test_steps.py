@@ -56,7 +56,7 @@ def make_steps(
     settings = engine(num_blocks=num_blocks[0], mixed=mixed).resolve(model)
     params = bind(model, make_params(0, model, dtype))
     choices = choose(model, settings, ONE_DEVICE, dtype)
-    specs = pool_specs(model, settings, ONE_DEVICE, choices.attention, num_blocks[0])
+    specs = pool_specs(model, settings, ONE_DEVICE, choices.attention, num_blocks[0], dtype)
     pools = (
         dataclasses.replace(spec, num_blocks=number)
         for spec, number in zip(specs, num_blocks, strict=False)
@@ -71,7 +71,7 @@ def make_steps(
 def step_of(bucket: Shape, *, mixed: bool = False) -> Any:
     """A bucket of the tiny model, to call the parts of its step."""
     settings = engine(mixed=mixed).resolve(CONFIG)
-    choices = Choices(attention=())
+    choices = Choices(dtype=jnp.dtype(jnp.float32), attention=())
     setting = steps.StepSetting(model=CONFIG, config=settings, pools=(), choices=choices)
     return steps._Step(bucket, setting)
 
