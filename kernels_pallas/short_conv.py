@@ -44,18 +44,6 @@ def decode(x_SC: Array, weight_CW: Array, pool: Array, rows: PackedRows) -> tupl
     return y, rows.written(pool, window_SWC[:, 1:])
 
 
-def dense(x: Array, weight_CW: Array) -> Array:
-    """Return the sums f32 [..., T, C] where every row of x [..., T, C] begins with zeros."""
-    num_taps = weight_CW.shape[1]
-    lead = (1,) * (x.ndim - 1)
-    y = jnp.zeros(x.shape, jnp.float32)
-    for tap in range(num_taps):
-        earlier = jnp.moveaxis(_shifted(jnp.moveaxis(x, -2, 0), num_taps - 1 - tap), 0, -2)
-        weight_C = weight_CW[:, tap].astype(jnp.float32).reshape(*lead, -1)
-        y = y + earlier.astype(jnp.float32) * weight_C
-    return y
-
-
 def _shifted(x: Array, back: int) -> Array:
     """Return x whose entry t of axis 0 is that of t - back, or zeros."""
     if not back:

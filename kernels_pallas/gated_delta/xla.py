@@ -102,17 +102,17 @@ def prefill(
 
 
 def dense(
-    q: Array, k: Array, v: Array, g: Array, beta: Array, *, chunk: int = CHUNK
+    q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array, *, chunk: int = CHUNK
 ) -> tuple[Array, Array]:
-    """Return o [..., T, Hv, Dv] and the last state [..., Hv, Dk, Dv] of rows that begin with zeros.
+    """Return o [S, T, Hv, Dv] and the states [S, Hv, Dk, Dv] after S rows of T tokens each.
 
-    q and k [..., T, Hk, Dk], v [..., T, Hv, Dv], g and beta [..., T, Hv]. It can be differentiated.
+    q and k [S, T, Hk, Dk], v [S, T, Hv, Dv], g and beta [S, T, Hv]; state: that before each row. It
+    can be differentiated.
     """
-    lead, num_tokens = v.shape[:-3], v.shape[-3]
+    num_rows, num_tokens = v.shape[:2]
     num_chunks = max(-(-num_tokens // chunk), 1)
 
-    def in_chunks(x: Array) -> Array:  # [N, B, H, C, ...]
-        x = x.reshape(-1, *x.shape[len(lead) :])
+    def in_chunks(x: Array) -> Array:  # [N, S, H, C, ...]
         pads = [(0, 0)] * x.ndim
         pads[1] = (0, num_chunks * chunk - num_tokens)
         x = jnp.pad(x, pads)
@@ -120,16 +120,13 @@ def dense(
         return jnp.moveaxis(jnp.moveaxis(x, 3, 2), 1, 0)
 
     parts = jax.vmap(_within)(*map(in_chunks, (q, k, v, g, beta)))
-    batch = parts.values.shape[1]
-    state = jnp.zeros((batch, v.shape[-2], k.shape[-1], v.shape[-1]), v.dtype)
-
     def one(state: Array, part: _Parts) -> tuple[Array, Array]:
         o, state = jax.vmap(_across)(state, part)
         return state, o
 
-    state, o = lax.scan(one, state, parts)  # o [N, B, Hv, C, Dv]
-    o = jnp.moveaxis(jnp.moveaxis(o, 0, 1), 2, 3).reshape(batch, num_chunks * chunk, *v.shape[-2:])
-    return o[:, :num_tokens].reshape(v.shape), state.reshape(*lead, *state.shape[1:])
+    state, o = lax.scan(one, state, parts)  # o [N, S, Hv, C, Dv]
+    o = jnp.moveaxis(jnp.moveaxis(o, 0, 1), 2, 3)
+    return o.reshape(num_rows, num_chunks * chunk, *v.shape[2:])[:, :num_tokens], state
 
 
 class _Parts(NamedTuple):
