@@ -28,7 +28,11 @@ class RopeConfig:
         positive(rope_theta=self.theta)
         if self.dim % 2:
             raise ConfigError(f"{self.dim} dimensions of a head are rotated: must be even")
-        if (s := self.scaling) and s.kind == "longrope":
+        s = self.scaling
+        if s is not None and s.kind == "proportional" and not 0 < s.partial_rotary_factor <= 1:
+            share = s.partial_rotary_factor
+            raise ConfigError(f"partial_rotary_factor={share}: must be in (0, 1]")
+        if s is not None and s.kind == "longrope":
             for factors in (s.short_factor, s.long_factor):
                 if len(factors) != self.dim // 2:
                     raise ConfigError(
@@ -63,6 +67,9 @@ def inverse_frequencies(rope: RopeConfig, length: int = 0) -> tuple[np.ndarray, 
         inv = inv / np.asarray(
             s.long_factor if length > s.original_max_position else s.short_factor
         )
+    elif s.kind == "proportional":
+        turning = int(s.partial_rotary_factor * dim // 2)
+        inv = np.where(np.arange(dim // 2) < turning, inv / s.factor, 0.0)
     else:
         inv = _yarn(inv, s, dim, base)
     return inv.astype(np.float32), s.attention_factor
