@@ -90,9 +90,7 @@ def choose(
     )
     mixture = _experts(served, device, dtype, shards, is_plain)
     kernels = tuple(
-        choose_kernel(
-            group, config, dtype, device, shards, norms_whole=norms_whole(served, group.layers)
-        )
+        choose_kernel(group, config, dtype, device, shards, unfused=unfused(served, group.layers))
         for group in kv_groups(served)
     )
     return Choices(
@@ -111,10 +109,11 @@ def choose(
     )
 
 
-def norms_whole(model: ModelConfig, layers: tuple[int, ...]) -> bool:
-    """Return whether one of these layers norms the queries, or keys, of all heads together."""
-    mixers = [model.layers[i].mixer for i in layers]
-    return any(mixer is not None and mixer.qk_norm == "whole" for mixer in mixers)
+def unfused(model: ModelConfig, layers: tuple[int, ...]) -> str | None:
+    """Return why no kernel prepares attention in these layers; None: one can."""
+    mixers = (model.layers[i].mixer for i in layers)
+    reasons = (mixer.unfused for mixer in mixers if mixer is not None)
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def _widths(model: ModelConfig) -> list[int]:

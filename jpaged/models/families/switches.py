@@ -114,6 +114,8 @@ class Switches:
         local = rope.get("sliding_attention") if self.rope_by_kind else None
         rope = rope["full_attention"] if self.rope_by_kind else rope
         fraction = rope.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
+        if rope["rope_type"] == "proportional":
+            fraction = 1.0  # there it is an option of the scaling
         if fraction != 1.0 and not self.partial_rotary:
             raise ConfigError(f"rope_parameters={rope}: partial rotary is not supported")
         fields: dict[str, Any] = {
