@@ -183,7 +183,7 @@ def stored_names(config: ModelConfig) -> dict[str, list[Stored]]:
             name, axes = spec.at(part.hf_name), part.axes
             if "{x}" in name:  # an expert a tensor
                 axes, index = axes.removeprefix("X "), (*index, *[slice(None)] * 2)[1:]
-            shape = tuple(math.prod(spec.shape_of(side)) for side in axes.split(","))
+            shape = tuple(math.prod(spec.shape_of(side)) for side in re.split("[,|]", axes))
             if "{x}" in name:
                 for x in range(spec.shape_of("X")[0]):
                     expert = (slice(x, x + 1), *index)

@@ -11,6 +11,8 @@ odd on purpose: a swapped pair of dimensions must not fit.
 
 from typing import Any
 
+from tests.golden.hybrids import HYBRIDS
+
 
 def _config(model_type: str, architecture: str, **fields: Any) -> dict[str, Any]:
     base = {
@@ -619,6 +621,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         eos_token_id=150,
     ),
+    **HYBRIDS,
 }
 
 # One of each family, whose answers with other weights are stored too (seeds.npz).

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.golden.hybrids import GATED, scaled, with_delta
+
 AFTER = ("post_attention_layernorm", "post_feedforward_layernorm")
 NORMS = {
     "gemma2": ("input_layernorm", "pre_feedforward_layernorm", *AFTER),
@@ -52,7 +54,7 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
             shapes[attention + "o_proj.bias"] = (e,)
         if family == "gpt_oss":
             shapes[attention + "sinks"] = (heads,)
-        if family in ("qwen3", "qwen3_moe", "gemma3_text"):
+        if family in ("qwen3", "qwen3_moe", "gemma3_text", *GATED):
             shapes[attention + "q_norm.weight"] = shapes[attention + "k_norm.weight"] = (d,)
         if family in ("olmo2", "olmo3"):
             shapes[attention + "q_norm.weight"] = (heads * d,)
@@ -68,7 +70,7 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
                     shapes[f"{layer}mlp.{name}.bias"] = shape[:1]
         norms = NORMS.get(family, ("input_layernorm", "post_attention_layernorm"))
         shapes |= {f"{layer}{norm}.weight": (e,) for norm in norms}
-    return shapes
+    return with_delta(config, shapes)
 
 
 def is_mixture(config: Mapping[str, Any], layer: int) -> bool:
@@ -133,6 +135,8 @@ def state_dict(name: str, config: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def _scaled(key: str, x: np.ndarray, config: Mapping[str, Any]) -> np.ndarray:
+    if (of_hybrids := scaled(key, x, config)) is not None:
+        return of_hybrids
     if key.endswith("norm.weight"):
         # q_norm and k_norm set the sharpness of attention, whatever the projections are
         mean = 1.3 if key.endswith(("q_norm.weight", "k_norm.weight")) else 1.0

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
@@ -17,6 +18,7 @@ from jax.sharding import Mesh
 import jpaged
 from jpaged import EngineConfig, Params, SamplingParams
 from jpaged.models.forward import bind
+from jpaged.models.params import nest, param_table
 from tests.golden.configs import CONFIGS, SEEDED
 from tests.golden.reference import Golden, Model, load, load_seeds
 
@@ -118,8 +120,9 @@ def logits(params: Params, prompts: list[list[int]]) -> list[np.ndarray]:
 
 
 def is_longrope(params: Params) -> bool:
-    scaling = params.config.rope_scaling
-    return scaling is not None and scaling.kind == "longrope"
+    ropes = (None if layer.mixer is None else layer.mixer.rope for layer in params.config.layers)
+    scalings = {rope.scaling for rope in ropes if rope is not None}
+    return any(scaling is not None and scaling.kind == "longrope" for scaling in scalings)
 
 
 def stored_positions(params: Params, golden: Model) -> tuple[np.ndarray, np.ndarray]:
@@ -200,7 +203,8 @@ def test_logits_bf16(name: str, tmp_path: Path, table: dict[str, dict[str, objec
     """
     reference = golden(name)
     params = jpaged.load_params(reference.write(tmp_path, "bfloat16"))
-    assert {str(leaf.dtype) for leaf in jax.tree.leaves(params)} == {"bfloat16"}
+    for leaf, spec in zip(jax.tree.leaves(params), jax.tree.leaves(nest(param_table(params.config))), strict=True):
+        assert leaf.dtype == (np.float32 if spec.in_f32 else jnp.bfloat16)
     ours, theirs = stored_positions(params, reference)
     difference = ours - theirs
     if params.config.num_experts:

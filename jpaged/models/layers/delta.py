@@ -14,6 +14,7 @@ from jpaged.errors import ConfigError
 from jpaged.models.kv_view import KVView, Place
 from jpaged.models.layers.linear import Linear, StepContext
 from jpaged.models.layers.norm import NormConfig, RMSNorm
+from jpaged.models.layers.rope import Rotary
 from jpaged.models.layers.scratch import Scratch, StepSizes
 from jpaged.models.param_spec import Parameters, ParamSpec, Part
 from jpaged.models.record import Field, Record
@@ -82,7 +83,7 @@ class DeltaConfig:
         """Its parameters, by names within a layer. What belongs to a key head lies together: a
         split over key heads is contiguous.
         """
-        f32 = {"split": "N", "dtype": "float32"}
+        f32 = {"split": "N", "in_f32": True}
         out = "linear_attn.out_proj.weight"
         return (
             ParamSpec("delta.qkvz", "N C+C+U+U, E", QKVZ, "normal", "N"),
@@ -162,9 +163,14 @@ class Delta:
     config: DeltaConfig = dataclasses.field(metadata={"static": True})
 
     def __call__(
-        self, x: Array, step: StepContext, rotary: None, kv: KVView, places: tuple[Place, ...]
+        self,
+        x: Array,
+        step: StepContext,
+        rotary: Rotary | None,
+        kv: KVView,
+        places: tuple[Place, ...],
     ) -> tuple[Array, KVView]:
-        """x [..., E]. places: where the cache holds what `keeps` says."""
+        """x [..., E]. rotary: None. places: where the cache holds what `keeps` says."""
         (place,) = places
         old, rows = kv.state(place), kv.rows(place)
         c = self.config

@@ -1,0 +1,108 @@
+"""Families whose layers are partly attention and partly the gated delta rule: Qwen3-Next, Qwen3.5 to
+3.8 and OLMo Hybrid.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from jpaged.errors import ConfigError
+from jpaged.models.alike import Alike
+from jpaged.models.families.family import Family, in_layers
+from jpaged.models.families.switches import BIASES, ExpertKeys, Switches
+from jpaged.models.layers.attention import AttentionConfig
+from jpaged.models.layers.delta import DeltaConfig
+from jpaged.models.layers.layer import LayerConfig
+
+SIZES = {  # of DeltaConfig, in a config.json
+    "num_key_heads": "linear_num_key_heads",
+    "num_value_heads": "linear_num_value_heads",
+    "key_dim": "linear_key_head_dim",
+    "value_dim": "linear_value_head_dim",
+    "conv_width": "linear_conv_kernel_dim",
+}
+LINEAR, FULL = "linear_attention", "full_attention"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hybrid:
+    """A family that names the mixer of each layer in `layer_types`: its `Family.description`.
+
+    switches: of the layers of attention, and of all else that layers have. gate: attention has
+    gates on its outputs. delta_norms: what layers of the delta rule normalise, where that differs.
+    delta_eps: of the norm of the rule's outputs; None is that of the layers. allows_negative: the
+    key that says whether changes may be twice as strong.
+    """
+
+    switches: Switches
+    gate: bool = False
+    delta_norms: Literal["pre"] | None = None
+    delta_eps: float | None = None
+    allows_negative: str | None = None
+
+    def read(self, hf: dict[str, Any]) -> dict[str, Any]:
+        """See Description."""
+        kinds = hf["layer_types"]
+        if unknown := set(kinds) - {LINEAR, FULL}:
+            raise ConfigError(f"layer_types {sorted(unknown)} are not supported")
+        if FULL not in kinds:
+            raise ConfigError(f"layer_types={kinds}: none is {FULL!r}")
+        if len(kinds) != hf["num_hidden_layers"]:
+            layers = f"num_hidden_layers={hf['num_hidden_layers']}"
+            raise ConfigError(f"{len(kinds)} layer_types for {layers}")
+        layers = Alike(**self.switches.read(hf)).layers()
+        delta = DeltaConfig(
+            **{ours: hf[theirs] for ours, theirs in SIZES.items()},
+            allows_negative=bool(self.allows_negative and hf[self.allows_negative]),
+            norm_eps=layers[0].norm.eps if self.delta_eps is None else self.delta_eps,
+        )
+        return {
+            "layers": tuple(
+                self._of_kind(layer, delta if kind == LINEAR else None)
+                for layer, kind in zip(layers, kinds, strict=True)
+            )
+        }
+
+    def _of_kind(self, layer: LayerConfig, delta: DeltaConfig | None) -> LayerConfig:
+        """Return a layer of attention with what it has here beside, or with the delta rule."""
+        if delta is not None:
+            norms = self.delta_norms or layer.norms
+            return dataclasses.replace(layer, mixer=delta, norms=norms)
+        assert isinstance(layer.mixer, AttentionConfig)
+        return dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, gate=self.gate))
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """See Description."""
+        full = next((x for x in config.layers if isinstance(x.mixer, AttentionConfig)), None)
+        delta = next((x.mixer for x in config.layers if isinstance(x.mixer, DeltaConfig)), None)
+        if full is None or delta is None:
+            raise ConfigError(f"{config.family}: layers of attention and of the delta rule")
+        attention = dataclasses.replace(full.mixer, gate=False)
+        alike = tuple(
+            dataclasses.replace(layer, mixer=attention, norms=full.norms) for layer in config.layers
+        )
+        raw = self.switches.write(dataclasses.replace(config, layers=alike))
+        raw |= {theirs: getattr(delta, ours) for ours, theirs in SIZES.items()}
+        if self.allows_negative is not None:
+            raw[self.allows_negative] = delta.allows_negative
+        raw["layer_types"] = [
+            LINEAR if isinstance(layer.mixer, DeltaConfig) else FULL for layer in config.layers
+        ]
+        return raw
+
+
+QWEN: Mapping[str, Any] = {"qk_norm": True, "norm_offset": True, "norm_in_f32": True}
+EXPERTS = {
+    "num_experts": "num_experts",
+    "experts_per_token": "num_experts_per_tok",
+    "expert_size": "moe_intermediate_size",
+    "shared_expert_size": "shared_expert_intermediate_size",
+}
+QWEN3_5 = Family(
+    model_type="qwen3_5_text",
+    architecture="Qwen3_5ForCausalLM",
+    text_of=("qwen3_5", "Qwen3_5ForConditionalGeneration"),
+    description=Hybrid(
+        switches=Switches(always=QWEN, keys=BIASES, partial_rotary=True), gate=True
+    ),
+)
