@@ -108,7 +108,7 @@ def convolution(u_TJC: Array, taps_JCW: Array, old_SWJC: Array, rows: Rows) -> A
         before = old_SWJC[row_T, jnp.clip(width - 1 - back + rows.offset_T, 0, width - 2)]
         is_here_T = rows.offset_T >= back
         past = jnp.where(is_here_T[:, None, None], here, before)
-        y += past.astype(jnp.float32) * taps_JCW[..., width - 1 - back].astype(jnp.float32)
+        y += past.astype(jnp.float32) * taps_JCW[None, ..., width - 1 - back].astype(jnp.float32)
     return jax.nn.silu(y)
 
 
