@@ -14,6 +14,10 @@ import numpy as np
 LINEAR, FULL = "linear_attention", "full_attention"
 GATED = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")  # whose norms are 1 + weight, too
 FAMILIES = (*GATED, "olmo_hybrid")
+OLMO_NORMS = {  # of layers with the rule, which come before and not after
+    "post_attention_layernorm": "attention_layer_norm",
+    "post_feedforward_layernorm": "feedforward_layer_norm",
+}
 
 
 def _config(model_type: str, architecture: str, **fields: Any) -> dict[str, Any]:
@@ -74,6 +78,85 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         **_rope(10000.0),
         eos_token_id=[150, 149],
     ),
+    "qwen3_5_moe_h2x2_c16_y32": _config(
+        "qwen3_5_moe_text",
+        "Qwen3_5MoeForCausalLM",
+        vocab_size=144,
+        hidden_size=56,
+        layer_types=[LINEAR, FULL, LINEAR],
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=32,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=32,
+        num_experts=5,
+        num_experts_per_tok=2,
+        moe_intermediate_size=40,
+        shared_expert_intermediate_size=24,
+        **_rope(10000.0),
+        eos_token_id=143,
+    ),
+    "qwen3_next_h4x2_c24_y16": _config(
+        "qwen3_next",
+        "Qwen3NextForCausalLM",
+        vocab_size=160,
+        hidden_size=64,
+        intermediate_size=88,
+        layer_types=[LINEAR, LINEAR, FULL, LINEAR],
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=32,
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        linear_key_head_dim=24,
+        linear_value_head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=3,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=48,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+        **_rope(1e6),
+        eos_token_id=159,
+    ),
+    "olmo_hybrid_h3x1_c16_y40": _config(
+        "olmo_hybrid",
+        "OlmoHybridForCausalLM",
+        vocab_size=151,
+        hidden_size=96,
+        intermediate_size=72,
+        layer_types=[LINEAR, FULL, LINEAR],
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        linear_num_key_heads=3,
+        linear_num_value_heads=3,
+        linear_key_head_dim=16,
+        linear_value_head_dim=40,
+        pad_token_id=0,
+        rope_parameters=None,
+        eos_token_id=150,
+    ),
+    "olmo_hybrid_h2x2_c24_y16_rope": _config(
+        "olmo_hybrid",
+        "OlmoHybridForCausalLM",
+        vocab_size=160,
+        hidden_size=64,
+        intermediate_size=104,
+        layer_types=[LINEAR, LINEAR, FULL],
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attention_bias=True,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=24,
+        linear_value_head_dim=16,
+        linear_allow_neg_eigval=False,
+        pad_token_id=0,
+        rope_parameters={"rope_type": "default", "rope_theta": 50000.0},
+        eos_token_id=159,
+    ),
 }
 
 
@@ -97,6 +180,9 @@ def with_delta(
                 layer = f"model.layers.{number}.linear_attn."
                 made |= {layer + key: size for key, size in delta_shapes(config).items()}
             continue
+        if config["model_type"] == "olmo_hybrid" and rest and is_linear(config, int(number)):
+            for ours, theirs in OLMO_NORMS.items():
+                name = name.replace(ours, theirs)
         if config["model_type"] in GATED and short.startswith("self_attn.q_proj."):
             shape = (2 * shape[0], *shape[1:])
         made[name] = shape
@@ -132,11 +218,13 @@ def scaled(key: str, x: np.ndarray, config: Mapping[str, Any]) -> np.ndarray | N
     """Values of a parameter that only these families have, or have in another form; None: as in
     other families.
     """
+    if config["model_type"] not in FAMILIES:
+        return None
     if key.endswith("A_log"):
         return x - 2.0  # some heads remember a few tokens, others hundreds
     if "conv1d" in key:
         return x * (1.5 / np.sqrt(x.shape[-1]))
-    if key.endswith(("linear_attn.norm.weight", "linear_attn.o_norm.weight")):
+    if key.endswith(("linear_attn.norm.weight", "linear_attn.o_norm.weight", "layer_norm.weight")):
         return 1.0 + 0.25 * x
     if key.endswith("norm.weight") and config["model_type"] in GATED:
         mean = 0.3 if key.endswith(("q_norm.weight", "k_norm.weight")) else 0.0

@@ -20,6 +20,7 @@ NORMS = {
     "gemma3_text": ("input_layernorm", "pre_feedforward_layernorm", *AFTER),
     "olmo2": AFTER,
     "olmo3": AFTER,
+    "olmo_hybrid": AFTER,
 }
 
 
@@ -27,7 +28,7 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Hugging Face name -> shape of every tensor in the checkpoint of a Hugging Face config
     dict.
     """
-    family, e, f = config["model_type"], config["hidden_size"], config["intermediate_size"]
+    family, e, f = config["model_type"], config["hidden_size"], config.get("intermediate_size", 0)
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     d = config.get("head_dim") or e // heads
     is_qwen2_moe = family == "qwen2_moe"
@@ -56,7 +57,7 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
             shapes[attention + "sinks"] = (heads,)
         if family in ("qwen3", "qwen3_moe", "gemma3_text", *GATED):
             shapes[attention + "q_norm.weight"] = shapes[attention + "k_norm.weight"] = (d,)
-        if family in ("olmo2", "olmo3"):
+        if family in ("olmo2", "olmo3", "olmo_hybrid"):
             shapes[attention + "q_norm.weight"] = (heads * d,)
             shapes[attention + "k_norm.weight"] = (kv_heads * d,)
         if is_mixture(config, i):

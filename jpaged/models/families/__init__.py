@@ -8,7 +8,12 @@ from jpaged.models.families.family import Family
 from jpaged.models.families.gemma import GEMMA2, GEMMA3
 from jpaged.models.families.gpt_oss import GPT_OSS
 from jpaged.models.families.granite import GRANITE
-from jpaged.models.families.hybrid import QWEN3_5
+from jpaged.models.families.hybrid import (
+    OLMO_HYBRID,
+    QWEN3_5,
+    QWEN3_5_MOE,
+    QWEN3_NEXT,
+)
 from jpaged.models.families.llama import LLAMA
 from jpaged.models.families.mistral import MISTRAL, MIXTRAL
 from jpaged.models.families.olmo import OLMO2, OLMO3
@@ -17,7 +22,7 @@ from jpaged.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from jpaged.models.families.smollm import SMOLLM3
 
 _DENSE = (QWEN3, QWEN2, LLAMA, MISTRAL, GEMMA3, GEMMA2, PHI3, SMOLLM3, GRANITE, OLMO2, OLMO3)
-_HYBRIDS = (QWEN3_5,)
+_HYBRIDS = (QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, OLMO_HYBRID)
 _ALL = (*_DENSE, *_HYBRIDS, QWEN3_MOE, QWEN2_MOE, MIXTRAL, GPT_OSS)
 FAMILIES = {family.model_type: family for family in _ALL}
 

@@ -21,6 +21,7 @@ SIZES = {  # of DeltaConfig, in a config.json
     "value_dim": "linear_value_head_dim",
     "conv_width": "linear_conv_kernel_dim",
 }
+NO_ROPE = {"rope_type": "default", "rope_theta": None}
 LINEAR, FULL = "linear_attention", "full_attention"
 
 
@@ -29,13 +30,14 @@ class Hybrid:
     """A family that names the mixer of each layer in `layer_types`: its `Family.description`.
 
     switches: of the layers of attention, and of all else that layers have. gate: attention has
-    gates on its outputs. delta_norms: what layers of the delta rule normalise, where that differs.
+    gates on its outputs. may_lack_rope: without a rope_theta, nothing is rotated. delta_norms: what layers of the delta rule normalise, where that differs.
     delta_eps: of the norm of the rule's outputs; None is that of the layers. allows_negative: the
     key that says whether changes may be twice as strong.
     """
 
     switches: Switches
     gate: bool = False
+    may_lack_rope: bool = False
     delta_norms: Literal["pre"] | None = None
     delta_eps: float | None = None
     allows_negative: str | None = None
@@ -50,7 +52,14 @@ class Hybrid:
         if len(kinds) != hf["num_hidden_layers"]:
             layers = f"num_hidden_layers={hf['num_hidden_layers']}"
             raise ConfigError(f"{len(kinds)} layer_types for {layers}")
-        layers = Alike(**self.switches.read(hf)).layers()
+        has_rope = not self.may_lack_rope or bool((hf["rope_parameters"] or {}).get("rope_theta"))
+        if not has_rope:
+            hf = hf | {"rope_parameters": NO_ROPE}
+        hf.setdefault("intermediate_size", hf.get("moe_intermediate_size"))
+        switches = self.switches.read(hf)
+        if not has_rope:
+            switches["no_rope_layers"] = tuple(range(len(kinds)))
+        layers = Alike(**switches).layers()
         delta = DeltaConfig(
             **{ours: hf[theirs] for ours, theirs in SIZES.items()},
             allows_negative=bool(self.allows_negative and hf[self.allows_negative]),
@@ -83,6 +92,8 @@ class Hybrid:
         )
         raw = self.switches.write(dataclasses.replace(config, layers=alike))
         raw |= {theirs: getattr(delta, ours) for ours, theirs in SIZES.items()}
+        if attention.rope is None:
+            raw["rope_parameters"] = None
         if self.allows_negative is not None:
             raw[self.allows_negative] = delta.allows_negative
         raw["layer_types"] = [
@@ -104,5 +115,62 @@ QWEN3_5 = Family(
     text_of=("qwen3_5", "Qwen3_5ForConditionalGeneration"),
     description=Hybrid(
         switches=Switches(always=QWEN, keys=BIASES, partial_rotary=True), gate=True
+    ),
+)
+QWEN3_5_MOE = Family(
+    model_type="qwen3_5_moe_text",
+    architecture="Qwen3_5MoeForCausalLM",
+    text_of=("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration"),
+    description=Hybrid(
+        switches=Switches(
+            always={**QWEN, "norm_topk_prob": True},
+            keys=BIASES,
+            partial_rotary=True,
+            experts=ExpertKeys(sizes=EXPERTS),
+        ),
+        gate=True,
+    ),
+)
+QWEN3_NEXT = Family(
+    model_type="qwen3_next",
+    architecture="Qwen3NextForCausalLM",
+    description=Hybrid(
+        switches=Switches(
+            always=QWEN,
+            keys=BIASES | {"norm_topk_prob": ("norm_topk_prob",)},
+            partial_rotary=True,
+            experts=ExpertKeys(sizes=EXPERTS, has_dense_layers=True),
+        ),
+        gate=True,
+    ),
+    # What belongs to a key head lies together in its files, too.
+    names=in_layers(
+        delta__qkvz="linear_attn.in_proj_qkvz.weight", delta__ba="linear_attn.in_proj_ba.weight"
+    ),
+)
+OLMO_HYBRID = Family(
+    model_type="olmo_hybrid",
+    architecture="OlmoHybridForCausalLM",
+    description=Hybrid(
+        switches=Switches(
+            always={
+                **{"pre_norms": False, "post_norms": True},
+                **{"norm_in_f32": True, "qk_norm_whole": True},
+            },
+            keys=BIASES,
+        ),
+        may_lack_rope=True,
+        delta_norms="pre",
+        delta_eps=1e-5,
+        allows_negative="linear_allow_neg_eigval",
+    ),
+    names=in_layers(
+        **{f"delta__{x}": f"linear_attn.{x}_proj.weight" for x in "qkvba"},
+        **{f"delta__conv_{x}": f"linear_attn.{x}_conv1d.weight" for x in "qkv"},
+        delta__z="linear_attn.g_proj.weight",
+        delta__norm__scale="linear_attn.o_norm.weight",
+        delta__out="linear_attn.o_proj.weight",
+        input_norm__scale="attention_layer_norm.weight",
+        post_norm__scale="feedforward_layer_norm.weight",
     ),
 )
