@@ -93,9 +93,7 @@ def choose(
     )
     mixture = _experts(served, device, dtype, shards, is_plain)
     kernels = tuple(
-        choose_kernel(
-            group, config, dtype, device, shards, norms_whole=norms_whole(served, group.layers)
-        )
+        choose_kernel(group, config, dtype, device, shards, unfused=unfused(served, group.layers))
         if group.record.has_keys
         else None
         for group in kv_groups(served)
@@ -118,10 +116,11 @@ def choose(
     )
 
 
-def norms_whole(model: ModelConfig, layers: tuple[int, ...]) -> bool:
-    """Return whether one of these layers norms the queries, or keys, of all heads together."""
-    mixers = [model.layers[i].mixer for i in layers]
-    return any(isinstance(x, AttentionConfig) and x.qk_norm == "whole" for x in mixers)
+def unfused(model: ModelConfig, layers: tuple[int, ...]) -> str | None:
+    """Return why no kernel prepares attention in these layers; None: one can."""
+    mixers = (model.layers[i].mixer for i in layers)
+    reasons = (mixer.unfused for mixer in mixers if isinstance(mixer, AttentionConfig))
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def _widths(model: ModelConfig) -> list[int]:

@@ -154,8 +154,8 @@ def pool_specs(
 ) -> tuple[PoolSpec, ...]:
     """Return the pools of a model for a resolved config.
 
-    kernels: one for each of kv_groups(model), None for states. num_blocks: of the group that reaches
-    furthest back; others need no more than can be in use. dtype: of the weights.
+    kernels: one for each of kv_groups(model), None for states. num_blocks: of the group that
+    reaches furthest back; others need no more than can be in use. dtype: of the weights.
     """
     most, widest = most_blocks(model, config), widest_group(model, config)
     return tuple(

@@ -121,7 +121,7 @@ class PagedKV:
         return self._with_pool(place.group, written)
 
     def _row_of(self, place: Place, block_S: Array) -> Array:
-        """Return the rows of a pool that are a layer's blocks; for -1 distinct rows past its end."""
+        """Return a pool's rows that hold blocks of a layer: for -1 distinct ones past its end."""
         rows = num_rows(self.pools[place.group])
         row_S = place.index * (rows // self.specs[place.group].num_layers) + block_S
         past_S = rows + jnp.arange(row_S.shape[0], dtype=jnp.int32)
