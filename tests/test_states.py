@@ -4,7 +4,6 @@ its tokens are the dense model's.
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,6 +13,7 @@ import pytest
 from jax.sharding import Mesh
 
 from jpaged import LLM, Params, RequestOutput, SamplingParams
+from jpaged.errors import UnsupportedError
 from tests.hlo import filled
 from tests.recurrent import HYBRID
 from tests.tiny import (
@@ -208,3 +208,12 @@ def test_keys_in_8_bits_beside_states() -> None:
         expected = dense_logprobs(PARAMS, prompt + tokens)[len(prompt) - 1 : -1]
         expected = expected[range(len(tokens)), tokens]
         np.testing.assert_allclose(output.outputs[0].token_logprobs, expected, atol=0.2)
+
+
+def test_nothing_is_guessed_ahead() -> None:
+    """A model with states takes no guesses, and none guesses for another."""
+    with pytest.raises(UnsupportedError, match=r"speculative: method='ngram': this model keeps a"):
+        LLM(PARAMS, **vars(engine(speculative={"method": "ngram"})))
+    drafts: dict[str, Any] = vars(engine()) | {"speculative": {"method": "draft", "model": PARAMS}}
+    with pytest.raises(UnsupportedError, match=r"speculative: method='draft': this model keeps a"):
+        LLM(make_params(), **drafts).generate(PROMPTS, GREEDY)

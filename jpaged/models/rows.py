@@ -51,7 +51,7 @@ class Rows:
 
     @property
     def offset_T(self) -> Array:
-        """The index of each token within its row's tokens of this step; padding counts on its own."""
+        """The index of each token among its row's tokens of this step; arbitrary for padding."""
         starts_T = jnp.take(self.start_loc_S1, self.row_T, mode="clip")
         return jnp.arange(self.num_tokens, dtype=jnp.int32) - starts_T
 

@@ -154,8 +154,8 @@ def pool_specs(
 ) -> tuple[PoolSpec, ...]:
     """Return the pools of a model for a resolved config.
 
-    kernels: one for each of kv_groups(model), None for states. num_blocks: of the group that reaches
-    furthest back; others need no more than can be in use. dtype: of the weights.
+    kernels: one for each of kv_groups(model), None for states. num_blocks: of the group that
+    reaches furthest back; others need no more than can be in use. dtype: of the weights.
     """
     most, widest = most_blocks(model, config), widest_group(model, config)
     return tuple(
@@ -173,8 +173,8 @@ def pool_specs(
 
 
 def most_blocks(model: ModelConfig, config: EngineConfig) -> list[int]:
-    """Of each group, the blocks that can be in use at once; of states also one a row that is kept
-    for later, where a prompt or a turn of it ended.
+    """Return how many blocks of each group can be in use at once. Of states there is one more a
+    row, to be found again once its sequence has gone on or ended.
     """
     assert config.decode_steps is not None
     size, most = config.block_size, []

@@ -121,7 +121,7 @@ class PagedKV:
         return self._with_pool(place.group, written)
 
     def _row_of(self, place: Place, block_S: Array) -> Array:
-        """Return the rows of a pool that are a layer's blocks; for -1 distinct rows past its end."""
+        """Return a pool's rows that hold blocks of a layer: for -1 distinct ones past its end."""
         rows = num_rows(self.pools[place.group])
         row_S = place.index * (rows // self.specs[place.group].num_layers) + block_S
         past_S = rows + jnp.arange(row_S.shape[0], dtype=jnp.int32)
@@ -164,19 +164,19 @@ def view_of(
     is_decode: bool,
 ) -> PagedKV:
     """Return the view of a step over packed tokens at these rows and positions (-1: padding)."""
-    where = (packed.query_start_loc_S1, packed.context_lens_S)
+    starts_and_lens = (packed.query_start_loc_S1, packed.context_lens_S)
     rows: Rows | None = None
     groups: list[GroupView | StateView] = []
     for spec, pool, table_SM in zip(specs, pools, packed.block_tables_GSM, strict=True):
         if spec.group.record.per == "block":
-            rows = rows or rows_of(*where, row_T, is_decode=is_decode)
+            rows = rows or rows_of(*starts_and_lens, row_T, is_decode=is_decode)
             groups.append(_state_view(rows, packed.context_lens_S, table_SM, spec.block_size))
             continue
         prepared = None
         if not is_decode:
             assert spec.kernel is not None
             prepared = spec.kernel.module.prepare(
-                *where,
+                *starts_and_lens,
                 num_tokens=row_T.shape[0],
                 shapes=spec.kernel.shapes,
                 window=spec.group.window,

@@ -325,7 +325,8 @@ def _names(dtypes: Iterable[Any]) -> str:
 
 def _head_axis(params: Params, mesh: Mesh) -> MeshAxis | None:
     """Return the mesh axis, or axes, that the heads of the first layer are split over."""
-    first = next((spec for spec in params.config.layer_params() if spec.split is not None), None)
+    specs = params.config.layer_params()
+    first, letter = next(((x, x.split) for x in specs if x.split is not None), (None, ""))
     if first is None:
         return None
     leaf: Any = params
@@ -334,7 +335,7 @@ def _head_axis(params: Params, mesh: Mesh) -> MeshAxis | None:
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.mesh.axis_names != mesh.axis_names:
         return None
-    axes = dict(enumerate(sharding.spec)).get(tokens_of(first.axes).index(first.split))
+    axes = dict(enumerate(sharding.spec)).get(tokens_of(first.axes).index(letter))
     return axes[0] if isinstance(axes, tuple) and len(axes) == 1 else axes or None
 
 
