@@ -340,7 +340,11 @@ class ModelConfig:
         return write_hf(self)
 
 
-SWITCHES = tuple(f.name for f in dataclasses.fields(Alike) if f.name not in ("rope", "attention", "experts", "router"))
+SWITCHES = tuple(
+    f.name
+    for f in dataclasses.fields(Alike)
+    if f.name not in ("rope", "attention", "experts", "router")
+)
 NEEDED = tuple(
     field.name for field in dataclasses.fields(Alike) if field.default is dataclasses.MISSING
 )

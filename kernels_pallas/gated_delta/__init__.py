@@ -11,14 +11,14 @@ queries scaled.
 IMPLEMENTATIONS lists modules of the same functions:
 
     unsupported(shapes, device) -> the reason why these shapes cannot run on a device, or None
-    prefill(q_THD, k_THD, v_THD, g_TH, beta_TH, pool, rows, *, chunk) -> (o_THD, pool)
+    prefill(q_THD, k_THD, v_THD, g_TH, beta_TH, pool, rows) -> (o_THD, pool)
     decode(q_SHD, k_SHD, v_SHD, g_SH, beta_SH, pool, rows) -> (o_SHD, pool)
 
 q and k have Hk heads of width Dk, v and o have Hv of Dv, g and beta are [T, Hv]; all are f32, as
 the pool [slots, Hv, Dk, Dv] is. rows: a PackedRows, which says whose tokens these are and which
 slots of the pool they read and write; in decode, token s is that of row s. o is zeros for padding.
-chunk: tokens of a row that are computed together, cut at multiples of it in the row's own sequence,
-so that the bits do not depend on where a step begins, if that is a multiple too.
+If the bits of a token depend on its row and the tokens before it alone, not on the batch nor on
+where a step begins, the module also has `batch_invariant() -> bool`, which returns True.
 
 `reference.py` is the definition. `xla.dense` is the form that can be differentiated.
 """
@@ -27,6 +27,6 @@ from kernels_pallas.implementation import Implementation
 
 # By name. On a device that several of them support, the first is the fastest.
 IMPLEMENTATIONS = {
+    "native": Implementation("kernels_cpu.gated_delta", ("cpu",)),
     "xla": Implementation("kernels_pallas.gated_delta.xla"),
 }
-CHUNK = 64  # tokens that are computed together

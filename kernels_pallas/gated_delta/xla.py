@@ -21,10 +21,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kernels_pallas.gated_delta import CHUNK
 from kernels_pallas.gated_delta.interface import Shapes
 from kernels_pallas.packed_rows import PackedRows
 
+CHUNK = 64  # tokens of a row that are computed together
 TOGETHER = 8  # chunks that are prepared at once: all but their states is parallel
 
 
@@ -63,10 +63,12 @@ def prefill(
     beta_TH: Array,
     pool: Array,
     rows: PackedRows,
-    *,
-    chunk: int = CHUNK,
 ) -> tuple[Array, Array]:
-    """See the package. A loop over as many chunks as there are, whatever the lengths of rows."""
+    """See the package. A loop over as many chunks as there are, whatever the lengths of rows. Rows
+    are cut at multiples of CHUNK in their own sequences, so that the bits do not depend on where a
+    step begins, if that is a multiple too.
+    """
+    chunk = CHUNK
     num_tokens, num_rows = q_THD.shape[0], rows.start_S.shape[0]
     # A row of n tokens touches (n + chunk - 2) // chunk + 1 chunks at most, and no more than n.
     most = min(num_tokens, (num_tokens - 2 * num_rows) // chunk + 2 * num_rows)
@@ -101,15 +103,13 @@ def prefill(
     return o, rows.written(pool, states)
 
 
-def dense(
-    q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array, *, chunk: int = CHUNK
-) -> tuple[Array, Array]:
+def dense(q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array) -> tuple[Array, Array]:
     """Return o [S, T, Hv, Dv] and the states [S, Hv, Dk, Dv] after S rows of T tokens each.
 
     q and k [S, T, Hk, Dk], v [S, T, Hv, Dv], g and beta [S, T, Hv]; state: that before each row. It
     can be differentiated.
     """
-    num_rows, num_tokens = v.shape[:2]
+    (num_rows, num_tokens), chunk = v.shape[:2], CHUNK
     num_chunks = max(-(-num_tokens // chunk), 1)
 
     def in_chunks(x: Array) -> Array:  # [N, S, H, C, ...]
@@ -120,6 +120,7 @@ def dense(
         return jnp.moveaxis(jnp.moveaxis(x, 3, 2), 1, 0)
 
     parts = jax.vmap(_within)(*map(in_chunks, (q, k, v, g, beta)))
+
     def one(state: Array, part: _Parts) -> tuple[Array, Array]:
         o, state = jax.vmap(_across)(state, part)
         return state, o

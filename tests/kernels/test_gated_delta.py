@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 
 from kernels_pallas import short_conv
-from kernels_pallas.gated_delta import CHUNK, IMPLEMENTATIONS, reference, xla
+from kernels_pallas.gated_delta import IMPLEMENTATIONS, reference, xla
 from kernels_pallas.gated_delta.interface import Shapes
+from kernels_pallas.gated_delta.xla import CHUNK
 from kernels_pallas.packed_rows import PackedRows
 
-NAMES = list(IMPLEMENTATIONS)
 HK, HV, DK, DV, SLOTS = 2, 6, 16, 32, 9
 LENGTHS = [65, 0, 1, 64, 63, 130, 0]
 STARTS = [0, 5, 191, 0, 64, 70, 0]  # position of each row's first token
+SHAPES = Shapes(num_key_heads=HK, num_value_heads=HV, key_dim=DK, value_dim=DV)
 
 
 class Case(NamedTuple):
@@ -72,35 +73,38 @@ def check(case: Case, o: Any, pool: Any, tolerance: float = 1e-5) -> None:
     np.testing.assert_allclose(pool, wanted_pool, atol=tolerance * largest, rtol=0)
 
 
+def runnable(name: str) -> Any:
+    """The module of a name; the test is skipped where it cannot run."""
+    module = IMPLEMENTATIONS[name].module()
+    if (reason := module.unsupported(SHAPES, jax.devices()[0])) is not None:
+        pytest.skip(reason)
+    return module
+
+
 def prefill(name: str, case: Case) -> Any:
     return compiled(name)(*map(jnp.asarray, case.tokens), case.pool, case.rows)
 
 
 @functools.cache
 def compiled(name: str) -> Any:
-    return jax.jit(IMPLEMENTATIONS[name].module().prefill)
+    return jax.jit(runnable(name).prefill)
 
 
 @pytest.mark.parametrize("keys", ["random", "equal"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_prefill_is_the_definition(name: str, keys: str) -> None:
     case = make(LENGTHS, STARTS, padding=13, keys=keys)
-    assert IMPLEMENTATIONS[name].module().unsupported(SHAPES, jax.devices()[0]) is None
     check(case, *prefill(name, case))
 
 
-SHAPES = Shapes(num_key_heads=HK, num_value_heads=HV, key_dim=DK, value_dim=DV)
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_decode_is_the_definition(name: str) -> None:
     lengths = [1, 1, 1, 1, 0, 0]
     case = make(lengths, [0, 5, 191, 63, 64, 0], padding=2)
-    module = IMPLEMENTATIONS[name].module()
-    check(case, *jax.jit(module.decode)(*case.tokens, case.pool, case.rows))
+    check(case, *jax.jit(runnable(name).decode)(*case.tokens, case.pool, case.rows))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_bits_do_not_depend_on_the_batch_or_on_where_a_step_begins(name: str) -> None:
     whole = make([150, 0], [0, 0], padding=10)  # all of one shape: compiled once
     o, pool = prefill(name, whole)
@@ -119,6 +123,31 @@ def test_bits_do_not_depend_on_the_batch_or_on_where_a_step_begins(name: str) ->
     o_second, pool_second = prefill(name, Case(second, states, rows))
     np.testing.assert_array_equal(np.concatenate([o_first[:CHUNK], o_second[74:]]), o[:150])
     np.testing.assert_array_equal(np.asarray(pool_second)[1], np.asarray(pool)[0])
+
+
+@pytest.mark.parametrize(
+    "name", [x for x in IMPLEMENTATIONS if IMPLEMENTATIONS[x].is_batch_invariant()]
+)
+def test_bits_do_not_depend_on_any_cut(name: str) -> None:
+    """A prompt in one step, and token after token beside another row."""
+    whole = make([9, 3], [0, 0], padding=0)
+    o, pool = prefill(name, whole)
+    states, outputs = whole.pool, []
+    for t in range(9):
+        at = [t, 9 + min(t, 2)]
+        one = Case(
+            tuple(x[at] for x in whole.tokens),
+            states,
+            rows_of([1, 1], [t, 0])._replace(
+                read_S=np.array([0 if t else SLOTS, SLOTS], np.int32),
+                write_S=np.array([0, 1], np.int32),
+            ),
+        )
+        step = jax.jit(runnable(name).decode)
+        o_one, states = step(*map(jnp.asarray, one.tokens), one.pool, one.rows)
+        outputs.append(o_one[0])
+    np.testing.assert_array_equal(np.stack(outputs), o[:9])
+    np.testing.assert_array_equal(np.asarray(states)[0], np.asarray(pool)[0])
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 150])

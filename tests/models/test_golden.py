@@ -203,7 +203,9 @@ def test_logits_bf16(name: str, tmp_path: Path, table: dict[str, dict[str, objec
     """
     reference = golden(name)
     params = jpaged.load_params(reference.write(tmp_path, "bfloat16"))
-    for leaf, spec in zip(jax.tree.leaves(params), jax.tree.leaves(nest(param_table(params.config))), strict=True):
+    for leaf, spec in zip(
+        jax.tree.leaves(params), jax.tree.leaves(nest(param_table(params.config))), strict=True
+    ):
         assert leaf.dtype == (np.float32 if spec.in_f32 else jnp.bfloat16)
     ours, theirs = stored_positions(params, reference)
     difference = ours - theirs

@@ -113,9 +113,7 @@ QWEN3_5 = Family(
     model_type="qwen3_5_text",
     architecture="Qwen3_5ForCausalLM",
     text_of=("qwen3_5", "Qwen3_5ForConditionalGeneration"),
-    description=Hybrid(
-        switches=Switches(always=QWEN, keys=BIASES, partial_rotary=True), gate=True
-    ),
+    description=Hybrid(switches=Switches(always=QWEN, keys=BIASES, partial_rotary=True), gate=True),
 )
 QWEN3_5_MOE = Family(
     model_type="qwen3_5_moe_text",

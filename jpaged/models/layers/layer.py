@@ -116,7 +116,9 @@ class LayerConfig:
         mixer = None if self.mixer is None else self.mixer.share(devices)
         return self._with(mixer=mixer, ffn=None if self.ffn is None else self.ffn.share(devices))
 
-    def _with(self, **changes: AttentionConfig | DeltaConfig | MLPConfig | ExpertsConfig | None) -> Self:
+    def _with(
+        self, **changes: AttentionConfig | DeltaConfig | MLPConfig | ExpertsConfig | None
+    ) -> Self:
         return dataclasses.replace(self, **changes)
 
     def build(self, weights: Parameters) -> "Layer":
