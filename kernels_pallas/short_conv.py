@@ -1,7 +1,7 @@
 """A causal convolution of a few tokens, each channel by itself, over packed rows.
 
-Shapes: T packed tokens, S rows, C channels, W taps. The history of a row is its last W - 1 inputs,
-oldest first.
+Shapes: T packed tokens, S rows, W taps, C channels: one axis or several. The history of a row is
+its last W - 1 inputs, oldest first.
 """
 
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ def packed(x_TC: Array, weight_CW: Array, pool: Array, rows: PackedRows) -> tupl
     pool: [slots, W-1, C], a history a slot, in x's dtype. Inputs before a row's first token are
     those of its history. What the result has for padding is finite if x is, and of no use.
     """
-    num_taps, num_tokens = weight_CW.shape[1], x_TC.shape[0]
+    num_taps, num_tokens = weight_CW.shape[-1], x_TC.shape[0]
     history_SWC = rows.read(pool)
     row_T = jnp.minimum(rows.row_of(num_tokens), rows.start_S.shape[0] - 1)
     begin_T = rows.query_start_loc_S1[row_T]
@@ -28,8 +28,8 @@ def packed(x_TC: Array, weight_CW: Array, pool: Array, rows: PackedRows) -> tupl
         if back:
             index_T = jnp.clip(tokens_T - begin_T + tap, 0, num_taps - 2)
             is_inside_T = tokens_T - begin_T >= back
-            earlier = jnp.where(is_inside_T[:, None], earlier, history_SWC[row_T, index_T])
-        y = y + earlier.astype(jnp.float32) * weight_CW[:, tap].astype(jnp.float32)[None]
+            earlier = jnp.where(_of_rank(is_inside_T, x_TC), earlier, history_SWC[row_T, index_T])
+        y = y + earlier.astype(jnp.float32) * weight_CW[..., tap].astype(jnp.float32)[None]
     return y, rows.written(pool, _last(x_TC, history_SWC, rows))
 
 
@@ -38,8 +38,8 @@ def decode(x_SC: Array, weight_CW: Array, pool: Array, rows: PackedRows) -> tupl
     history_SWC = rows.read(pool)
     window_SWC = jnp.concatenate([history_SWC, x_SC[:, None].astype(history_SWC.dtype)], axis=1)
     y = jnp.zeros(x_SC.shape, jnp.float32)
-    for tap in range(weight_CW.shape[1]):
-        weight_C = weight_CW[:, tap].astype(jnp.float32)[None]
+    for tap in range(weight_CW.shape[-1]):
+        weight_C = weight_CW[..., tap].astype(jnp.float32)[None]
         y = y + window_SWC[:, tap].astype(jnp.float32) * weight_C
     return y, rows.written(pool, window_SWC[:, 1:])
 
@@ -58,6 +58,14 @@ def _last(x_TC: Array, history_SWC: Array, rows: PackedRows) -> Array:
     ends_S, lengths_S = rows.query_start_loc_S1[1:], rows.lengths_S
     offset_SW = jnp.arange(kept, dtype=jnp.int32)[None, :] + lengths_S[:, None]  # past the oldest
     token_SW = jnp.maximum(ends_S[:, None] - kept + jnp.arange(kept, dtype=jnp.int32)[None, :], 0)
-    old_SWC = jnp.take_along_axis(history_SWC, jnp.minimum(offset_SW, kept - 1)[..., None], axis=1)
+    index_SW = _of_rank(jnp.minimum(offset_SW, kept - 1), history_SWC)
+    old_SWC = jnp.take_along_axis(history_SWC, index_SW, axis=1)
     new_SWC = jnp.take(x_TC, token_SW, axis=0, mode="clip")
-    return jnp.where((offset_SW >= kept)[..., None], new_SWC.astype(history_SWC.dtype), old_SWC)
+    return jnp.where(
+        _of_rank(offset_SW >= kept, old_SWC), new_SWC.astype(history_SWC.dtype), old_SWC
+    )
+
+
+def _of_rank(x: Array, like: Array) -> Array:
+    """Return x with axes of one after its own."""
+    return x.reshape(*x.shape, *(1,) * (like.ndim - x.ndim))

@@ -37,14 +37,14 @@ class ParamSpec:
 
     axes: letters whose sizes are in `sizes`, or sums of letters and numbers. A linear weight has
     its outputs first and, after a comma, its inputs; a spelling without a comma is of a parameter
-    that no product takes: all its axes are one in a file, or as many as bars part them into. source: its name in a Hugging Face file, in which all outputs are one
-    axis and all inputs another, and {x} is the number of an expert; or the parts that it is stored
-    as. init: "normal" has a standard deviation of 0.02, "residual" that divided by the root of the
-    number of residual additions. split: the letter of the axis that a tensor-parallel mesh axis
-    splits; None: every device holds the whole. in_f32: it is kept in f32, whatever the dtype of the
-    model. is_quantized: whether quantization= may store it in 8 or 4 bits, if it is a linear
-    weight. layer: the number that replaces {i}. sizes: (letter, size) pairs. `placed` sets the last
-    two.
+    that no product takes: all its axes are one in a file, or as many as bars part them into.
+    source: its name in a Hugging Face file, in which all outputs are one axis and all inputs
+    another, and {x} is the number of an expert; or the parts that it is stored as. init: "normal"
+    has a standard deviation of 0.02, "residual" that divided by the root of the number of residual
+    additions. split: the letter of the axis that a tensor-parallel mesh axis splits; None: every
+    device holds the whole. in_f32: it is kept in f32, whatever the dtype of the model.
+    is_quantized: whether quantization= may store it in 8 or 4 bits, if it is a linear weight.
+    layer: the number that replaces {i}. sizes: (letter, size) pairs. `placed` sets the last two.
     """
 
     name: str

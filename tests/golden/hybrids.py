@@ -1,9 +1,9 @@
 """Tiny models with the gated delta rule: their config dicts, and the tensors that they have where
 other families have attention.
 
-Between them: one, two and three value heads a key head; keys and values of different widths; taps of
-3 and 4; layers of the rule first, last and between; tied and untied embeddings; mixtures with dense
-layers; rope on a part of a head and none at all. No width is another's multiple.
+Between them: one, two and three value heads a key head; keys and values of different widths; 3 and
+4 taps; layers of the rule first, last and between; tied and untied embeddings; mixtures with dense
+layers; rope on a part of a head and none at all.
 """
 
 from collections.abc import Mapping

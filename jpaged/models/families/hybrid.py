@@ -1,5 +1,5 @@
-"""Families whose layers are partly attention and partly the gated delta rule: Qwen3-Next, Qwen3.5 to
-3.8 and OLMo Hybrid.
+"""Families whose layers are partly attention and partly the gated delta rule: Qwen3-Next, Qwen3.5
+to 3.8 and OLMo Hybrid.
 """
 
 import dataclasses
@@ -30,9 +30,10 @@ class Hybrid:
     """A family that names the mixer of each layer in `layer_types`: its `Family.description`.
 
     switches: of the layers of attention, and of all else that layers have. gate: attention has
-    gates on its outputs. may_lack_rope: without a rope_theta, nothing is rotated. delta_norms: what layers of the delta rule normalise, where that differs.
-    delta_eps: of the norm of the rule's outputs; None is that of the layers. allows_negative: the
-    key that says whether changes may be twice as strong.
+    gates on its outputs. may_lack_rope: without a rope_theta, nothing is rotated. delta_norms: what
+    layers of the delta rule normalise, where that differs. delta_eps: of the norm of the rule's
+    outputs; None is that of the layers. allows_negative: the key that says whether changes may be
+    twice as strong.
     """
 
     switches: Switches

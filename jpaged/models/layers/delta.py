@@ -13,14 +13,14 @@ from jpaged.checks import at_least
 from jpaged.errors import ConfigError
 from jpaged.models.kv_view import KVView, Place
 from jpaged.models.layers.linear import Linear, StepContext
-from jpaged.models.layers.norm import NormConfig, RMSNorm
+from jpaged.models.layers.norm import NormConfig, RMSNorm, mean_of_squares
 from jpaged.models.layers.rope import Rotary
 from jpaged.models.layers.scratch import Scratch, StepSizes
 from jpaged.models.param_spec import Parameters, ParamSpec, Part
 from jpaged.models.record import Field, Record
-from jpaged.models.rows import Rows
 from kernels_pallas import short_conv
-from kernels_pallas.gated_delta import CHUNK, xla
+from kernels_pallas.gated_delta import xla
+from kernels_pallas.gated_delta.interface import Shapes
 from kernels_pallas.packed_rows import PackedRows
 
 QKVZ = (
@@ -79,6 +79,16 @@ class DeltaConfig:
         widths = {"C": self.key_dim, "U": repeats * self.value_dim, "Y": self.value_dim}
         return {"N": self.num_key_heads, "J": repeats, **widths, "W": self.conv_width}
 
+    @property
+    def shapes(self) -> Shapes:
+        """The shapes by which a kernel is chosen."""
+        return Shapes(
+            num_key_heads=self.num_key_heads,
+            num_value_heads=self.num_value_heads,
+            key_dim=self.key_dim,
+            value_dim=self.value_dim,
+        )
+
     def params(self) -> tuple[ParamSpec, ...]:
         """Its parameters, by names within a layer. What belongs to a key head lies together: a
         split over key heads is contiguous.
@@ -111,7 +121,7 @@ class DeltaConfig:
         heads, widest = self.num_value_heads, max(self.key_dim, self.value_dim)
         tokens = 24 * step.rows * self.num_key_heads * self.channels
         tokens += 16 * step.rows * heads * (self.key_dim + self.value_dim)
-        chunks = 4 * xla.TOGETHER * heads * CHUNK * (6 * CHUNK + 10 * widest)
+        chunks = 4 * xla.TOGETHER * heads * xla.CHUNK * (6 * xla.CHUNK + 10 * widest)
         states = 12 * (step.sequences + 2) * heads * self.key_dim * self.value_dim
         return Scratch(shared=tokens + chunks + states, kept=4 * step.tokens * step.hidden_size)
 
@@ -172,8 +182,8 @@ class Delta:
     ) -> tuple[Array, KVView]:
         """x [..., E]. rotary: None. places: where the cache holds what `keeps` says."""
         (place,) = places
-        old, rows = kv.state(place), kv.rows(place)
-        c = self.config
+        rows, slots, c = kv.rows(place), kv.slots(place), self.config
+        packed = PackedRows(rows.start_loc_S1, rows.first_S, slots.read_S, slots.written_S)
         with jax.named_scope("qkvz"):
             qkvz = self.qkvz(x, step)
             qkvz_TNC = qkvz.reshape(-1, *qkvz.shape[-2:])
@@ -181,8 +191,9 @@ class Delta:
             ba = self.ba(x, step)
             beta_TNJ, decay_TNJ = jnp.split(ba.reshape(-1, *ba.shape[-2:]), 2, axis=-1)
         with jax.named_scope("short_conv"):
-            convolved_TNC, inputs = convolution(inputs_TNC, self.conv, old["inputs"], rows)
-            u_TNC = jax.nn.silu(convolved_TNC).astype(x.dtype).astype(jnp.float32)
+            convolve = short_conv.decode if rows.length == 1 else short_conv.packed
+            u_TNC, inputs = convolve(inputs_TNC, self.conv[..., 0, :], slots.pool["inputs"], packed)
+            u_TNC = jax.nn.silu(u_TNC).astype(x.dtype).astype(jnp.float32)
         with jax.named_scope("gated_delta"):
             q_TNC, k_TNC, v_TNU = jnp.split(u_TNC, [c.key_dim, 2 * c.key_dim], axis=-1)
             q_TNC, k_TNC = unit(q_TNC) * jnp.float32(c.key_dim**-0.5), unit(k_TNC)
@@ -193,8 +204,15 @@ class Delta:
             rate_TNJ = jax.nn.softplus(decay_TNJ.astype(jnp.float32) + self.dt_bias[None])
             g_TNJ = -jnp.exp(self.log_decay)[None] * rate_TNJ
             beta_TH, g_TH = (y.reshape(y.shape[0], -1) for y in (beta_TNJ, g_TNJ))
-            o_THY, state = delta_rule(q_TNC, k_TNC, v_THY, g_TH, beta_TH, old["state"], rows)
-        kv = kv.with_state(place, {"state": state, "inputs": inputs})
+            tokens = (q_TNC, k_TNC, v_THY, g_TH, beta_TH)
+            kernel = xla if step.delta is None else step.delta
+            if rows.length is None:
+                o_THY, state = kernel.prefill(*tokens, slots.pool["state"], packed)
+            elif rows.length == 1:
+                o_THY, state = kernel.decode(*tokens, slots.pool["state"], packed)
+            else:
+                o_THY, state = dense(tokens, slots.pool["state"], packed, rows.length)
+        kv = kv.with_slots(place, {"state": state, "inputs": inputs})
         with jax.named_scope("out"):
             z_THY = z_TNU.reshape(o_THY.shape)
             y_THY = self.norm(o_THY.astype(x.dtype)).astype(jnp.float32)
@@ -204,40 +222,16 @@ class Delta:
 
 def unit(x: Array) -> Array:
     """Return f32 heads x [..., C] divided by their lengths."""
-    return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + jnp.float32(NORM_EPS))
+    squares = mean_of_squares(x) * jnp.float32(x.shape[-1])
+    return x * lax.rsqrt(squares + jnp.float32(NORM_EPS))
 
 
-def convolution(
-    inputs_TNC: Array, weight: Array, old_SWNC: Array, rows: Rows
+def dense(
+    tokens: tuple[Array, ...], pool: Array, rows: PackedRows, length: int
 ) -> tuple[Array, Array]:
-    """Return the convolution f32 [T, N, C] over each row, and the inputs [S, W-1, N, C] that its
-    next token will see. weight: [N, C, 1, W]. old_SWNC: those that its first token sees.
+    """Return o [T, H, Y] of q, k, v, g and beta of rows of so many tokens each, and the pool: in a
+    form that can be differentiated.
     """
-    x_TC = inputs_TNC.reshape(inputs_TNC.shape[0], -1)
-    weight_CW = weight.reshape(x_TC.shape[1], -1)
-    old_SWC = old_SWNC.reshape(*old_SWNC.shape[:2], -1)
-    packed = packed_rows(rows)
-    run = short_conv.decode if rows.length == 1 else short_conv.packed
-    y_TC, new_SWC = run(x_TC, weight_CW, old_SWC, packed)
-    return y_TC.reshape(inputs_TNC.shape), new_SWC.reshape(old_SWNC.shape)
-
-
-def delta_rule(
-    q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array, rows: Rows
-) -> tuple[Array, Array]:
-    """Return o [T, H, Y] of q, k [T, N, C], v [T, H, Y] and g, beta [T, H], all f32, and the states
-    [S, H, C, Y] after each row. state: that before each row.
-    """
-    if rows.length == 1:
-        return xla.decode(q, k, v, g, beta, state, packed_rows(rows))
-    if rows.length is None:
-        return xla.prefill(q, k, v, g, beta, state, packed_rows(rows))
-    batch = [x.reshape(rows.num_rows, rows.length, *x.shape[1:]) for x in (q, k, v, g, beta)]
-    o, state = xla.dense(*batch, state)
-    return o.reshape(v.shape), state
-
-
-def packed_rows(rows: Rows) -> PackedRows:
-    """Return rows whose states lie in their order."""
-    slots_S = jnp.arange(rows.num_rows, dtype=jnp.int32)
-    return PackedRows(rows.start_loc_S1, rows.first_S, slots_S, slots_S)
+    batch = [x.reshape(-1, length, *x.shape[1:]) for x in tokens]
+    o, states = xla.dense(*batch, rows.read(pool))
+    return o.reshape(-1, *o.shape[2:]), rows.written(pool, states)
