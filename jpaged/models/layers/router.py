@@ -56,6 +56,9 @@ class RouterConfig:
             )
 
 
+PLAIN_ROUTER = RouterConfig()
+
+
 def route(
     config: RouterConfig, logits_TX: Array, bias_X: Array | None, experts_per_token: int
 ) -> tuple[Array, Array]:
