@@ -72,7 +72,7 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
             shapes[attention + "o_proj.bias"] = (e,)
         if family == "gpt_oss":
             shapes[attention + "sinks"] = (heads,)
-        if family in QK_NORMED or config.get("use_qk_norm"):
+        if family in QK_NORMED or (family == "glm4_moe" and config.get("use_qk_norm")):
             shapes[attention + "q_norm.weight"] = shapes[attention + "k_norm.weight"] = (d,)
         if family == "hunyuan_v1_dense":
             shapes |= {attention + f"{x}_layernorm.weight": (d,) for x in ("query", "key")}
@@ -104,8 +104,8 @@ def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
 def biases(config: Mapping[str, Any]) -> tuple[bool, bool, bool]:
     """Whether queries, keys and values have a bias, what attention gives, and MLPs."""
     family = config["model_type"]
-    if family.startswith("ernie"):
-        return (config.get("use_bias", False),) * 3
+    if family.startswith(("ernie", "internlm")):
+        return (config.get("use_bias", config.get("bias", False)),) * 3
     qkv = config.get("qkv_bias", config.get("attention_bias", family in QKV_BIASED))
     out = config.get("attention_bias", family == "gpt_oss")
     if family in ("seed_oss", "glm4", "glm4_moe", "solar_open"):
