@@ -29,9 +29,11 @@ class ErnieDenseLayers:
         """See DenseLayers."""
         with_experts = sorted(set(range(num_layers)) - set(layers))
         for step in range(1, num_layers + 1):
-            start, end = with_experts[0], with_experts[-1]
-            names = ("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval")
-            raw = dict(zip(names, (start, end, step), strict=True))
+            raw: dict[str, Any] = {
+                "moe_layer_start_index": with_experts[0],
+                "moe_layer_end_index": with_experts[-1],
+                "moe_layer_interval": step,
+            }
             if self.read(raw | {"num_hidden_layers": num_layers}) == layers:
                 return raw
         raise ConfigError(f"dense_layers={layers}: no moe_layer_interval says that")
