@@ -101,13 +101,13 @@ def hf_weights(folder: Path, config: ModelConfig) -> dict[str, Weight]:
             sizes[name] = wanted.pop(name)
             wanted |= {key: size for key, (size, _) in tensors.items()}
             allowed |= {key: codes for key, (_, codes) in tensors.items()}
-    found: dict[str, tuple[tuple[int, ...], str]] = {}
+    held: dict[str, tuple[tuple[int, ...], str]] = {}
     for name, entry in entries.items():
         if name in wanted or not IGNORED.search(name):
             is_read = entry.dtype in allowed.get(name, ())
             shape = _squeezed(entry.shape, wanted.get(name))
-            found[name] = shape, "bfloat16" if is_read else entry.dtype
-    check_fit(folder, found, wanted)
+            held[name] = shape, "bfloat16" if is_read else entry.dtype
+    check_fit(folder, held, wanted)
     reader = reader_of(quantization, entries, read_raw) if quantization else None
 
     def piece(stored: Stored) -> Piece:

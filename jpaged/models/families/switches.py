@@ -30,11 +30,11 @@ class DenseLayers(Protocol):
     """How a config.json says which layers of a mixture have an MLP instead of experts."""
 
     def read(self, hf: dict[str, Any]) -> tuple[int, ...]:
-        """Those layers, ascending."""
+        """Return those layers, ascending."""
         ...
 
     def write(self, layers: tuple[int, ...], num_layers: int) -> dict[str, Any]:
-        """What `read` reads back; ConfigError where nothing says it."""
+        """Return what `read` reads back; ConfigError where nothing says it."""
         ...
 
 
@@ -83,7 +83,7 @@ class ExpertKeys:
     experts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def read(self, hf: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of Alike."""
+        """Return the arguments of Alike."""
         if "num_local_experts" in hf:  # some config classes rename it
             hf = {"num_experts": hf["num_local_experts"]} | hf
         fields: dict[str, Any] = {ours: hf[name] for ours, name in self.sizes.items()}
@@ -97,7 +97,7 @@ class ExpertKeys:
         return fields
 
     def write(self, alike: Alike) -> dict[str, Any]:
-        """What `read` reads back."""
+        """Return what `read` reads back."""
         raw = {theirs: getattr(alike, ours) for ours, theirs in self.sizes.items()}
         if self.num_shared is not None:
             count, rest = divmod(alike.shared_expert_size, alike.expert_size)
@@ -161,8 +161,8 @@ class Switches:
         return {"layers": alike.layers(), "norm": alike.norm, **arguments}
 
     def switches(self, hf: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of ModelConfig and of Alike that a config.json with the family's defaults
-        says. ConfigError for what is not supported.
+        """Return the arguments of ModelConfig and of Alike that a config.json with the family's
+        defaults says. ConfigError for what is not supported.
         """
         windows = () if self.windows == "none" else _sliding_windows(hf)
         hf["head_dim"] = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
@@ -303,7 +303,7 @@ def _rope_scaling(rope: dict[str, Any], max_position: int) -> RopeScaling | None
 
 
 def _yarn_attention_factor(factor: float, rope: dict[str, Any]) -> float:
-    """The factor on cos and sin of a file that does not say it."""
+    """Return the factor on cos and sin of a file that does not say it."""
 
     def mscale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0
