@@ -20,7 +20,6 @@ from jpaged.models.layers.rope import RopeConfig
 from jpaged.models.layers.router import RouterConfig
 from jpaged.models.rope_scaling import RopeScaling
 
-
 type Options = tuple[tuple[str, Any], ...]  # fields of a config, and their values
 
 # Fields of a layer's configs that switches set.
@@ -34,6 +33,7 @@ OF_EXPERTS = (
     *("bias", "activation", "router"),
 )
 OF_ROUTER = ("normalized",)
+OPTIONS = ("rope", "attention", "experts", "router")  # fields of Alike with all the others
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -224,7 +224,7 @@ class Alike:
 
 
 def _options(config: Any, switched: Sequence[str]) -> Options:
-    """The fields of a config that no switch sets, where they are not at their defaults."""
+    """Return the fields of a config that no switch sets, where they are not at their defaults."""
     fields = [field for field in dataclasses.fields(config) if field.name not in switched]
     values = [(field, getattr(config, field.name)) for field in fields]
     return tuple((field.name, value) for field, value in values if value != field.default)

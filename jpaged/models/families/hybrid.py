@@ -7,12 +7,10 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from jpaged.errors import ConfigError
-from jpaged.models.alike import Alike
-from jpaged.models.families.family import Family, in_layers
-from jpaged.models.families.switches import BIASES, ExpertKeys, Switches
+from jpaged.models.families.family import Family, StackedExperts, in_layers
+from jpaged.models.families.switches import BIASES, ExpertKeys, ListedDenseLayers, Switches
 from jpaged.models.layers.attention import AttentionConfig
 from jpaged.models.layers.delta import DeltaConfig
-from jpaged.models.layers.layer import LayerConfig
 
 SIZES = {  # of DeltaConfig, in a config.json
     "num_key_heads": "linear_num_key_heads",
@@ -29,15 +27,13 @@ LINEAR, FULL = "linear_attention", "full_attention"
 class Hybrid:
     """A family that names the mixer of each layer in `layer_types`: its `Family.description`.
 
-    switches: of the layers of attention, and of all else that layers have. gate: attention has
-    gates on its outputs. may_lack_rope: without a rope_theta, nothing is rotated. delta_norms: what
-    layers of the delta rule normalise, where that differs. delta_eps: of the norm of the rule's
-    outputs; None is that of the layers. allows_negative: the key that says whether changes may be
-    twice as strong.
+    switches: of the layers of attention, and of all else that layers have. may_lack_rope: without a
+    rope_theta, nothing is rotated. delta_norms: what layers of the delta rule normalise, where that
+    differs. delta_eps: of the norm of the rule's outputs; None is that of the layers.
+    allows_negative: the key that says whether changes may be twice as strong.
     """
 
     switches: Switches
-    gate: bool = False
     may_lack_rope: bool = False
     delta_norms: Literal["pre"] | None = None
     delta_eps: float | None = None
@@ -56,30 +52,25 @@ class Hybrid:
         has_rope = not self.may_lack_rope or bool((hf["rope_parameters"] or {}).get("rope_theta"))
         if not has_rope:
             hf = hf | {"rope_parameters": NO_ROPE}
-        hf.setdefault("intermediate_size", hf.get("moe_intermediate_size"))
-        switches = self.switches.read(hf)
-        if not has_rope:
-            switches["no_rope_layers"] = tuple(range(len(kinds)))
-        layers = Alike(**switches).layers()
+        arguments = self.switches.read(hf)
+        layers = arguments["layers"]
         delta = DeltaConfig(
             **{ours: hf[theirs] for ours, theirs in SIZES.items()},
             allows_negative=bool(self.allows_negative and hf[self.allows_negative]),
             norm_eps=layers[0].norm.eps if self.delta_eps is None else self.delta_eps,
         )
-        return {
-            "layers": tuple(
-                self._of_kind(layer, delta if kind == LINEAR else None)
-                for layer, kind in zip(layers, kinds, strict=True)
-            )
+        attention = layers[0].mixer
+        if not has_rope:
+            attention = dataclasses.replace(attention, rope=None)
+        of_kind = {
+            LINEAR: {"mixer": delta, "norms": self.delta_norms or layers[0].norms},
+            FULL: {"mixer": attention},
         }
-
-    def _of_kind(self, layer: LayerConfig, delta: DeltaConfig | None) -> LayerConfig:
-        """Return a layer of attention with what it has here beside, or with the delta rule."""
-        if delta is not None:
-            norms = self.delta_norms or layer.norms
-            return dataclasses.replace(layer, mixer=delta, norms=norms)
-        assert isinstance(layer.mixer, AttentionConfig)
-        return dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, gate=self.gate))
+        arguments["layers"] = tuple(
+            dataclasses.replace(layer, **of_kind[kind])
+            for layer, kind in zip(layers, kinds, strict=True)
+        )
+        return arguments
 
     def write(self, config: Any) -> dict[str, Any]:
         """See Description."""
@@ -87,13 +78,13 @@ class Hybrid:
         delta = next((x.mixer for x in config.layers if isinstance(x.mixer, DeltaConfig)), None)
         if full is None or delta is None:
             raise ConfigError(f"{config.family}: layers of attention and of the delta rule")
-        attention = dataclasses.replace(full.mixer, gate=False)
         alike = tuple(
-            dataclasses.replace(layer, mixer=attention, norms=full.norms) for layer in config.layers
+            dataclasses.replace(layer, mixer=full.mixer, norms=full.norms)
+            for layer in config.layers
         )
         raw = self.switches.write(dataclasses.replace(config, layers=alike))
         raw |= {theirs: getattr(delta, ours) for ours, theirs in SIZES.items()}
-        if attention.rope is None:
+        if full.mixer.rope is None:
             raw["rope_parameters"] = None
         if self.allows_negative is not None:
             raw[self.allows_negative] = delta.allows_negative
@@ -104,6 +95,8 @@ class Hybrid:
 
 
 QWEN: Mapping[str, Any] = {"qk_norm": True, "norm_offset": True, "norm_in_f32": True}
+GATED: Mapping[str, Any] = {"gate": True}
+GUESSES = r"mtp\."  # layers that guess further tokens
 EXPERTS = {
     "num_experts": "num_experts",
     "experts_per_token": "num_experts_per_tok",
@@ -114,7 +107,10 @@ QWEN3_5 = Family(
     model_type="qwen3_5_text",
     architecture="Qwen3_5ForCausalLM",
     text_of=("qwen3_5", "Qwen3_5ForConditionalGeneration"),
-    description=Hybrid(switches=Switches(always=QWEN, keys=BIASES, partial_rotary=True), gate=True),
+    description=Hybrid(
+        switches=Switches(always=QWEN, attention=GATED, keys=BIASES, partial_rotary=True)
+    ),
+    unread=GUESSES,
 )
 QWEN3_5_MOE = Family(
     model_type="qwen3_5_moe_text",
@@ -123,12 +119,14 @@ QWEN3_5_MOE = Family(
     description=Hybrid(
         switches=Switches(
             always={**QWEN, "norm_topk_prob": True},
+            attention=GATED,
             keys=BIASES,
             partial_rotary=True,
             experts=ExpertKeys(sizes=EXPERTS),
         ),
-        gate=True,
     ),
+    stacked_experts=StackedExperts(alternate=False, transposed=False),
+    unread=GUESSES,
 )
 QWEN3_NEXT = Family(
     model_type="qwen3_next",
@@ -136,12 +134,13 @@ QWEN3_NEXT = Family(
     description=Hybrid(
         switches=Switches(
             always=QWEN,
+            attention=GATED,
             keys=BIASES | {"norm_topk_prob": ("norm_topk_prob",)},
             partial_rotary=True,
-            experts=ExpertKeys(sizes=EXPERTS, has_dense_layers=True),
+            experts=ExpertKeys(sizes=EXPERTS, dense_layers=ListedDenseLayers()),
         ),
-        gate=True,
     ),
+    unread=GUESSES,
     # What belongs to a key head lies together in its files, too.
     names=in_layers(
         delta__qkvz="linear_attn.in_proj_qkvz.weight", delta__ba="linear_attn.in_proj_ba.weight"

@@ -56,6 +56,9 @@ class RouterConfig:
             )
 
 
+PLAIN_ROUTER = RouterConfig()
+
+
 def route(
     config: RouterConfig, logits_TX: Array, bias_X: Array | None, experts_per_token: int
 ) -> tuple[Array, Array]:
@@ -65,7 +68,9 @@ def route(
     the lowest index is taken; transformers leaves open which.
     """
     scores_TX = _scores(config, logits_TX)
-    choosing_TX = scores_TX if bias_X is None else scores_TX + bias_X.astype(jnp.float32)
+    choosing_TX = scores_TX
+    if bias_X is not None:
+        choosing_TX = scores_TX + bias_X.astype(jnp.float32)[None, :]
     if config.num_groups > 1:
         choosing_TX = _in_best_groups(config, choosing_TX)
     weight_TA, chosen_TA = jax.lax.top_k(choosing_TX, experts_per_token)
@@ -92,5 +97,5 @@ def _in_best_groups(config: RouterConfig, scores_TX: Array) -> Array:
     groups_TNX = scores_TX.reshape(*scores_TX.shape[:-1], config.num_groups, -1)
     best_TN = jnp.sum(jax.lax.top_k(groups_TNX, 2)[0], axis=-1)
     _, taken = jax.lax.top_k(best_TN, config.chosen_groups)
-    is_taken_TN = jnp.any(taken[..., None] == jnp.arange(config.num_groups), axis=-2)
+    is_taken_TN = jnp.any(jax.nn.one_hot(taken, config.num_groups, dtype=jnp.bool_), axis=-2)
     return jnp.where(is_taken_TN[..., None], groups_TNX, -jnp.inf).reshape(scores_TX.shape)
