@@ -41,7 +41,8 @@ def prefill(
     results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (v_THD, pool))
     call = jax.ffi.ffi_call("jpaged_gated_delta", results, input_output_aliases={5: 1})
     places = (rows.query_start_loc_S1, rows.read_S, rows.write_S)
-    return call(q_THD, k_THD, v_THD, g_TH, beta_TH, pool, *places)
+    o_THD, pool = call(q_THD, k_THD, v_THD, g_TH, beta_TH, pool, *places)
+    return o_THD, pool
 
 
 decode = prefill  # one token a row is a case of it, at the same cost

@@ -38,7 +38,19 @@ def rows_of(lengths: list[int], starts: list[int]) -> PackedRows:
     count = np.arange(len(lengths))
     read = np.where(np.array(starts) > 0, SLOTS - 1 - count % 4, SLOTS)
     write = np.where(count == 2, read, count)
-    return PackedRows(*(np.asarray(x, np.int32) for x in (loc, starts, read, write)))
+    return rows_at(loc, starts, read, write)
+
+
+def rows_at(*places: Any) -> PackedRows:
+    """Rows of query_start_loc, starts, and slots read and written."""
+    arrays: list[Any] = [np.asarray(x, np.int32) for x in places]
+    return PackedRows(*arrays)
+
+
+def slots_read(rows: PackedRows) -> set[int]:
+    """The slots that rows with tokens read."""
+    read, lengths = np.asarray(rows.read_S), np.asarray(rows.lengths_S)
+    return set(read[(read < SLOTS) & (lengths > 0)].tolist())
 
 
 def make(lengths: list[int], starts: list[int], padding: int, keys: str = "random") -> Case:
@@ -60,14 +72,16 @@ def make(lengths: list[int], starts: list[int], padding: int, keys: str = "rando
         for x in (q, k, v, g, beta)
     )
     pool = np.full((SLOTS, HV, DK, DV), np.nan, np.float32)
-    for slot in {s for s, n in zip(rows.read_S, lengths, strict=True) if s < SLOTS and n}:
+    for slot in slots_read(rows):
         pool[slot] = rng.standard_normal(pool.shape[1:])
     return Case(tokens, pool, rows)
 
 
 def check(case: Case, o: Any, pool: Any, tolerance: float = 1e-5) -> None:
     """o and all of the pool are the definition's, NaN where that is."""
-    wanted_o, wanted_pool = reference.prefill(*case.tokens, case.pool, case.rows, exact=True)
+    q, k, v, g, beta = case.tokens
+    wanted = reference.prefill(q, k, v, g, beta, case.pool, case.rows, exact=True)
+    wanted_o, wanted_pool = wanted
     np.testing.assert_allclose(o, wanted_o, atol=tolerance * np.abs(wanted_o).max(), rtol=0)
     largest = np.nanmax(np.abs(wanted_pool))
     np.testing.assert_allclose(pool, wanted_pool, atol=tolerance * largest, rtol=0)
@@ -118,8 +132,7 @@ def test_bits_do_not_depend_on_the_batch_or_on_where_a_step_begins(name: str) ->
         np.concatenate([theirs, ours[CHUNK:150]])
         for theirs, ours in zip(other.tokens, whole.tokens, strict=True)
     )
-    places = ([0, 74, 160], [9, CHUNK], [8, 5], [2, 1])
-    rows = PackedRows(*(np.array(x, np.int32) for x in places))
+    rows = rows_at([0, 74, 160], [9, CHUNK], [8, 5], [2, 1])
     o_second, pool_second = prefill(name, Case(second, states, rows))
     np.testing.assert_array_equal(np.concatenate([o_first[:CHUNK], o_second[74:]]), o[:150])
     np.testing.assert_array_equal(np.asarray(pool_second)[1], np.asarray(pool)[0])
@@ -182,8 +195,8 @@ def test_the_dense_form_can_be_differentiated() -> None:
     wanted = jax.jit(jax.grad(one_by_one, argnums=(0, 1, 2, 3, 4)))(*tokens)
 
     def in_chunks(*tokens: Any) -> Any:
-        zeros = jnp.zeros((1, HK, DK, 8))
-        return jnp.sum(xla.dense(*(x[None] for x in tokens), zeros)[0] ** 2)
+        q, k, v, g, beta = (x[None] for x in tokens)
+        return jnp.sum(xla.dense(q, k, v, g, beta, jnp.zeros((1, HK, DK, 8)))[0] ** 2)
 
     got = jax.jit(jax.grad(in_chunks, argnums=(0, 1, 2, 3, 4)))(*tokens)
     for ours, theirs in zip(got, wanted, strict=True):
@@ -215,7 +228,7 @@ def test_the_short_convolution_is_its_definition(taps: int) -> None:
     x[total:] = np.nan
     weight = rng.standard_normal((channels, taps)).astype(np.float32)
     pool = np.full((SLOTS, taps - 1, channels), np.nan, np.float32)
-    for slot in {s for s, n in zip(rows.read_S, lengths, strict=True) if s < SLOTS and n}:
+    for slot in slots_read(rows):
         pool[slot] = rng.standard_normal(pool.shape[1:])
     wanted_y, wanted_pool = conv_by_loops(x, weight, pool, rows)
     y, after = jax.jit(short_conv.packed)(x, weight, pool, rows)
