@@ -56,6 +56,8 @@ MIDDLE = {
     "qwen2_moe_g2_d32_shared",
     "mixtral_g4_d32_window_tied",
     "gpt_oss_g2_d32_yarn",
+    "qwen3_5_h2x3_c16_y24",
+    "olmo_hybrid_h3x1_c16_y40",
 }
 # Whatever a family does to heads that a mesh splits; the others do nothing that these do not.
 SPLIT = [
@@ -70,6 +72,7 @@ SPLIT = [
     "phi3_g2_d64_longrope_tied",
     "qwen2_moe_g2_d32_shared",
     "qwen3_moe_g2_d32_normed",
+    "qwen3_next_h4x2_c24_y16",
     "smollm3_g2_d32_bias_window",
 ]
 
