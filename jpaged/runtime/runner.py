@@ -147,17 +147,16 @@ class Runner:
             buckets = [bucket for bucket in (batch.bucket, batch.sample) if bucket is not None]
             counts = any(part.counts for part in batch.each)
             self._prepare(buckets, full=counts or any(b.is_full for b in buckets))
-            return self._dispatch(batch)
+            if self.peers is None:
+                return self._dispatch(batch)
+            return self._dispatch_with(self.peers, batch)
 
-    def _dispatch(self, batch: Batch) -> Handle:
-        if (peers := self.peers) is None:
-            return self._start(batch)
-
-        def start() -> Handle:
+    def _dispatch_with(self, peers: Peers, batch: Batch) -> Handle:
+        def dispatch() -> Handle:
             compared = peers.compare(*_what_must_agree(batch))
-            return dataclasses.replace(self._start(batch), compared=compared)
+            return dataclasses.replace(self._dispatch(batch), compared=compared)
 
-        return peers.call(start, "dispatching a step")
+        return peers.call(dispatch, "dispatching a step")
 
     def draw(self, handle: Handle, masks_SW: np.ndarray) -> Handle:
         """Start the draw of a step: see engine.masks. masks_SW: of the rows of all replicas; each
@@ -170,7 +169,7 @@ class Runner:
 
         return start() if self.peers is None else self.peers.call(start, "dispatching a draw")
 
-    def _start(self, batch: Batch) -> Handle:
+    def _dispatch(self, batch: Batch) -> Handle:
         for replica, part in enumerate(batch.each):
             for row, token_ids, prompt_len in part.counts:
                 self._counts_RV = self._with_counts(replica, row, token_ids, prompt_len)
