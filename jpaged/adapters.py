@@ -71,14 +71,14 @@ class Adapters:
     def of_call(self, sources: list[PyTree]) -> list[AdapterVersion | None]:
         """The version of each tree, folder or None; equal objects are read once."""
         kept, self._known = self._known, []
-        found: dict[int, AdapterVersion] = {}
+        by_source: dict[int, AdapterVersion] = {}
         for source in sources:
-            if source is not None and id(source) not in found:
+            if source is not None and id(source) not in by_source:
                 leaves = _leaves(source)
                 same = (made for other, made in kept if _is_same(leaves, other))
-                found[id(source)] = made = next(same, None) or self.made(source)
+                by_source[id(source)] = made = next(same, None) or self.made(source)
                 self._known.append((leaves, made))
-        return [None if source is None else found[id(source)] for source in sources]
+        return [None if source is None else by_source[id(source)] for source in sources]
 
     def report(self) -> Report:
         """The version that each name has."""
@@ -93,8 +93,8 @@ class Adapters:
         def changed(x: PyTree, axes: list[str]) -> np.ndarray:
             repeats = change.repeats if "K" in axes else 1
             rows = change.rows if "V" in axes else 0
-            own = dataclasses.replace(change, axes=tuple(axes), repeats=repeats, rows=rows)
-            return own(np.asarray(x))
+            of_side = dataclasses.replace(change, axes=tuple(axes), repeats=repeats, rows=rows)
+            return of_side(np.asarray(x))
 
         return Pair(
             changed(pair.a, ["r", *inputs.split()]), changed(pair.b, [*outputs.split(), "r"])

@@ -155,4 +155,6 @@ def bind_layers(config: ModelConfig, weights: Mapping[str, Parameter]) -> tuple[
         spec = parameter.spec
         if spec.layer is not None:
             by_layer[spec.layer][spec.name.removeprefix("layers.{i}.")] = parameter
-    return tuple(layer.build(own) for layer, own in zip(config.layers, by_layer, strict=True))
+    return tuple(
+        layer.build(of_layer) for layer, of_layer in zip(config.layers, by_layer, strict=True)
+    )

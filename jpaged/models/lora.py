@@ -213,11 +213,11 @@ def initial_lora(
     chosen = {n: t for n, t in every.items() if _short(t.part.name) in parts}
     if unknown := set(parts) - {_short(target.part.name) for target in chosen.values()}:
         raise ConfigError(f"parts={parts}: {min(unknown)!r} has no adapters in this model")
-    for each, (name, target) in zip(
+    for seed, (name, target) in zip(
         jax.random.split(key, len(chosen)), chosen.items(), strict=True
     ):
         outputs, inputs = target.sides
-        a, count = jax.random.normal(each, (rank, *inputs), dtype), math.prod(inputs)
+        a, count = jax.random.normal(seed, (rank, *inputs), dtype), math.prod(inputs)
         if name == EMBEDDING:
             count = 1
         elif ".experts." in name:

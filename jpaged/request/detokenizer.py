@@ -59,10 +59,10 @@ class TextStream:
             self._allowed_from = len(self.text)
             return None
         start = max(before - self._reach, self._allowed_from)
-        found = [(at, stop) for stop in self._stop if (at := self.text.find(stop, start)) >= 0]
-        if not found:
+        hits = [(at, stop) for stop in self._stop if (at := self.text.find(stop, start)) >= 0]
+        if not hits:
             return None
-        at, stop = min(found, key=lambda hit: hit[0])
+        at, stop = min(hits, key=lambda hit: hit[0])
         self.text = self.text[: at + len(stop) if self._include_stop else at]
         self.is_final = True
         return stop

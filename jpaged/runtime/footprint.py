@@ -73,36 +73,37 @@ def plan_memory(
     dtype, stored = settings.dtype or stored_dtype(model), _stored_format(model)
     model = ModelConfig.coerce(model)
     devices = jax.devices() if device is None else list(np.atleast_1d(device))
-    where = _place(settings, devices, compiled)
-    settings, choices = resolve(model, settings, where, dtype)
-    served = served_config(model, where.axis_size)
-    params = form_of(served, where, dtype, settings.quantization, stored)
+    placement = _place(settings, devices, compiled)
+    settings, choices = resolve(model, settings, placement, dtype)
+    served = served_config(model, placement.axis_size)
+    params = form_of(served, placement, dtype, settings.quantization, stored)
     drafts: DraftOf | None = None
     if draft is not None:
         guesses = ModelConfig.coerce(draft)
-        own, kept_in = settings.dtype or stored_dtype(draft), settings.quantization
+        draft_dtype, kept_in = settings.dtype or stored_dtype(draft), settings.quantization
         if guesses.is_head:
-            guesses, own, kept_in = fitted(guesses, model), dtype, None
-        form = form_of(served_config(guesses, where.axis_size), where, own, kept_in)
+            guesses, draft_dtype, kept_in = fitted(guesses, model), dtype, None
+        served_draft = served_config(guesses, placement.axis_size)
+        form = form_of(served_draft, placement, draft_dtype, kept_in)
         drafts = guesses, form
-        choices = dataclasses.replace(choices, draft=choose_for(guesses, settings, where, form))
+        choices = dataclasses.replace(choices, draft=choose_for(guesses, settings, placement, form))
     # Params as they are loaded stay beside what is made of them to serve.
     ours = _leaves(params)
-    pairs = zip(_leaves(form_of(model, where, dtype, stored=stored)), ours, strict=True)
+    pairs = zip(_leaves(form_of(model, placement, dtype, stored=stored)), ours, strict=True)
     kept = bytes_on_device(
         [
-            own
-            for own, made in pairs
-            if is_quantized(own) != is_quantized(made) or own.shape != made.shape
+            loaded
+            for loaded, made in pairs
+            if is_quantized(loaded) != is_quantized(made) or loaded.shape != made.shape
         ]
     )
     weights = bytes_on_device((params, drafts and drafts[1]))
     if limits is None:
-        share, size = settings.memory_utilization, where.axis_size * where.replicas
-        limits = limits_to_come(where.device, share, weights + kept, size)
+        share, size = settings.memory_utilization, placement.axis_size * placement.replicas
+        limits = limits_to_come(placement.device, share, weights + kept, size)
     if kept and not limits.in_use:
         limits = dataclasses.replace(limits, in_use=weights + kept)
-    probe = probe_runner(model, settings, where, params, drafts, choices)
+    probe = probe_runner(model, settings, placement, params, drafts, choices)
     return plan_within(settings, limits, probe, compiled)
 
 
@@ -124,7 +125,7 @@ def _place(config: EngineConfig, devices: list[Any], compiled: bool) -> Placemen
 
 def form_of(
     model: ModelConfig,
-    where: Placement,
+    placement: Placement,
     dtype: Any,
     quantization: str | None = None,
     stored: Format | None = None,
@@ -138,15 +139,15 @@ def form_of(
         if kept is not None:
             return kept
         plain = jax.ShapeDtypeStruct(spec.shape, jnp.dtype(dtype))
-        form = served_form(spec, model, quantization, where.axis_size)
+        form = served_form(spec, model, quantization, placement.axis_size)
         if form is None:
             return plain
         return jax.eval_shape(lambda x: quantized(x, form, len(spec.sides[0])), plain)
 
     tree = nest({name: shape_of(spec) for name, spec in param_table(model).items()})
-    specs = specs_of(tree, param_specs(model, where.axis, where.axis_size))
+    specs = specs_of(tree, param_specs(model, placement.axis, placement.axis_size))
     tree = jax.tree.map(
-        lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where.sharding(spec)),
+        lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placement.sharding(spec)),
         tree,
         specs,
     )
@@ -182,7 +183,7 @@ def stored_dtype(model: ModelConfig | Mapping[str, Any] | str | Path) -> str:
 def plan_pool(
     model: ModelConfig,
     config: EngineConfig,
-    where: Placement,
+    placement: Placement,
     params: Any,
     *,
     draft: DraftOf | None = None,
@@ -197,16 +198,16 @@ def plan_pool(
     pool that a larger one replaces). needs: what an earlier plan measured, so that nothing is
     compiled. choices: as of Runner.
     """
-    limits = Limits.of(where.device, config.memory_utilization)
+    limits = Limits.of(placement.device, config.memory_utilization)
     weights = bytes_on_device((params, draft and draft[1]))
     if limits.pool is None:
         limits = dataclasses.replace(limits, in_use=limits.in_use - freed)
     else:  # virtual CPU devices share one memory, of which the weights have been taken already
-        devices = 1 if where.mesh is None else where.mesh.size
+        devices = 1 if placement.mesh is None else placement.mesh.size
         limits = Limits(
             total=limits.total // devices + weights + freed, pool=limits.pool // devices
         )
-    probe = probe_runner(model, config, where, params, draft, choices)
+    probe = probe_runner(model, config, placement, params, draft, choices)
     return plan_within(config, limits, probe, needs=needs)
 
 
@@ -248,7 +249,7 @@ def plan_within(
 def probe_runner(
     model: ModelConfig,
     config: EngineConfig,
-    where: Placement,
+    placement: Placement,
     params: Any,
     draft: DraftOf | None = None,
     choices: Choices | None = None,
@@ -259,7 +260,7 @@ def probe_runner(
     params: the serving tree, or ShapeDtypeStructs with shardings in its place.
     """
     config = dataclasses.replace(config, num_blocks=config.max_blocks_per_seq)
-    return Runner(model, config, where, params, draft, choices)
+    return Runner(model, config, placement, params, draft, choices)
 
 
 def largest_buckets(table: Iterable[Shape]) -> list[Shape]:

@@ -63,7 +63,7 @@ class Placement:
         return math.prod(self.mesh.shape[name] for name in self.data_axes)
 
     @property
-    def each(self) -> PartitionSpec:
+    def by_replica(self) -> PartitionSpec:
         """How an array lies whose first axis has a part for each replica."""
         return PartitionSpec(self.data_axes) if self.data_axes else PartitionSpec()
 
