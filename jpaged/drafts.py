@@ -60,13 +60,13 @@ class DraftModel:
 
 
 def no_head(config: ModelConfig) -> ModelConfig:
-    """The architecture of a model; ConfigError for that of a head."""
+    """Return the architecture of a model; ConfigError for that of a head."""
     check_combination(Facts(model=config))
     return config
 
 
 def _fitted(params: Params, target: ModelConfig) -> Params:
-    """Those of a head for the model that it is of; others as they are."""
+    """Return those of a head for the model that it is of; others as they are."""
     config = params.config
     if not config.is_head:
         return params
@@ -80,9 +80,9 @@ def draft_model(
     placement: Placement,
     dtype: Any,
 ) -> DraftModel | None:
-    """What guesses for a model by a resolved config; None where no model does. draft: weights, None
-    reads those of the config's folder. dtype: of the model. ConfigError where it cannot guess for
-    this model.
+    """Return what guesses for a model by a resolved config; None where no model does. draft:
+    weights, None reads those of the config's folder. dtype: of the model. ConfigError where it
+    cannot guess for this model.
     """
     devices, is_passed = placement.axis_size, draft is not None
     check_combination(Facts(config=config, devices=devices, has_draft_weights=is_passed))

@@ -92,8 +92,8 @@ def _is_allowed(mask_W: np.ndarray, token: int) -> bool:
 
 
 def _certain(seq: Sequence) -> list[int]:
-    """The tokens that must come from here on, where one may come: none from one on that may end the
-    text.
+    """Return the tokens that must come from here on, where one may come: none from one on that may
+    end the text.
     """
     # The counts of penalties have each token once it is drawn; a beam may be another's by then.
     if seq.sampling_params.has_penalties or seq.waits_for_host:

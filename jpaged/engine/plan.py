@@ -138,7 +138,7 @@ class StepResult:
         return [sampled, *zip(ids, logprobs, range(1, count + 1), strict=False)]
 
     def allowed(self, row: int, step: int = 0) -> float:
-        """The logprob of all that a row's mask allowed."""
+        """Return the logprob of all that a row's mask allowed."""
         assert self.allowed_logprobs is not None
         return float(self.allowed_logprobs[step, row])
 

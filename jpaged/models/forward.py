@@ -149,7 +149,7 @@ def bind(config: ModelConfig, tree: Mapping[str, Any]) -> Forward:
 
 
 def bind_layers(config: ModelConfig, weights: Mapping[str, Parameter]) -> tuple[Layer, ...]:
-    """The layers of a model with these parameters."""
+    """Return the layers of a model with these parameters."""
     by_layer: list[dict[str, Parameter]] = [{} for _ in config.layers]
     for parameter in weights.values():
         spec = parameter.spec

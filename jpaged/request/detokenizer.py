@@ -68,7 +68,7 @@ class TextStream:
         return stop
 
     def finish(self) -> str:
-        """The final text: what was held back for want of a complete character comes as plain
+        """Return the final text: what was held back for want of a complete character comes as plain
         decoding shows it.
         """
         if not self.is_final:
@@ -97,8 +97,8 @@ class TextStream:
             self.push(token, may_stop=i >= min_tokens)
 
     def _show(self, *, is_last: bool = False) -> str:
-        """What is new in the text; all but the last character of it, while the tokens end within
-        that.
+        """Return what is new in the text; all but the last character of it, while the tokens end
+        within that.
         """
         text = decode(self._tokenizer, self._token_ids[self._context :], self._skip_special_tokens)
         whole = text if is_last else text.rstrip("\ufffd")

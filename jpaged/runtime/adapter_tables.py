@@ -195,7 +195,7 @@ class AdapterTables:
         self.arrays = self._compiled(self.arrays, slots, placed)
 
     def _lies(self) -> Tables:
-        """How an adapter's data lies, beside tables of its weights."""
+        """Return how an adapter's data lies, beside tables of its weights."""
 
         def of_slot(spec: PartitionSpec, slots: int) -> PartitionSpec:
             """slots: their axis after that of the replicas."""

@@ -300,7 +300,7 @@ def _of_one(function: Any) -> Any:
 
 
 def compile_options(backend: str) -> dict[str, int]:
-    """The `compiler_options` of a step on "cpu", "cuda", "tpu", ...: empty for most."""
+    """Return the `compiler_options` of a step on "cpu", "cuda", "tpu", ...: empty for most."""
     return dict(OPTIONS.get(backend, {}))
 
 
@@ -336,8 +336,8 @@ def use_compilation_cache(folder: str | None) -> None:
 
 
 def default_folder() -> Path:
-    """A folder in the user's cache directory, one a kind of processor: home directories are shared
-    between machines.
+    """Return a folder in the user's cache directory, one a kind of processor: home directories are
+    shared between machines.
     """
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

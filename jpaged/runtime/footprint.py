@@ -56,9 +56,9 @@ def plan_memory(
     limits: Limits | None = None,
     compiled: bool = True,
 ) -> MemoryPlan:
-    """Where the memory of one device would go, in bytes, and how many KV blocks it leaves room for;
-    no weight is loaded. With tensor_parallel_size it is that of each device that shares the model,
-    of as many replicas as data_parallel_size says.
+    """Return where the memory of one device would go, in bytes, and how many KV blocks it leaves
+    room for; no weight is loaded. With tensor_parallel_size it is that of each device that shares
+    the model, of as many replicas as data_parallel_size says.
 
     model: a ModelConfig, a Hugging Face config or a checkpoint folder. config: how to serve it; its
     dtype is what the model is stored in where it names none, else bfloat16. Of files in 8 or 4 bits
@@ -112,8 +112,8 @@ def _leaves(tree: Any) -> list[Any]:
 
 
 def _place(config: EngineConfig, devices: list[Any], compiled: bool) -> Placement:
-    """As many of the devices as are asked for; where nothing is compiled, a mesh of devices that
-    need not be.
+    """Return as many of the devices as are asked for; where nothing is compiled, a mesh of devices
+    that need not be.
     """
     shape = asked_shape(config)
     mesh: Any = serving_mesh(config, None, devices) if compiled else None
@@ -166,14 +166,14 @@ def limits_to_come(device: Any, utilization: float, weights: int, devices: int =
 
 
 def _stored_format(model: ModelConfig | Mapping[str, Any] | str | Path) -> Format | None:
-    """How the weights of a checkpoint lie, by its config; None is plain."""
+    """Return how the weights of a checkpoint lie, by its config; None is plain."""
     if isinstance(model, str | Path):
         model = read_json(Path(model) / "config.json")
     return format_of(model) if isinstance(model, Mapping) else None
 
 
 def stored_dtype(model: ModelConfig | Mapping[str, Any] | str | Path) -> str:
-    """What the weights of a checkpoint are, by its config; bfloat16 where that does not say."""
+    """Return what the weights of a checkpoint are, by its config; bfloat16 where that does not say."""
     if isinstance(model, str | Path):
         model = read_json(Path(model) / "config.json")
     raw = model if isinstance(model, Mapping) else {}
@@ -191,8 +191,8 @@ def plan_pool(
     needs: Needs | None = None,
     choices: Choices | None = None,
 ) -> MemoryPlan:
-    """The plan of the machine at hand, for a resolved config and serving trees that lie on its
-    devices.
+    """Return the plan of the machine at hand, for a resolved config and serving trees that lie on
+    its devices.
 
     draft: of a draft model. freed: bytes on a device that the engine itself will free first (the
     pool that a larger one replaces). needs: what an earlier plan measured, so that nothing is
@@ -218,8 +218,8 @@ def plan_within(
     compiled: bool = True,
     needs: Needs | None = None,
 ) -> MemoryPlan:
-    """The plan of one device; steps are compiled, if they may be, unless their needs are known, or
-    the bound holds (on CPU) and leaves the pool as it would be.
+    """Return the plan of one device; steps are compiled, if they may be, unless their needs are
+    known, or the bound holds (on CPU) and leaves the pool as it would be.
     """
     weights = bytes_on_device((probe.params, probe.draft_params))
     sizes = [pool.device_block_bytes for pool in probe.pools]
@@ -254,8 +254,8 @@ def probe_runner(
     draft: DraftOf | None = None,
     choices: Choices | None = None,
 ) -> Runner:
-    """A runner to compile with and never to run: over the smallest pool whose block tables are as
-    wide as can be.
+    """Return a runner to compile with and never to run: over the smallest pool whose block tables
+    are as wide as can be.
 
     params: the serving tree, or ShapeDtypeStructs with shardings in its place.
     """
@@ -279,8 +279,8 @@ def _needs(shape: Shape) -> tuple[int, ...]:
 
 
 def measured(probe: Runner, block_bytes: int) -> Needs:
-    """What the compiled steps say; compiles the largest of each phase, draws under masks too: any
-    engine may come to need them.
+    """Return what the compiled steps say; compiles the largest of each phase, draws under masks
+    too: any engine may come to need them.
     """
     config = dataclasses.replace(probe.config, structured_output=True)
     table = step_table(dataclasses.replace(probe.steps.setting, config=config))
@@ -352,7 +352,7 @@ def bound(model: ModelConfig, config: EngineConfig, dtype: Any, block_bytes: int
 
 
 def bytes_on_device(tree: Any) -> int:
-    """Bytes of a tree of placed arrays (or ShapeDtypeStructs) on one of its devices."""
+    """Return the bytes of a tree of placed arrays (or ShapeDtypeStructs) on one of its devices."""
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
     )

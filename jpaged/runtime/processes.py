@@ -23,7 +23,7 @@ from jpaged.errors import PeerError
 
 
 def are_many(mesh: Any) -> bool:
-    """Whether a mesh has devices of several processes."""
+    """Return whether a mesh has devices of several processes."""
     return count_of(mesh) > 1
 
 
@@ -33,12 +33,13 @@ def count_of(mesh: Any) -> int:
 
 
 def is_local(device: Any) -> bool:
-    """Whether a device is this process's."""
+    """Return whether a device is this process's."""
     return device.process_index == jax.process_index()
 
 
 def put(array: np.ndarray, sharding: Sharding) -> Array:
-    """A host array on the devices; over processes each gives its own shares of an equal array.
+    """Return a host array on the devices; over processes each gives its own shares of an equal
+    array.
 
     Not by jax.device_put there: that compares the array over all processes first, at a hundred
     times the cost.
@@ -49,7 +50,7 @@ def put(array: np.ndarray, sharding: Sharding) -> Array:
 
 
 def local_shards(array: Array, devices: Container[Any]) -> dict[Any, np.ndarray]:
-    """What those of the devices that are this process's hold of an array, on the host."""
+    """Return what those of the devices that are this process's hold of an array, on the host."""
     shards = (shard for shard in array.addressable_shards if shard.device in devices)
     return {shard.device: np.asarray(shard.data) for shard in shards}
 
@@ -57,7 +58,7 @@ def local_shards(array: Array, devices: Container[Any]) -> dict[Any, np.ndarray]
 def from_shards(
     shards: Mapping[Any, np.ndarray], shape: tuple[int, ...], dtype: Any, sharding: Sharding
 ) -> Array:
-    """The array again, of which each process has `local_shards`; zeros on all other devices."""
+    """Return the array again, of which each process has `local_shards`; zeros on all other devices."""
     zeros = np.zeros(sharding.shard_shape(shape), dtype)
     devices = sorted(sharding.addressable_devices, key=lambda device: device.id)
     placed = [jax.device_put(shards.get(device, zeros), device) for device in devices]
@@ -65,7 +66,7 @@ def from_shards(
 
 
 def broadcast(value: Any = None) -> Any:
-    """What the first process passes, in every process; the others' values are not looked at.
+    """Return what the first process passes, in every process; the others' values are not looked at.
 
     Any picklable value. All processes must call it at the same point. Alone, it returns its value.
     """
@@ -80,7 +81,7 @@ def broadcast(value: Any = None) -> Any:
 
 
 def least(value: int) -> int:
-    """The least of a number over all processes."""
+    """Return the least of a number over all processes."""
     return int(np.min(multihost_utils.process_allgather(np.int64(value))))
 
 

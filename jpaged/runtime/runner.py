@@ -273,7 +273,7 @@ class Runner:
         return arrays + self._draft_arrays if needs.draft else arrays
 
     def _lent(self, bucket: Shape) -> DeviceState:
-        """The state for a step: with the counts for one that needs them."""
+        """Return the state for a step: with the counts for one that needs them."""
         assert self._state is not None
         counts = self._counts_RV if bucket.is_full else None
         rows = dataclasses.replace(self._state.rows, counts_RV=counts)
@@ -471,7 +471,7 @@ def _setting(
 
 
 def bytes_of(pools: tuple[PoolSpec, ...]) -> int:
-    """Bytes of these pools on each device."""
+    """Return the bytes of these pools on each device."""
     return sum(pool.num_blocks * pool.device_block_bytes for pool in pools)
 
 

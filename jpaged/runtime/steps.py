@@ -209,8 +209,8 @@ class _Step:
         return self.to.vocabulary.masked(params.model.logits(x, context))
 
     def view(self, kv: tuple[Pool, ...], packed: Packed) -> tuple[PagedKV, Array, Array]:
-        """The step's view of the model's own pools, the first or (of a draft model) last of all,
-        and the row and position (-1: padding) of each token.
+        """Return the step's view of the model's own pools, the first or (of a draft model) last of
+        all, and the row and position (-1: padding) of each token.
         """
         is_decode = self.bucket.phase != "prefill"
         if is_decode:

@@ -18,7 +18,7 @@ class Adder(Protocol):
     """A module that adds what adapters give, reading those of a step's rows alone."""
 
     def adds(self, x: Array, a: Array, /) -> bool:
-        """Whether it can for x [T, E] and a [parts, slots, rank, E]."""
+        """Return whether it can for x [T, E] and a [parts, slots, rank, E]."""
         ...
 
     def add_low_rank(
@@ -93,7 +93,7 @@ class LowRank:
         return y_TE + self._outputs(h[:, :, None], slot_T).reshape(y_TE.shape)
 
     def __call__(self, x_TE: Array, product: Product) -> Array:
-        """What they add to the product of x, f32 [T, *outputs]."""
+        """Return what they add to the product of x, f32 [T, *outputs]."""
         tokens, (parts, slots, rank, *_) = x_TE.shape[0], self.a.shape
         if self._has_few(tokens):
             a_of_rows = self.a.reshape(parts, slots, rank, -1)[
@@ -105,7 +105,7 @@ class LowRank:
         return self._outputs(h.reshape(tokens, parts, slots, rank), self.slot_T)
 
     def _has_few(self, tokens: int) -> bool:
-        """Whether to copy a pair for each of so many rows is less than to read all slots."""
+        """Return whether to copy a pair for each of so many rows is less than to read all slots."""
         return PASSES * tokens <= self.a.shape[1]
 
     def _outputs(self, h: Array, slot_T: Array) -> Array:
@@ -130,7 +130,7 @@ class LowRank:
         return jnp.concatenate(shaped, axis=1 + self.joined)
 
     def _by(self, adder: Adder | None, x: Array, a: Array) -> Adder | None:
-        """The adder, if it can."""
+        """Return the adder, if it can."""
         return adder if adder is not None and adder.adds(x, a) else None
 
     @property
@@ -157,7 +157,7 @@ class ExpertLowRank:
     joined: int = dataclasses.field(metadata={"static": True})
 
     def of_expert(self, expert: Any, rows: Array) -> LowRank:
-        """Those of one expert, for the tokens at `rows`."""
+        """Return those of one expert, for the tokens at `rows`."""
 
         def own(table: Array, axis: int) -> Array:
             return jax.lax.dynamic_index_in_dim(table, expert, axis, keepdims=False)
