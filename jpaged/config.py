@@ -34,7 +34,7 @@ SPECULATIVE = (
 
 
 def _knob[T](default: T, help: str) -> T:
-    """Return a field of EngineConfig: its default and what it is, which command lines show as well."""
+    """Return a field of EngineConfig. help: what it is, which command lines show as well."""
     return dataclasses.field(default=default, metadata={"help": help})
 
 

@@ -281,7 +281,7 @@ class LLM:
         return self.session.report()
 
     def buckets(self) -> list[BucketReport]:
-        """Return every shape of a step: how often it ran, its padding, and what it cost to compile."""
+        """Return every shape of a step: how often it ran, its padding, and its cost to compile."""
         return self.session.buckets()
 
     def warmup(self, *, use_tqdm: bool = True) -> float:
@@ -308,7 +308,7 @@ def _weights(
 
 
 def _engine_config(fields: EngineFields) -> tuple[EngineConfig, Params | None]:
-    """Return the config of these fields, and the draft model of `speculative` if that is weights."""
+    """Return the config of these fields, and the weights that `speculative` has as its model."""
     check_fields(fields)
     settings: dict[str, Any] = {**fields}
     asked, draft = settings.get("speculative"), None

@@ -173,7 +173,7 @@ def _stored_format(model: ModelConfig | Mapping[str, Any] | str | Path) -> Forma
 
 
 def stored_dtype(model: ModelConfig | Mapping[str, Any] | str | Path) -> str:
-    """Return what the weights of a checkpoint are, by its config; bfloat16 where that does not say."""
+    """Return the dtype of a checkpoint's weights, by its config; bfloat16 if that has none."""
     if isinstance(model, str | Path):
         model = read_json(Path(model) / "config.json")
     raw = model if isinstance(model, Mapping) else {}

@@ -58,7 +58,7 @@ def local_shards(array: Array, devices: Container[Any]) -> dict[Any, np.ndarray]
 def from_shards(
     shards: Mapping[Any, np.ndarray], shape: tuple[int, ...], dtype: Any, sharding: Sharding
 ) -> Array:
-    """Return the array again, of which each process has `local_shards`; zeros on all other devices."""
+    """Return the array of which each process has `local_shards`; zeros on all other devices."""
     zeros = np.zeros(sharding.shard_shape(shape), dtype)
     devices = sorted(sharding.addressable_devices, key=lambda device: device.id)
     placed = [jax.device_put(shards.get(device, zeros), device) for device in devices]

@@ -193,7 +193,7 @@ class Exchange:
             raise BodyError(said, code="invalid_encoding") from None
 
     async def while_connected[T](self, work: Coroutine[Any, Any, T]) -> T:
-        """Return what some work comes to. It is cancelled, and Gone raised, when the client leaves."""
+        """Return the result of some work. If the client leaves, cancel it and raise Gone."""
 
         async def leave() -> None:
             while (await self._receive())["type"] != "http.disconnect":
