@@ -15,7 +15,7 @@ from jpaged.models.alike import Alike
 from jpaged.models.hf_config import read_hf, write_hf
 from jpaged.models.layers.attention import AttentionConfig
 from jpaged.models.layers.experts import ExpertsConfig
-from jpaged.models.layers.layer import LayerConfig
+from jpaged.models.layers.layer import LayerConfig, check_keys_of
 from jpaged.models.layers.mlp import Activation, MLPConfig
 from jpaged.models.layers.norm import PLAIN_NORM, NormConfig
 from jpaged.models.layers.scratch import Scratch, StepSizes
@@ -124,6 +124,7 @@ class ModelConfig:
         values["layers"] = tuple(values["layers"])
         if not values["layers"]:
             raise ConfigError("layers=(): a model has at least one")
+        check_keys_of(values["layers"])
         values["norm"] = values["norm"] or values["layers"][0].norm
         for name, value in values.items():
             object.__setattr__(self, name, value)

@@ -7,6 +7,7 @@ from jax import Array
 
 from jpaged.models.config import ModelConfig
 from jpaged.models.kv_view import DenseKV
+from jpaged.models.layers.attention import AttentionConfig
 from jpaged.models.record import Record
 
 
@@ -54,11 +55,16 @@ def kv_groups(config: ModelConfig) -> tuple[KVGroup, ...]:
 
 
 def kv_places(config: ModelConfig) -> list[tuple[tuple[int, int], ...]]:
-    """For each layer the group of each of its records, and its index among the group's layers."""
+    """For each layer the group of each of its records, and its index among the group's layers; for
+    a layer that reads another's keys and values those of the other.
+    """
     places: list[tuple[tuple[int, int], ...]] = [() for _ in config.layers]
     for group, members in enumerate(kv_groups(config)):
         for index, layer in enumerate(members.layers):
             places[layer] = (*places[layer], (group, index))
+    for i, layer in enumerate(config.layers):
+        if isinstance(layer.mixer, AttentionConfig) and layer.mixer.keys_of is not None:
+            places[i] = places[layer.mixer.keys_of]
     return places
 
 

@@ -20,7 +20,7 @@ from kernels_pallas.implementation import CUDA
 from kernels_pallas.paged_attention import IMPLEMENTATIONS
 from kernels_pallas.paged_attention.interface import AttentionOptions, Options, Shapes
 from kernels_pallas.paged_attention.kv_write import write_kv
-from kernels_pallas.paged_attention.pool_layout import PoolLayout
+from kernels_pallas.paged_attention.pool_layout import PoolLayout, pad
 
 KV_DTYPES = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}  # by kv_cache_dtype
 log = logging.getLogger("jpaged")
@@ -72,6 +72,7 @@ class Kernel:
             return self._write_heads(qkv_TKXD, heads, pool, layer, slot_mapping_T, num_layers)
         q_THD, k_TKD, v_TKD = heads(qkv_TKXD)
         with jax.named_scope("write_kv"):
+            v_TKD = pad(v_TKD, k_TKD.shape)  # a pool's keys and values are of one width
             kv_TK2D = jnp.stack([k_TKD, v_TKD], axis=2)
             kv = self.pool_layout.pack(kv_TK2D.reshape(k_TKD.shape[0], -1, k_TKD.shape[-1]))
             return q_THD, write_kv(pool, layer, kv, slot_mapping_T, num_layers=num_layers)
@@ -123,13 +124,13 @@ def choose_kernel(
     device: Any,
     shards: int,
     *,
-    norms_whole: bool = False,
+    unfused: str | None = None,
 ) -> Kernel:
     """Return the kernel that config.attention names, or the fastest one that can run.
 
     group: the layers that it serves. config: resolved. dtype: of the model. shards: devices that
-    the heads are split over. norms_whole: a layer norms the queries, or keys, of all heads
-    together, which no kernel that prepares attention does. Raises UnsupportedError if the named
+    the heads are split over. unfused: the reason why no kernel prepares
+    attention for one of the layers. Raises UnsupportedError if the named
     kernel cannot run. It may compile C++, so it is called when an engine starts (see choices.py).
     """
     kv = config.kv_cache_dtype
@@ -147,7 +148,7 @@ def choose_kernel(
         reason = _unsupported(config.attention, shapes, device)
         check_combination(Facts(config=config, no_kernel=reason or ""))
         is_compiled = IMPLEMENTATIONS[config.attention].is_compiled_for(device.platform)
-        writes = _writes_heads(config.attention, norms_whole, shapes, device)
+        writes = _writes_heads(config.attention, unfused, shapes, device)
         return Kernel(
             name=config.attention, shapes=shapes, interpret=not is_compiled, writes_heads=writes
         )
@@ -158,25 +159,25 @@ def choose_kernel(
             if reason is None:
                 if refused and implementation.platforms is None and device.platform != "cpu":
                     _warn_of_xla(refused, device)
-                writes = _writes_heads(name, norms_whole, shapes, device)
+                writes = _writes_heads(name, unfused, shapes, device)
                 return Kernel(name=name, shapes=shapes, writes_heads=writes)
             log.info("attention='auto': not %s (%s)", name, reason)
             refused.append(f"{name}: {reason}")
     raise AssertionError("one of them runs everywhere")
 
 
-def _writes_heads(name: str, norms_whole: bool, shapes: Shapes, device: Any) -> bool:
+def _writes_heads(name: str, unfused: str | None, shapes: Shapes, device: Any) -> bool:
     """Return whether one kernel prepares attention: on CUDA, or if its kernels are interpreted.
 
-    Elsewhere there are no launches to save, and the bits of XLA's kernels are kept. norms_whole:
-    a layer norms all its heads together.
+    Elsewhere there are no launches to save, and the bits of XLA's kernels are kept. unfused:
+    the reason why it cannot be one of these layers.
     """
     if device.platform not in CUDA and IMPLEMENTATIONS[name].platforms != CUDA:
         return False
     head_write: Any = importlib.import_module("kernels_pallas.paged_attention.head_write")
-    reason = head_write.unsupported(shapes, IMPLEMENTATIONS[name].module().pool_layout)
-    if norms_whole:
-        reason = "norms over all heads together"
+    reason = unfused
+    if reason is None:
+        reason = head_write.unsupported(shapes, IMPLEMENTATIONS[name].module().pool_layout)
     if reason is not None:
         log.info("attention is prepared by XLA (%s)", reason)
     return reason is None

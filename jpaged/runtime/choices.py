@@ -91,7 +91,7 @@ def choose(
     mixture = _experts(served, device, dtype, shards, is_plain)
     kernels = tuple(
         choose_kernel(
-            group, config, dtype, device, shards, norms_whole=norms_whole(served, group.layers)
+            group, config, dtype, device, shards, unfused=unfused(served, group.layers)
         )
         for group in kv_groups(served)
     )
@@ -111,10 +111,11 @@ def choose(
     )
 
 
-def norms_whole(model: ModelConfig, layers: tuple[int, ...]) -> bool:
-    """Return whether one of these layers norms the queries, or keys, of all heads together."""
+def unfused(model: ModelConfig, layers: tuple[int, ...]) -> str | None:
+    """Return why no kernel prepares attention in one of these layers; None where one may."""
     mixers = [model.layers[i].mixer for i in layers]
-    return any(mixer is not None and mixer.qk_norm == "whole" for mixer in mixers)
+    reasons = (mixer.unfused for mixer in mixers if mixer is not None)
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def _widths(model: ModelConfig) -> list[int]:
@@ -122,7 +123,7 @@ def _widths(model: ModelConfig) -> list[int]:
     widths = [model.hidden_size]
     for layer in model.layers:
         if layer.mixer is not None:
-            widths.append(layer.mixer.num_heads * layer.mixer.head_dim)
+            widths.append(layer.mixer.num_heads * layer.mixer.value_width)
         if isinstance(layer.ffn, MLPConfig):
             widths.append(layer.ffn.intermediate_size)
         elif layer.ffn is not None:

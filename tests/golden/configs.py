@@ -82,6 +82,16 @@ def _gemma(model_type: str, architecture: str, **fields: Any) -> dict[str, Any]:
     return _config(model_type, architecture, **(tied | fields))
 
 
+def _gemma4(model_type: str, architecture: str, **fields: Any) -> dict[str, Any]:
+    scalars = {"vocab_size_per_layer_input": fields["vocab_size"], "hidden_size_per_layer_input": 0}
+    base = {"attention_k_eq_v": True, "final_logit_softcapping": 20.0, "pad_token_id": 0}
+    if model_type == "gemma4_unified_text":
+        scalars = {}
+    return _gemma(model_type, architecture, **(base | scalars | fields))
+
+
+WINDOW, FULL = "sliding_attention", "full_attention"
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_g2_d32_tied": _qwen3(
         vocab_size=160,
@@ -361,6 +371,51 @@ CONFIGS: dict[str, dict[str, Any]] = {
         final_logit_softcapping=None,
         tie_word_embeddings=False,
         eos_token_id=143,
+    ),
+    "gemma4_k2_d32_k1_d64": _gemma4(  # as 12B and 31B: unequal D and K, keys as values
+        "gemma4_unified_text",
+        "Gemma4UnifiedForCausalLM",
+        vocab_size=160,
+        hidden_size=72,
+        intermediate_size=104,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        global_head_dim=64,
+        num_global_key_value_heads=1,
+        sliding_window=16,
+        layer_types=[WINDOW, FULL, WINDOW, FULL],
+        use_bidirectional_attention="vision",
+        eos_token_id=[159, 106],
+    ),
+    "gemma4_k3_d64_bias": _gemma4(  # values of their own in every layer
+        "gemma4_text",
+        "Gemma4ForCausalLM",
+        vocab_size=151,
+        hidden_size=80,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        head_dim=64,
+        global_head_dim=32,
+        attention_k_eq_v=False,
+        attention_bias=True,
+        sliding_window=21,
+        layer_types=[WINDOW, WINDOW, FULL],
+        final_logit_softcapping=None,
+        tie_word_embeddings=False,
+        rope_parameters={
+            FULL: {
+                "rope_type": "proportional",
+                "rope_theta": 50000.0,
+                "partial_rotary_factor": 0.5,
+                "factor": 4.0,
+            },
+            WINDOW: {"rope_type": "default", "rope_theta": 20000.0},
+        },
+        eos_token_id=150,
     ),
     "phi3_g1_d64_window": _phi3(
         vocab_size=160,

@@ -12,10 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from tests.golden.unequal import UNEQUAL, unequal_shapes
+
 AFTER = ("post_attention_layernorm", "post_feedforward_layernorm")
 NORMS = {
     "gemma2": ("input_layernorm", "pre_feedforward_layernorm", *AFTER),
     "gemma3_text": ("input_layernorm", "pre_feedforward_layernorm", *AFTER),
+    "gemma4_text": AFTER,
+    "gemma4_unified_text": AFTER,
     "olmo2": AFTER,
     "olmo3": AFTER,
 }
@@ -25,6 +29,8 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Hugging Face name -> shape of every tensor in the checkpoint of a Hugging Face config
     dict.
     """
+    if config["model_type"] in UNEQUAL:
+        return unequal_shapes(config)
     family, e, f = config["model_type"], config["hidden_size"], config["intermediate_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     d = config.get("head_dim") or e // heads
@@ -136,9 +142,13 @@ def _scaled(key: str, x: np.ndarray, config: Mapping[str, Any]) -> np.ndarray:
     if key.endswith("norm.weight"):
         # q_norm and k_norm set the sharpness of attention, whatever the projections are
         mean = 1.3 if key.endswith(("q_norm.weight", "k_norm.weight")) else 1.0
+        if mean > 1 and config["model_type"].startswith("gemma4"):
+            mean = 0.6  # its scores are not divided by the root of head_dim
         if config["model_type"] in NORMS and config["tie_word_embeddings"]:
             mean *= 8.0 if any(norm in key for norm in AFTER) else 1.0  # see "residual" below
-        return mean - config["model_type"].startswith("gemma") + 0.25 * x
+        return mean - (config["model_type"] in ("gemma2", "gemma3_text")) + 0.25 * x
+    if key.endswith("layer_scalar"):
+        return 0.8 + 0.2 * x
     if key.endswith(("bias", "sinks")):
         return (1.0 if key.endswith("sinks") else 0.4) * x
     if key.endswith(("experts.gate_up_proj", "experts.down_proj")):  # [X, inputs, outputs]

@@ -6,6 +6,7 @@ layer does and which parameters it has is said in `models/layers`.
 
 from jpaged.models.families.family import Family
 from jpaged.models.families.gemma import GEMMA2, GEMMA3
+from jpaged.models.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from jpaged.models.families.gpt_oss import GPT_OSS
 from jpaged.models.families.granite import GRANITE
 from jpaged.models.families.llama import LLAMA
@@ -17,6 +18,7 @@ from jpaged.models.families.smollm import SMOLLM3
 
 _DENSE = (QWEN3, QWEN2, LLAMA, MISTRAL, GEMMA3, GEMMA2, PHI3, SMOLLM3, GRANITE, OLMO2, OLMO3)
 _ALL = (*_DENSE, QWEN3_MOE, QWEN2_MOE, MIXTRAL, GPT_OSS)
-FAMILIES = {family.model_type: family for family in _ALL}
+_UNEQUAL = (GEMMA4, GEMMA4_UNIFIED)
+FAMILIES = {family.model_type: family for family in (*_ALL, *_UNEQUAL)}
 
 __all__ = ["FAMILIES", "Family"]

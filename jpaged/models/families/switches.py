@@ -117,7 +117,7 @@ class Switches:
             raise ConfigError(f"rope_parameters={rope}: partial rotary is not supported")
         fields: dict[str, Any] = {
             "rope_theta": float(rope["rope_theta"] or 10000.0),
-            "rope_scaling": _rope_scaling(rope, hf["max_position_embeddings"]),
+            "rope_scaling": read_scaling(rope, hf["max_position_embeddings"]),
             "partial_rotary_factor": float(fraction),
         }
         if self.no_rope:
@@ -171,7 +171,7 @@ class Switches:
         return fields
 
 
-def _rope_scaling(rope: dict[str, Any], max_position: int) -> RopeScaling | None:
+def read_scaling(rope: dict[str, Any], max_position: int) -> RopeScaling | None:
     kind = rope["rope_type"]
     if rope.get("mscale") or rope.get("mscale_all_dim"):
         raise ConfigError(f"rope_parameters={rope}: mscale is not supported")

@@ -1,7 +1,7 @@
 """A decoder layer: a mixer of tokens and a feed-forward part, each with its norms and residual."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal, Protocol, Self
 
 import jax
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jpaged.checks import positive
+from jpaged.errors import ConfigError
 from jpaged.models.kv_view import KVView, Place
 from jpaged.models.layers.attention import Attention, AttentionConfig
 from jpaged.models.layers.experts import Experts, ExpertsConfig
@@ -56,7 +57,8 @@ class LayerConfig:
     """One layer. mixer, ffn: None where the layer has no such part.
 
     norms: "pre" normalises what a part takes, "post" what it gives, before that is added; "both"
-    does both. residual_multiplier: of what is added.
+    does both. residual_multiplier: of what is added. has_scalar: what leaves the layer is
+    multiplied by a number, a parameter.
     """
 
     mixer: AttentionConfig | None
@@ -64,6 +66,7 @@ class LayerConfig:
     norms: Literal["pre", "post", "both"] = "pre"
     norm: NormConfig = PLAIN_NORM
     residual_multiplier: float = 1.0
+    has_scalar: bool = False
 
     def __post_init__(self) -> None:
         positive(residual_multiplier=self.residual_multiplier)
@@ -95,6 +98,8 @@ class LayerConfig:
             if has_post:
                 source = "post_feedforward_layernorm.weight"
                 specs.append(ParamSpec(MLP_POST_NORM, "E", source, init))
+        if self.has_scalar:
+            specs.append(ParamSpec(SCALAR, "1", "layer_scalar", "ones"))
         return tuple(specs)
 
     def keeps(self) -> tuple[Record, ...]:
@@ -125,16 +130,40 @@ class LayerConfig:
             norms = (RMSNorm.of(self.norm, weights.get(name)) for name in (before, after))
             return Residual(*norms, multiplier=self.residual_multiplier)
 
+        scalar = weights.get(SCALAR)
         return Layer(
             around_mixer=residual(INPUT_NORM, ATTENTION_POST_NORM),
             mixer=None if self.mixer is None else self.mixer.build(weights),
             around_ffn=residual(POST_NORM, MLP_POST_NORM),
             ffn=None if self.ffn is None else self.ffn.build(weights),
+            scalar=None if scalar is None else scalar.value,
         )
 
 
 INPUT_NORM, ATTENTION_POST_NORM = "input_norm.scale", "attention_post_norm.scale"
 POST_NORM, MLP_POST_NORM = "post_norm.scale", "mlp_post_norm.scale"
+SCALAR = "scalar"
+
+
+def check_keys_of(layers: Sequence[LayerConfig]) -> None:
+    """ConfigError unless each layer that reads another's keys and values can: the other is the last
+    one before it that keeps such keys and values, of as many heads and with the same window.
+    """
+    last: dict[tuple[object, ...], int] = {}
+    for i, layer in enumerate(layers):
+        mixer = layer.mixer
+        if not isinstance(mixer, AttentionConfig):
+            continue
+        heads = (mixer.num_heads, mixer.num_kv_heads)
+        form = (*heads, mixer.head_dim, mixer.value_width, mixer.window)
+        if mixer.keys_of is None:
+            last[form] = i
+        elif last.get(form) != mixer.keys_of:
+            kept = f"layer {last[form]}" if form in last else "no layer"
+            raise ConfigError(
+                f"keys_of={mixer.keys_of} in layer {i}: the last layer before it that keeps keys "
+                f"and values of its heads, widths and window is {kept}"
+            )
 
 
 @jax.tree_util.register_dataclass
@@ -165,12 +194,15 @@ def scaled(x: Array, factor: float) -> Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A mixer of tokens, then a feed-forward part; None where the layer has no such part."""
+    """A mixer of tokens, then a feed-forward part; None where the layer has no such part. scalar:
+    [1], what leaves the layer is multiplied by it; None is 1.
+    """
 
     around_mixer: Residual
     mixer: Attention | None
     around_ffn: Residual
     ffn: MLP | Experts | None
+    scalar: Array | None = None
 
     @property
     def experts_are_plain(self) -> bool:
@@ -201,4 +233,4 @@ class Layer:
             with jax.named_scope("mlp"):
                 y = self.ffn(self.around_ffn.taken(x), step)
                 x = self.around_ffn.added(x, y)
-        return x, kv
+        return (x if self.scalar is None else x * self.scalar[0]), kv

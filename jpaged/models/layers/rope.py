@@ -135,6 +135,6 @@ class Rotary:
         cos, sin = jax.lax.optimization_barrier((cos, sin))
         return cls(cos=cos, sin=sin)
 
-    def __call__(self, q: Array, k: Array) -> tuple[Array, Array]:
-        """q and k [..., heads, D], rotated."""
-        return rotate(q, self.cos, self.sin), rotate(k, self.cos, self.sin)
+    def __call__(self, x: Array) -> Array:
+        """Return queries or keys [..., heads, D] rotated; [..., K, G, D] are queries too."""
+        return rotate(x, self.cos, self.sin)

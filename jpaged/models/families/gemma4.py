@@ -1,0 +1,123 @@
+"""Gemma 4, the text models: E2B, E4B, 12B (unified), 26B-A4B and 31B."""
+
+from typing import Any
+
+from jpaged.errors import ConfigError
+from jpaged.models.families.by_kind import FULL, WINDOW, layer_kinds, read_rope, write_kinds
+from jpaged.models.families.family import Family, in_layers
+from jpaged.models.families.switches import ACTIVATIONS
+from jpaged.models.layers.attention import AttentionConfig
+from jpaged.models.layers.layer import LayerConfig
+from jpaged.models.layers.mlp import MLPConfig
+from jpaged.models.layers.norm import NormConfig
+
+
+class Gemma4:
+    """The `Family.description` of these models: layers with a window and layers without one differ
+    in width and number of KV heads, and the last num_kv_shared_layers read the keys and values of
+    the last layer of their kind before them.
+    """
+
+    def read(self, hf: dict[str, Any]) -> dict[str, Any]:
+        """See Description."""
+        kinds, shared = layer_kinds(hf), hf["num_kv_shared_layers"] or 0
+        first_shared = len(kinds) - shared
+        sources = {kind: i for i, kind in enumerate(kinds[:first_shared])}
+        if lost := set(kinds[first_shared:]) - set(sources):
+            raise ConfigError(
+                f"num_kv_shared_layers={shared}: no layer of {min(lost)} keeps its own keys"
+            )
+        layers = tuple(
+            _layer(hf, i, None if i < first_shared else sources[kind])
+            for i, kind in enumerate(kinds)
+        )
+        return {
+            "layers": layers,
+            "scaled_embedding": True,
+            "final_logit_softcapping": hf["final_logit_softcapping"],
+        }
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """See Description."""
+        layers: tuple[LayerConfig, ...] = config.layers
+        by_kind: dict[str, AttentionConfig] = {}
+        for layer in layers:
+            assert isinstance(layer.mixer, AttentionConfig)
+            by_kind.setdefault(FULL if layer.mixer.window is None else WINDOW, layer.mixer)
+        full, local = by_kind[FULL], by_kind.get(WINDOW, by_kind[FULL])
+        mlps = [layer.ffn for layer in layers]
+        assert isinstance(mlps[0], MLPConfig)
+        shared = sum(layer.mixer.keys_of is not None for layer in layers)
+        return {
+            **write_kinds(layers, config.max_position_embeddings),
+            "num_hidden_layers": len(layers),
+            "num_attention_heads": local.num_heads,
+            "num_key_value_heads": local.num_kv_heads,
+            "head_dim": local.head_dim,
+            "global_head_dim": full.head_dim,
+            "num_global_key_value_heads": full.num_kv_heads,
+            "per_layer_config": {
+                str(i): {"head_dim": full.head_dim, "num_key_value_heads": full.num_kv_heads}
+                for i, layer in enumerate(layers)
+                if layer.mixer.window is None
+            },
+            "attention_k_eq_v": full.value_is_key,
+            "attention_bias": full.qkv_bias,
+            "rms_norm_eps": layers[0].norm.eps,
+            "intermediate_size": mlps[0].intermediate_size,
+            "hidden_activation": {v: k for k, v in ACTIVATIONS.items()}[mlps[0].activation],
+            "num_kv_shared_layers": shared,
+            "use_double_wide_mlp": mlps[-1] != mlps[0],
+            "final_logit_softcapping": config.final_logit_softcapping,
+            "hidden_size_per_layer_input": 0,
+            "use_bidirectional_attention": None,
+        }
+
+
+def _layer(hf: dict[str, Any], i: int, keys_of: int | None) -> LayerConfig:
+    """The i-th layer. keys_of: as of AttentionConfig."""
+    kind, norm = hf["layer_types"][i], NormConfig(eps=hf["rms_norm_eps"], in_f32=True)
+    special = hf["per_layer_config"].get(str(i), {})
+    head_dim = special.get("head_dim", hf["head_dim"])
+    activation = hf["hidden_activation"]
+    if activation not in ACTIVATIONS:
+        built = ", ".join(ACTIVATIONS)
+        raise ConfigError(f"hidden_activation={activation!r} is not supported ({built} are)")
+    mixer = AttentionConfig(
+        num_heads=hf["num_attention_heads"],
+        num_kv_heads=special.get("num_key_value_heads", hf["num_key_value_heads"]),
+        head_dim=head_dim,
+        window=hf["sliding_window"] if kind == WINDOW else None,
+        rope=read_rope(hf, kind, head_dim),
+        multiplier=1.0,
+        qkv_bias=bool(hf["attention_bias"]),
+        out_bias=bool(hf["attention_bias"]),
+        qk_norm="head",
+        norm=norm,
+        value_is_key=bool(hf["attention_k_eq_v"]) and kind == FULL and keys_of is None,
+        value_norm=keys_of is None,
+        keys_of=keys_of,
+    )
+    is_double = keys_of is not None and hf["use_double_wide_mlp"]
+    mlp = MLPConfig(
+        intermediate_size=hf["intermediate_size"] * (2 if is_double else 1),
+        activation=ACTIVATIONS[activation],
+    )
+    return LayerConfig(mixer=mixer, ffn=mlp, norms="both", norm=norm, has_scalar=True)
+
+
+NAMES = in_layers(post_norm__scale="pre_feedforward_layernorm.weight")
+GEMMA4 = Family(
+    model_type="gemma4_text",
+    architecture="Gemma4ForCausalLM",
+    description=Gemma4(),
+    text_of=("gemma4", "Gemma4ForConditionalGeneration"),
+    names=NAMES,
+)
+GEMMA4_UNIFIED = Family(
+    model_type="gemma4_unified_text",
+    architecture="Gemma4UnifiedForCausalLM",
+    description=Gemma4(),
+    text_of=("gemma4_unified", "Gemma4UnifiedForConditionalGeneration"),
+    names=NAMES,
+)

@@ -1,0 +1,51 @@
+"""Tensors of the families whose layers differ in width, heads or kind: Gemma 4."""
+
+from collections.abc import Mapping
+from typing import Any
+
+UNEQUAL = ("gemma4_text", "gemma4_unified_text")
+NORMS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+
+
+def unequal_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Hugging Face name -> shape of every tensor in the checkpoint of a Hugging Face config."""
+    e, vocab = config["hidden_size"], config["vocab_size"]
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, e)}
+    shapes["model.norm.weight"] = (e,)
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (vocab, e)
+    for i, kind in enumerate(config["layer_types"]):
+        own = _gemma4_layer(config, i, kind)
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in own.items()}
+    return shapes
+
+
+def _gemma4_layer(config: Mapping[str, Any], i: int, kind: str) -> dict[str, tuple[int, ...]]:
+    e, heads, is_full = config["hidden_size"], config["num_attention_heads"], kind[0] == "f"
+    d = config["global_head_dim"] if is_full else config["head_dim"]
+    kv_heads, values_are_keys = config["num_key_value_heads"], False
+    if is_full and config.get("attention_k_eq_v"):
+        kv_heads, values_are_keys = config["num_global_key_value_heads"], True
+    is_shared = i >= config["num_hidden_layers"] - config.get("num_kv_shared_layers", 0)
+    f = config["intermediate_size"] * (2 if is_shared and config.get("use_double_wide_mlp") else 1)
+    widths = {"q_proj": heads * d}
+    if not is_shared:
+        widths |= {"k_proj": kv_heads * d} | ({} if values_are_keys else {"v_proj": kv_heads * d})
+    shapes = {f"self_attn.{name}.weight": (width, e) for name, width in widths.items()}
+    shapes["self_attn.o_proj.weight"] = (e, heads * d)
+    if config.get("attention_bias"):
+        shapes |= {f"self_attn.{name}.bias": (width,) for name, width in widths.items()}
+        shapes["self_attn.o_proj.bias"] = (e,)
+    shapes["self_attn.q_norm.weight"] = (d,)
+    if not is_shared:
+        shapes["self_attn.k_norm.weight"] = (d,)
+    shapes |= {"mlp.gate_proj.weight": (f, e), "mlp.up_proj.weight": (f, e)}
+    shapes["mlp.down_proj.weight"] = (e, f)
+    shapes |= {f"{norm}.weight": (e,) for norm in NORMS}
+    shapes["layer_scalar"] = (1,)
+    return shapes
