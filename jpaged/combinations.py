@@ -19,7 +19,7 @@ from jpaged.errors import ConfigError, JpagedError, RequestError, UnsupportedErr
 # The modules that define these types import this one, which reads their fields and nothing else.
 type EngineConfig = Any
 type Speculative = Any
-type ModelConfig = Any  # a HeadConfig, too, for a draft
+type ModelConfig = Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -481,14 +481,15 @@ def heads_fit_the_hidden_size(draft: Any, model: ModelConfig) -> str | None:
     """A head's target_hidden_size is the model's hidden_size; so is its own where it borrows the
     model's embedding or output head.
     """
-    if not draft.is_head:
+    head = draft.draft_head
+    if head is None:
         return None
-    if draft.target_hidden_size != model.hidden_size:
+    if head.target_hidden_size != model.hidden_size:
         return (
-            f"EAGLE-3 head for target_hidden_size={draft.target_hidden_size}: the model has "
+            f"EAGLE-3 head for target_hidden_size={head.target_hidden_size}: the model has "
             f"hidden_size={model.hidden_size}"
         )
-    borrows = not (draft.own_embed and draft.own_lm_head)
+    borrows = not (head.has_embed and head.has_lm_head)
     if borrows and draft.hidden_size != model.hidden_size:
         return (
             f"EAGLE-3 head of hidden_size={draft.hidden_size} without an embedding or a head of "

@@ -95,7 +95,7 @@ class Kernel:
         if heads.rotary is not None:
             rotation = heads.rotary.cos, heads.rotary.sin
         with jax.named_scope("write_heads"):
-            return head_write.write_heads(
+            q_THD, written = head_write.write_heads(
                 qkv_TKXD,
                 pool,
                 layer,
@@ -106,6 +106,7 @@ class Kernel:
                 num_layers=num_layers,
                 interpret=self.interpret,
             )
+        return q_THD if heads.rotary is None else heads.rotary.scaled(q_THD), written
 
     def options(self, attention: AttentionOptions, num_layers: int) -> Options:
         """Return what a call of `module` is compiled for, over a pool of so many layers."""
@@ -129,9 +130,9 @@ def choose_kernel(
     """Return the kernel that config.attention names, or the fastest one that can run.
 
     group: the layers that it serves. config: resolved. dtype: of the model. shards: devices that
-    the heads are split over. unfused: the reason why no kernel prepares
-    attention for one of the layers. Raises UnsupportedError if the named
-    kernel cannot run. It may compile C++, so it is called when an engine starts (see choices.py).
+    the heads are split over. unfused: why no kernel can prepare attention in these layers. Raises
+    UnsupportedError if the named kernel cannot run. It may compile C++, so it is called when an
+    engine starts (see choices.py).
     """
     kv = config.kv_cache_dtype
     shapes = Shapes(
@@ -169,15 +170,14 @@ def choose_kernel(
 def _writes_heads(name: str, unfused: str | None, shapes: Shapes, device: Any) -> bool:
     """Return whether one kernel prepares attention: on CUDA, or if its kernels are interpreted.
 
-    Elsewhere there are no launches to save, and the bits of XLA's kernels are kept. unfused:
-    the reason why it cannot be one of these layers.
+    Elsewhere there are no launches to save, and the bits of XLA's kernels are kept. unfused: as in
+    choose_kernel.
     """
     if device.platform not in CUDA and IMPLEMENTATIONS[name].platforms != CUDA:
         return False
     head_write: Any = importlib.import_module("kernels_pallas.paged_attention.head_write")
-    reason = unfused
-    if reason is None:
-        reason = head_write.unsupported(shapes, IMPLEMENTATIONS[name].module().pool_layout)
+    layout = IMPLEMENTATIONS[name].module().pool_layout
+    reason = unfused or head_write.unsupported(shapes, layout)
     if reason is not None:
         log.info("attention is prepared by XLA (%s)", reason)
     return reason is None

@@ -90,9 +90,7 @@ def choose(
     )
     mixture = _experts(served, device, dtype, shards, is_plain)
     kernels = tuple(
-        choose_kernel(
-            group, config, dtype, device, shards, unfused=unfused(served, group.layers)
-        )
+        choose_kernel(group, config, dtype, device, shards, unfused=unfused(served, group.layers))
         for group in kv_groups(served)
     )
     return Choices(
@@ -112,8 +110,8 @@ def choose(
 
 
 def unfused(model: ModelConfig, layers: tuple[int, ...]) -> str | None:
-    """Return why no kernel prepares attention in one of these layers; None where one may."""
-    mixers = [model.layers[i].mixer for i in layers]
+    """Return why no kernel prepares attention in these layers; None: one can."""
+    mixers = (model.layers[i].mixer for i in layers)
     reasons = (mixer.unfused for mixer in mixers if mixer is not None)
     return next((reason for reason in reasons if reason is not None), None)
 

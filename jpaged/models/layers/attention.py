@@ -40,7 +40,8 @@ class AttentionConfig:
     nothing. Scores are multiplied by multiplier; where that is None, divided by the root of
     query_pre_attn_scalar, by default D. soft_cap: c, a score s becomes c * tanh(s / c). sinks: each
     head has one more score, a parameter, which takes its share of the softmax alone. qk_norm:
-    queries and keys are normed, each head by itself or all heads together.
+    queries and keys are normed, each head by itself or all heads together; qk_norm_after_rope: once
+    they are rotated.
 
     value_dim: Dv, the width of a value; None is D. value_is_key: values are the product of the
     keys, before their norm and rotation, and no product is theirs. value_norm: values of each head
@@ -60,6 +61,7 @@ class AttentionConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: Literal["head", "whole"] | None = None
+    qk_norm_after_rope: bool = False
     norm: NormConfig = PLAIN_NORM
     value_dim: int | None = None
     value_is_key: bool = False
@@ -100,17 +102,6 @@ class AttentionConfig:
         return self.head_dim if self.value_dim is None else self.value_dim
 
     @property
-    def unfused(self) -> str | None:
-        """The reason why no kernel that prepares attention takes its queries, keys and values; None
-        where one may.
-        """
-        if self.qk_norm == "whole":
-            return "norms over all heads together"
-        if self.value_is_key or self.value_norm or self.value_scale != 1.0:
-            return "values that are keys, normed or scaled"
-        return "values of another width" if self.value_width != self.head_dim else None
-
-    @property
     def scale(self) -> float:
         """What the product of a query and a key is multiplied by."""
         if self.multiplier is not None:
@@ -121,6 +112,17 @@ class AttentionConfig:
     def options(self) -> AttentionOptions:
         """What the view of a step passes on to the kernel."""
         return AttentionOptions(scale=self.scale, soft_cap=self.soft_cap, window=self.window)
+
+    @property
+    def unfused(self) -> str | None:
+        """Why no kernel can norm, rotate and write its queries and keys at once; None: one can."""
+        if self.qk_norm == "whole":
+            return "norms over all heads together"
+        if self.qk_norm is not None and self.qk_norm_after_rope:
+            return "norms after the rotation"
+        if self.value_is_key or self.value_norm or self.value_scale != 1.0:
+            return "values that are keys, normed or scaled"
+        return "values of another width" if self.value_width != self.head_dim else None
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -150,11 +152,13 @@ class AttentionConfig:
         q_norm, k_norm = "self_attn.q_norm.weight", "self_attn.k_norm.weight"
         count = self._num_fused
         heads = "K G D" if count == 1 else f"K G+{count - 1} D"
-        specs = [ParamSpec("attention.qkv", f"{heads}, E", QKV[:count], "normal", "K")]
+        fused = self._as_stored(QKV)[:count]
+        specs = [ParamSpec("attention.qkv", f"{heads}, E", fused, "normal", "K")]
         if self._has_v:
             specs.append(ParamSpec("attention.v", "K Dv, E", V, "normal", "K"))
         if self.qkv_bias:
-            specs.append(ParamSpec("attention.qkv_bias", heads, QKV_BIAS[:count], "zeros", "K"))
+            fused = self._as_stored(QKV_BIAS)[:count]
+            specs.append(ParamSpec("attention.qkv_bias", heads, fused, "zeros", "K"))
             if self._has_v:
                 specs.append(ParamSpec("attention.v_bias", "K Dv", V_BIAS, "zeros", "K"))
         if self.qk_norm is not None:
@@ -171,6 +175,14 @@ class AttentionConfig:
         if self.out_bias:
             specs.append(ParamSpec("attention.out_bias", "E", "self_attn.o_proj.bias", "zeros"))
         return tuple(specs)
+
+    def _as_stored(self, qkv: tuple[Part, Part, Part]) -> tuple[Part, ...]:
+        """The parts of queries, keys and values in the order of rows that files have."""
+        if self.rope is None or not self.rope.interleaved:
+            return qkv
+        q, k, v = qkv
+        pairs = self.rope.dim
+        return q._replace(interleaved=pairs), k._replace(interleaved=pairs), v
 
     def keeps(self) -> tuple[Record, ...]:
         """What the cache holds of each token for it; () where another layer has its keys."""
@@ -254,6 +266,7 @@ class Attention:
             value_scale=config.value_scale,
             value_is_key=config.value_is_key,
             mean_over=None if self.q_norm is None else step.axis_over(self.q_norm.split),
+            norms_after=config.qk_norm_after_rope,
         )
         with jax.named_scope("qkv"):
             qkv = self.qkv(x, step)

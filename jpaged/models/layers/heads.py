@@ -18,8 +18,9 @@ class Heads:
     None: they are not.
 
     value_is_key: values are what keys are before their norm and rotation. mean_over: the mesh axis
-    over which norms of all heads together are split. A backend may fuse all of this with the write
-    to the cache; this is the reference.
+    over which norms of all heads together are split. norms_after: queries and keys are normed once
+    they are rotated. A backend may fuse all of this with the write to the cache; this is the
+    reference.
     """
 
     q_norm: RMSNorm | None
@@ -29,6 +30,7 @@ class Heads:
     value_scale: float = dataclasses.field(default=1.0, metadata={"static": True})
     value_is_key: bool = dataclasses.field(default=False, metadata={"static": True})
     mean_over: MeshAxis | None = dataclasses.field(default=None, metadata={"static": True})
+    norms_after: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def __call__(self, qkv: Array | tuple[Array, Array]) -> tuple[Array, Array, Array]:
         """Return q [..., H, D], k [..., K, D] and v [..., K, Dv] of the product [..., K, G+2, D];
@@ -36,11 +38,13 @@ class Heads:
         are keys of one [..., K, G+1, D].
         """
         q, k, v = self._split(qkv)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q, self.mean_over), self.k_norm(k, self.mean_over)
+        if not self.norms_after:
+            q, k = self._normed(q, self.q_norm), self._normed(k, self.k_norm)
         if self.rotary is not None:
             with jax.named_scope("rope"):
-                q, k = self.rotary(q), self.rotary(k)
+                q, k = self.rotary(q, k)
+        if self.norms_after:
+            q, k = self._normed(q, self.q_norm), self._normed(k, self.k_norm)
         if self.v_norm is not None:
             v = self.v_norm(v)
         if self.value_scale != 1.0:
@@ -49,12 +53,15 @@ class Heads:
 
     def queries(self, q: Array) -> Array:
         """Return q [..., H, D] of a product [..., K, G, D] that has no keys and values."""
-        if self.q_norm is not None:
-            q = self.q_norm(q, self.mean_over)
+        if not self.norms_after:
+            q = self._normed(q, self.q_norm)
         if self.rotary is not None:
             with jax.named_scope("rope"):
-                q = self.rotary(q)
-        return _flat(q)
+                q = self.rotary.queries(q)
+        return _flat(self._normed(q, self.q_norm) if self.norms_after else q)
+
+    def _normed(self, x: Array, norm: RMSNorm | None) -> Array:
+        return x if norm is None else norm(x, self.mean_over)
 
     def _split(self, qkv: Array | tuple[Array, Array]) -> tuple[Array, Array, Array]:
         """Return the products of queries [..., K, G, D], keys [..., K, D] and values."""

@@ -38,8 +38,8 @@ PLAIN_NORM = NormConfig()
 class RMSNorm:
     """Root mean square norm (arXiv:1910.07467) over the axes of its scale, the last of x, in f32.
 
-    scale: None multiplies by nothing, and the norm is over the last axis. split: the size of the axis of the scale that a mesh splits where it divides; None: it lies
-    whole on every device.
+    scale: None multiplies by nothing, and the norm is over the last axis. split: the size of the
+    axis of the scale that a mesh splits where it divides; None: it lies whole on every device.
     """
 
     scale: Array | None

@@ -9,20 +9,43 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jpaged.checks import positive
+from jpaged.checks import at_least, positive
 from jpaged.errors import ConfigError
 from jpaged.models.rope_scaling import RopeScaling
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QueryScaling:
+    """A factor on rotated queries that grows with their position p (Ministral 3, which has it from
+    Llama 4): 1 + beta * ln(1 + floor(p / length)).
+    """
+
+    beta: float
+    length: int
+
+    def __post_init__(self) -> None:
+        at_least(1, self, "length")
+
+    def factors(self, positions: Array) -> Array:
+        """The factors of integer positions [...], in f32."""
+        passed = jnp.floor(positions.astype(jnp.float32) / jnp.float32(self.length))
+        return 1 + jnp.float32(self.beta) * jnp.log(1 + passed)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeConfig:
     """The rotation of a head's queries and keys. dim: how many of its dimensions are rotated, the
     first ones. theta: the base of their frequencies.
+
+    interleaved: Hugging Face files hold the rotated pairs side by side, (2i, 2i + 1). We rotate
+    (i, i + dim/2): the rows of the projections are put in that order as they are read.
     """
 
     dim: int
     theta: float = 10000.0
     scaling: RopeScaling | None = None
+    interleaved: bool = False
+    query_scaling: QueryScaling | None = None
 
     def __post_init__(self) -> None:
         positive(rope_theta=self.theta)
@@ -122,19 +145,35 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rotary:
-    """The rotation of a step's tokens by their positions: one for all layers of a RopeConfig."""
+    """The rotation of a step's tokens by their positions: one for all layers of a RopeConfig.
+
+    query_scale: factors f32 [...] on rotated queries, or None.
+    """
 
     cos: Array
     sin: Array
+    query_scale: Array | None = None
 
     @classmethod
     def at(cls, rope: RopeConfig, positions: Array, length: int) -> Self:
         """The rotation of integer positions [...]; length as `inverse_frequencies` takes it."""
         cos, sin = rotation(rope, positions, length)
+        scale = None if rope.query_scaling is None else rope.query_scaling.factors(positions)
         # Without the barrier each layer would work the angles out again.
-        cos, sin = jax.lax.optimization_barrier((cos, sin))
-        return cls(cos=cos, sin=sin)
+        cos, sin, scale = jax.lax.optimization_barrier((cos, sin, scale))
+        return cls(cos=cos, sin=sin, query_scale=scale)
 
-    def __call__(self, x: Array) -> Array:
-        """Return queries or keys [..., heads, D] rotated; [..., K, G, D] are queries too."""
-        return rotate(x, self.cos, self.sin)
+    def __call__(self, q: Array, k: Array) -> tuple[Array, Array]:
+        """q and k [..., heads, D], rotated; q scaled too."""
+        return self.queries(q), rotate(k, self.cos, self.sin)
+
+    def queries(self, q: Array) -> Array:
+        """Return q [..., heads, D] rotated and scaled; [..., K, G, D] as well."""
+        return self.scaled(rotate(q, self.cos, self.sin))
+
+    def scaled(self, q: Array) -> Array:
+        """Rotated queries [..., D] times their factors, which are rounded to the queries' dtype."""
+        if self.query_scale is None:
+            return q
+        scale = self.query_scale.astype(q.dtype)
+        return q * scale.reshape(scale.shape + (1,) * (q.ndim - scale.ndim))
