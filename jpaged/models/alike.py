@@ -20,7 +20,6 @@ from jpaged.models.layers.rope import RopeConfig
 from jpaged.models.layers.router import RouterConfig
 from jpaged.models.rope_scaling import RopeScaling
 
-
 type Options = tuple[tuple[str, Any], ...]  # fields of a config, and their values
 
 # Fields of a layer's configs that switches set.
@@ -34,6 +33,7 @@ OF_EXPERTS = (
     *("bias", "activation", "router"),
 )
 OF_ROUTER = ("normalized",)
+OPTIONS = ("rope", "attention", "experts", "router")  # fields of Alike with all the others
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -122,10 +122,11 @@ def _widths(model: ModelConfig) -> list[int]:
     for layer in model.layers:
         if layer.mixer is not None:
             widths.append(layer.mixer.num_heads * layer.mixer.value_width)
-        if isinstance(layer.ffn, MLPConfig):
-            widths.append(layer.ffn.intermediate_size)
-        elif layer.ffn is not None:
-            widths.append(layer.ffn.shared_expert_size)
+        for ffn in layer.ffns:
+            is_mlp = isinstance(ffn, MLPConfig)
+            widths.append(ffn.intermediate_size if is_mlp else ffn.shared_expert_size)
+        if layer.per_layer is not None:
+            widths.append(layer.per_layer.size)
     return widths
 
 
@@ -190,7 +191,10 @@ def _experts(
     shards: devices that each expert is split over.
     """
     sizes = {
-        layer.ffn.expert_size for layer in model.layers if isinstance(layer.ffn, ExpertsConfig)
+        ffn.expert_size
+        for layer in model.layers
+        for ffn in layer.ffns
+        if isinstance(ffn, ExpertsConfig)
     }
     if not sizes:
         return None

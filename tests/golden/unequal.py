@@ -10,6 +10,11 @@ NORMS = (
     "pre_feedforward_layernorm",
     "post_feedforward_layernorm",
 )
+EXPERT_NORMS = (
+    "post_feedforward_layernorm_1",
+    "pre_feedforward_layernorm_2",
+    "post_feedforward_layernorm_2",
+)
 
 
 def unequal_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -17,6 +22,11 @@ def unequal_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     e, vocab = config["hidden_size"], config["vocab_size"]
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, e)}
     shapes["model.norm.weight"] = (e,)
+    if p := config.get("hidden_size_per_layer_input"):
+        width = p * config["num_hidden_layers"]
+        shapes["model.embed_tokens_per_layer.weight"] = (vocab, width)
+        shapes["model.per_layer_model_projection.weight"] = (width, e)
+        shapes["model.per_layer_projection_norm.weight"] = (p,)
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (vocab, e)
     for i, kind in enumerate(config["layer_types"]):
@@ -48,4 +58,15 @@ def _gemma4_layer(config: Mapping[str, Any], i: int, kind: str) -> dict[str, tup
     shapes["mlp.down_proj.weight"] = (e, f)
     shapes |= {f"{norm}.weight": (e,) for norm in NORMS}
     shapes["layer_scalar"] = (1,)
+    if p := config.get("hidden_size_per_layer_input"):
+        shapes["per_layer_input_gate.weight"] = (p, e)
+        shapes["per_layer_projection.weight"] = (e, p)
+        shapes["post_per_layer_input_norm.weight"] = (e,)
+    if config.get("enable_moe_block"):
+        count, width = config["num_experts"], config["moe_intermediate_size"]
+        shapes |= {"router.proj.weight": (count, e), "router.scale": (e,)}
+        shapes["router.per_expert_scale"] = (count,)
+        shapes["experts.gate_up_proj"] = (count, 2 * width, e)
+        shapes["experts.down_proj"] = (count, e, width)
+        shapes |= {f"{norm}.weight": (e,) for norm in EXPERT_NORMS}
     return shapes

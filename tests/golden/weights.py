@@ -139,7 +139,7 @@ def state_dict(name: str, config: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def _scaled(key: str, x: np.ndarray, config: Mapping[str, Any]) -> np.ndarray:
-    if key.endswith("norm.weight"):
+    if key.endswith(("norm.weight", "norm_1.weight", "norm_2.weight", "router.scale")):
         # q_norm and k_norm set the sharpness of attention, whatever the projections are
         mean = 1.3 if key.endswith(("q_norm.weight", "k_norm.weight")) else 1.0
         if mean > 1 and config["model_type"].startswith("gemma4"):
@@ -147,12 +147,15 @@ def _scaled(key: str, x: np.ndarray, config: Mapping[str, Any]) -> np.ndarray:
         if config["model_type"] in NORMS and config["tie_word_embeddings"]:
             mean *= 8.0 if any(norm in key for norm in AFTER) else 1.0  # see "residual" below
         return mean - (config["model_type"] in ("gemma2", "gemma3_text")) + 0.25 * x
-    if key.endswith("layer_scalar"):
+    if key.endswith(("layer_scalar", "per_expert_scale")):
         return 0.8 + 0.2 * x
     if key.endswith(("bias", "sinks")):
         return (1.0 if key.endswith("sinks") else 0.4) * x
     if key.endswith(("experts.gate_up_proj", "experts.down_proj")):  # [X, inputs, outputs]
-        return x * ((1.0 if "gate_up" in key else 2.0) / np.sqrt(x.shape[1]))
+        inputs = x.shape[2 if config["model_type"].startswith("gemma4") else 1]
+        return x * ((1.0 if "gate_up" in key else 2.0) / np.sqrt(inputs))
+    if key == "model.embed_tokens_per_layer.weight":
+        return x / np.sqrt(config["hidden_size_per_layer_input"])
     if key == "model.embed_tokens.weight":
         return x * (3.0 / np.sqrt(x.shape[1]) if config["tie_word_embeddings"] else 1.0)
     gain = (

@@ -7,9 +7,13 @@ from jpaged.models.families.by_kind import FULL, WINDOW, layer_kinds, read_rope,
 from jpaged.models.families.family import Family, in_layers
 from jpaged.models.families.switches import ACTIVATIONS
 from jpaged.models.layers.attention import AttentionConfig
+from jpaged.models.layers.experts import ExpertsConfig
 from jpaged.models.layers.layer import LayerConfig
 from jpaged.models.layers.mlp import MLPConfig
 from jpaged.models.layers.norm import NormConfig
+from jpaged.models.layers.parallel_ffn import ParallelFFNConfig
+from jpaged.models.layers.per_layer import PerLayerConfig
+from jpaged.models.layers.router import RouterConfig
 
 
 class Gemma4:
@@ -45,9 +49,12 @@ class Gemma4:
             assert isinstance(layer.mixer, AttentionConfig)
             by_kind.setdefault(FULL if layer.mixer.window is None else WINDOW, layer.mixer)
         full, local = by_kind[FULL], by_kind.get(WINDOW, by_kind[FULL])
-        mlps = [layer.ffn for layer in layers]
+        mlps = [layer.ffns[0] for layer in layers]
         assert isinstance(mlps[0], MLPConfig)
-        shared = sum(layer.mixer.keys_of is not None for layer in layers)
+        per_layer, shared = (
+            layers[0].per_layer,
+            sum(layer.mixer.keys_of is not None for layer in layers),
+        )
         return {
             **write_kinds(layers, config.max_position_embeddings),
             "num_hidden_layers": len(layers),
@@ -69,8 +76,10 @@ class Gemma4:
             "num_kv_shared_layers": shared,
             "use_double_wide_mlp": mlps[-1] != mlps[0],
             "final_logit_softcapping": config.final_logit_softcapping,
-            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": config.vocab_size,
+            "hidden_size_per_layer_input": 0 if per_layer is None else per_layer.size,
             "use_bidirectional_attention": None,
+            **_write_experts(layers[0]),
         }
 
 
@@ -103,10 +112,43 @@ def _layer(hf: dict[str, Any], i: int, keys_of: int | None) -> LayerConfig:
         intermediate_size=hf["intermediate_size"] * (2 if is_double else 1),
         activation=ACTIVATIONS[activation],
     )
-    return LayerConfig(mixer=mixer, ffn=mlp, norms="both", norm=norm, has_scalar=True)
+    ffn, per_layer = mlp, None
+    if hf.get("enable_moe_block"):
+        experts = ExpertsConfig(
+            num_experts=hf["num_experts"],
+            experts_per_token=hf["top_k_experts"],
+            expert_size=hf["moe_intermediate_size"],
+            router=RouterConfig(normalized=True, norm=norm, has_expert_scales=True),
+            activation=mlp.activation,
+        )
+        ffn = ParallelFFNConfig(mlp=mlp, experts=experts, norm=norm)
+    if size := hf.get("hidden_size_per_layer_input"):
+        if hf["vocab_size_per_layer_input"] != hf["vocab_size"]:
+            raise ConfigError(
+                f"vocab_size_per_layer_input={hf['vocab_size_per_layer_input']}: only that of "
+                f"vocab_size={hf['vocab_size']} is supported"
+            )
+        per_layer = PerLayerConfig(size=size, activation=mlp.activation, norm=norm)
+    return LayerConfig(
+        mixer=mixer, ffn=ffn, norms="both", norm=norm, per_layer=per_layer, has_scalar=True
+    )
 
 
-NAMES = in_layers(post_norm__scale="pre_feedforward_layernorm.weight")
+def _write_experts(layer: LayerConfig) -> dict[str, Any]:
+    if not isinstance(layer.ffn, ParallelFFNConfig):
+        return {"enable_moe_block": False}
+    experts = layer.ffn.experts
+    return {
+        "enable_moe_block": True,
+        "num_experts": experts.num_experts,
+        "top_k_experts": experts.experts_per_token,
+        "moe_intermediate_size": experts.expert_size,
+    }
+
+
+NAMES = in_layers(
+    post_norm__scale="pre_feedforward_layernorm.weight", mlp__router="router.proj.weight"
+)
 GEMMA4 = Family(
     model_type="gemma4_text",
     architecture="Gemma4ForCausalLM",
