@@ -164,7 +164,7 @@ def fused_experts(tensors: dict[str, Any]) -> dict[str, Any]:
 
     state, experts = {}, {}
     for key, tensor in tensors.items():
-        key = key.replace(".block_sparse_moe.", ".mlp.")
+        key = key.replace(".block_sparse_moe.", ".mlp.").replace(".attention_sink_bias", ".sinks")
         if found := re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.weight", key):
             node, x, name = found.groups()
             experts.setdefault(node, {})[int(x), name] = tensor

@@ -1,9 +1,9 @@
-"""Tensors of the families whose layers differ in width, heads or kind: Gemma 4."""
+"""Tensors of the families whose layers differ in width, heads or kind: Gemma 4, MiMo."""
 
 from collections.abc import Mapping
 from typing import Any
 
-UNEQUAL = ("gemma4_text", "gemma4_unified_text")
+UNEQUAL = ("gemma4_text", "gemma4_unified_text", "mimo_v2_flash")
 NORMS = (
     "input_layernorm",
     "post_attention_layernorm",
@@ -30,7 +30,8 @@ def unequal_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (vocab, e)
     for i, kind in enumerate(config["layer_types"]):
-        own = _gemma4_layer(config, i, kind)
+        layer = _mimo_layer if config["model_type"] == "mimo_v2_flash" else _gemma4_layer
+        own = layer(config, i, kind)
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in own.items()}
     return shapes
 
@@ -69,4 +70,27 @@ def _gemma4_layer(config: Mapping[str, Any], i: int, kind: str) -> dict[str, tup
         shapes["experts.gate_up_proj"] = (count, 2 * width, e)
         shapes["experts.down_proj"] = (count, e, width)
         shapes |= {f"{norm}.weight": (e,) for norm in EXPERT_NORMS}
+    return shapes
+
+
+def _mimo_layer(config: Mapping[str, Any], i: int, kind: str) -> dict[str, tuple[int, ...]]:
+    e, heads, is_window = config["hidden_size"], config["num_attention_heads"], kind[0] == "s"
+    kv_heads = config["num_key_value_heads"] * (2 if is_window else 1)
+    d, value = config["head_dim"], config["v_head_dim"]
+    widths = {"q_proj": heads * d, "k_proj": kv_heads * d, "v_proj": kv_heads * value}
+    shapes = {f"self_attn.{name}.weight": (width, e) for name, width in widths.items()}
+    shapes["self_attn.o_proj.weight"] = (e, heads * value)
+    if config.get("attention_bias"):
+        shapes |= {f"self_attn.{name}.bias": (width,) for name, width in widths.items()}
+    if is_window:
+        shapes["self_attn.attention_sink_bias"] = (heads,)
+    shapes |= {f"{norm}.weight": (e,) for norm in ("input_layernorm", "post_attention_layernorm")}
+    owners = {"mlp.": config["intermediate_size"]}
+    if config["mlp_layer_types"][i] == "sparse":
+        count, width = config["n_routed_experts"], config["moe_intermediate_size"]
+        owners = {f"mlp.experts.{x}.": width for x in range(count)}
+        shapes |= {"mlp.gate.weight": (count, e), "mlp.gate.e_score_correction_bias": (count,)}
+    for owner, f in owners.items():
+        names = {"gate_proj": (f, e), "up_proj": (f, e), "down_proj": (e, f)}
+        shapes |= {f"{owner}{name}.weight": shape for name, shape in names.items()}
     return shapes

@@ -150,7 +150,7 @@ def _scaled(key: str, x: np.ndarray, config: Mapping[str, Any]) -> np.ndarray:
     if key.endswith(("layer_scalar", "per_expert_scale")):
         return 0.8 + 0.2 * x
     if key.endswith(("bias", "sinks")):
-        return (1.0 if key.endswith("sinks") else 0.4) * x
+        return (1.0 if key.endswith(("sinks", "sink_bias")) else 0.4) * x
     if key.endswith(("experts.gate_up_proj", "experts.down_proj")):  # [X, inputs, outputs]
         inputs = x.shape[2 if config["model_type"].startswith("gemma4") else 1]
         return x * ((1.0 if "gate_up" in key else 2.0) / np.sqrt(inputs))

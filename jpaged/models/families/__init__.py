@@ -10,6 +10,7 @@ from jpaged.models.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from jpaged.models.families.gpt_oss import GPT_OSS
 from jpaged.models.families.granite import GRANITE
 from jpaged.models.families.llama import LLAMA
+from jpaged.models.families.mimo import MIMO_V2_FLASH
 from jpaged.models.families.mistral import MISTRAL, MIXTRAL
 from jpaged.models.families.olmo import OLMO2, OLMO3
 from jpaged.models.families.phi import PHI3
@@ -18,7 +19,7 @@ from jpaged.models.families.smollm import SMOLLM3
 
 _DENSE = (QWEN3, QWEN2, LLAMA, MISTRAL, GEMMA3, GEMMA2, PHI3, SMOLLM3, GRANITE, OLMO2, OLMO3)
 _ALL = (*_DENSE, QWEN3_MOE, QWEN2_MOE, MIXTRAL, GPT_OSS)
-_UNEQUAL = (GEMMA4, GEMMA4_UNIFIED)
+_UNEQUAL = (GEMMA4, GEMMA4_UNIFIED, MIMO_V2_FLASH)
 FAMILIES = {family.model_type: family for family in (*_ALL, *_UNEQUAL)}
 
 __all__ = ["FAMILIES", "Family"]

@@ -2,6 +2,7 @@
 kind of a layer, in `layer_types`.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -22,10 +23,15 @@ def layer_kinds(hf: Mapping[str, Any]) -> list[str]:
     return hf["layer_types"]
 
 
-def read_rope(hf: Mapping[str, Any], kind: str, head_dim: int) -> RopeConfig:
-    """Return the rotation of the layers of a kind, by the parameters that the kind has."""
+def read_rope(
+    hf: Mapping[str, Any], kind: str, head_dim: int, partial_rotary_factor: float = 1.0
+) -> RopeConfig:
+    """Return the rotation of the layers of a kind, by the parameters that the kind has.
+
+    partial_rotary_factor: the family's default.
+    """
     rope = hf["rope_parameters"][kind]
-    fraction = rope.get("partial_rotary_factor") or 1.0
+    fraction = rope.get("partial_rotary_factor") or partial_rotary_factor
     if rope["rope_type"] == "proportional":  # there it is an option of the scaling
         fraction = 1.0
     return RopeConfig(
@@ -35,13 +41,9 @@ def read_rope(hf: Mapping[str, Any], kind: str, head_dim: int) -> RopeConfig:
     )
 
 
-def write_kinds(
-    layers: Iterable[LayerConfig], max_position: int, partial_rotary_factor: float = 1.0
-) -> dict[str, Any]:
-    """Return what `layer_kinds` and `read_rope` read back, and `sliding_window`.
-
-    max_position: max_position_embeddings. partial_rotary_factor: of layers whose rotation is not
-    proportional.
+def write_kinds(layers: Iterable[LayerConfig], max_position: int) -> dict[str, Any]:
+    """Return what `layer_kinds` and `read_rope` read back, and `sliding_window`. max_position:
+    max_position_embeddings.
     """
     kinds, ropes, windows = [], {}, []
     for layer in layers:
@@ -50,9 +52,10 @@ def write_kinds(
         kinds.append(kind)
         windows += [layer.mixer.window] if layer.mixer.window else []
         rope, scaling = layer.mixer.rope, layer.mixer.rope.scaling
-        raw = {"rope_type": "default", "rope_theta": rope.theta}
-        if partial_rotary_factor != 1.0:
-            raw["partial_rotary_factor"] = partial_rotary_factor
+        fraction = rope.dim / layer.mixer.head_dim
+        if int(layer.mixer.head_dim * fraction) < rope.dim:
+            fraction = math.nextafter(fraction, 1)
+        raw = {"rope_type": "default", "rope_theta": rope.theta, "partial_rotary_factor": fraction}
         if scaling is not None:
             raw |= {name: getattr(scaling, name) for name in ROPE_OPTIONS[scaling.kind]}
             raw |= {"rope_type": scaling.kind, "factor": scaling.factor}

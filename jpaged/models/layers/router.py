@@ -70,7 +70,7 @@ def route(
     the lowest index is taken; transformers leaves open which.
     """
     scores_TX = _scores(config, logits_TX)
-    choosing_TX = scores_TX if bias_X is None else scores_TX + bias_X.astype(jnp.float32)
+    choosing_TX = scores_TX if bias_X is None else scores_TX + bias_X.astype(jnp.float32)[None, :]
     if config.num_groups > 1:
         choosing_TX = _in_best_groups(config, choosing_TX)
     weight_TA, chosen_TA = jax.lax.top_k(choosing_TX, experts_per_token)
@@ -97,5 +97,6 @@ def _in_best_groups(config: RouterConfig, scores_TX: Array) -> Array:
     groups_TNX = scores_TX.reshape(*scores_TX.shape[:-1], config.num_groups, -1)
     best_TN = jnp.sum(jax.lax.top_k(groups_TNX, 2)[0], axis=-1)
     _, taken = jax.lax.top_k(best_TN, config.chosen_groups)
-    is_taken_TN = jnp.any(taken[..., None] == jnp.arange(config.num_groups), axis=-2)
+    groups_11N = jnp.arange(config.num_groups)[None, None, :]
+    is_taken_TN = jnp.any(taken[..., None] == groups_11N, axis=-2)
     return jnp.where(is_taken_TN[..., None], groups_TNX, -jnp.inf).reshape(scores_TX.shape)
