@@ -30,6 +30,8 @@ class Facts:
     has it. model, draft: architectures of the model and of what guesses for it (a smaller model or
     an EAGLE-3 head). has_draft_weights: whether the caller passed weights of a draft.
 
+    has_state: whether layers of the model, or of a draft, keep a state a sequence.
+
     devices: how many share the model. replicas: copies of it. processes: how many hold the mesh.
     available: the devices that there are. mesh_axes: the names of the mesh's axes. heads: query
     heads and KV heads of a layer.
@@ -53,6 +55,7 @@ class Facts:
     model: ModelConfig | None = None
     draft: Any = None
     has_draft_weights: bool | None = None
+    has_state: bool | None = None
     devices: int | None = None
     replicas: int | None = None
     processes: int | None = None
@@ -361,6 +364,19 @@ def ngram_takes_no_model(speculative: Speculative) -> str | None:
     """`speculative` names a model with `method="draft"` and `method="eagle"` only."""
     if speculative.model is not None and not speculative.has_model:
         return f"speculative: model={speculative.model!r}: only with method='draft' or 'eagle'"
+    return None
+
+
+@_rule("speculative", "model", error=UnsupportedError)
+def states_cannot_go_back(config: EngineConfig, has_state: bool) -> str | None:
+    """`speculative` takes a model, and a draft, without a state a sequence: a state cannot go back
+    to before a guess that was wrong.
+    """
+    if has_state and config.speculative is not None:
+        return (
+            f"speculative: method={config.speculative.method!r}: this model keeps a state a "
+            "sequence, which cannot go back to before a guess that was wrong; leave speculative out"
+        )
     return None
 
 

@@ -1,6 +1,6 @@
-"""A model whose layers differ in all that the cache is grouped by: widths, KV heads, windows, values
-of another width, keys as values, layers that read others' keys; with per-layer embeddings and
-experts beside an MLP. Whatever happens to a sequence, its tokens are the dense model's.
+"""A model whose layers differ in all that the cache is grouped by: widths, KV heads, windows,
+values of another width, keys as values, layers that read others' keys; with per-layer embeddings
+and experts beside an MLP. Whatever happens to a sequence, its tokens are the dense model's.
 """
 
 import dataclasses
@@ -178,9 +178,10 @@ def test_on_four_devices() -> None:
 
 
 def test_keys_in_8_bits() -> None:
-    """Scales of every group's width; where rounding turns a choice of experts a token is far off."""
+    """Each group has scales; where rounding turns a choice of experts, a token is far off."""
     llm = llm_of(kv_cache_dtype="int8")
-    for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, GREEDY, use_tqdm=False), strict=True):
+    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
         tokens = output.outputs[0].token_ids
         expected = dense_logprobs(PARAMS, prompt + tokens)[len(prompt) - 1 : -1]
         expected = expected[range(len(tokens)), tokens]

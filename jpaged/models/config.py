@@ -297,6 +297,11 @@ class ModelConfig:
         ((record,),) = records
         return ((self.draft_head.keeps(record, self.hidden_size),),)
 
+    @property
+    def has_state(self) -> bool:
+        """Whether the cache holds a state a sequence for some layer."""
+        return any(record.per == "block" for records in self.keeps() for record in records)
+
     def scratch(self, step: StepSizes) -> Scratch:
         """What a step allocates for all layers."""
         layers = [layer.scratch(step) for layer in self.layers]

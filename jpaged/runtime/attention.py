@@ -134,6 +134,7 @@ def choose_kernel(
     UnsupportedError if the named kernel cannot run. It may compile C++, so it is called when an
     engine starts (see choices.py).
     """
+    assert group.num_heads is not None, "what these layers keep is no kernel's"
     kv = config.kv_cache_dtype
     shapes = Shapes(
         dtype=jnp.dtype(dtype),

@@ -8,6 +8,7 @@ step is traced.
 import dataclasses
 import importlib
 import logging
+import math
 from typing import Any, Self
 
 import jax
@@ -17,9 +18,10 @@ from jpaged.combinations import Facts, check_combination
 from jpaged.config import EngineConfig
 from jpaged.models.config import ModelConfig
 from jpaged.models.kv_groups import kv_groups
+from jpaged.models.layers.attention import AttentionConfig
 from jpaged.models.layers.experts import ExpertsConfig
 from jpaged.models.layers.linear import ExpertProducts
-from jpaged.models.layers.mlp import MLPConfig
+from jpaged.models.layers.per_layer import TABLE
 from jpaged.models.param_spec import share
 from jpaged.models.quantized import is_quantized
 from jpaged.models.served import served_config, share_of
@@ -40,7 +42,8 @@ log = logging.getLogger("jpaged")
 class Choices:
     """What computes the steps of one model at one place; `choose` makes it.
 
-    attention: the kernel of each of kv_groups(model). products: the module that multiplies by
+    dtype: of the weights. attention: the kernel of each of kv_groups(model), None of one that keeps
+    states. products: the module that multiplies by
     weights; None is XLA. experts: the module that multiplies by a mixture's experts; None for a
     model without. one_pass: the kernel that sums over the vocabulary; None is XLA. in_fp8: the
     device has tensor cores for products of fp8 by fp8. is_batch_invariant: the bits of a row depend
@@ -48,7 +51,8 @@ class Choices:
     steps of one size. draft: the choices for the model that guesses ahead, if one does.
     """
 
-    attention: tuple[Kernel, ...]
+    dtype: Any
+    attention: tuple[Kernel | None, ...]
     products: NativeProducts | None = None
     experts: ExpertProducts | None = None
     one_pass: OnePass | None = None
@@ -60,7 +64,7 @@ class Choices:
         """Return the same choices for a resolved config with other rows and other determinism."""
         rows = config.max_num_seqs
         kernels = tuple(
-            dataclasses.replace(k, shapes=dataclasses.replace(k.shapes, num_rows=rows))
+            k and dataclasses.replace(k, shapes=dataclasses.replace(k.shapes, num_rows=rows))
             for k in self.attention
         )
         products = self.products
@@ -91,9 +95,12 @@ def choose(
     mixture = _experts(served, device, dtype, shards, is_plain)
     kernels = tuple(
         choose_kernel(group, config, dtype, device, shards, unfused=unfused(served, group.layers))
+        if group.record.has_keys
+        else None
         for group in kv_groups(served)
     )
     return Choices(
+        dtype=dtype,
         attention=kernels,
         products=products,
         experts=None if mixture is None else mixture.module(),
@@ -104,7 +111,8 @@ def choose(
             and (mixture is None or mixture.is_batch_invariant())
             and not (config.max_loras and "experts" in config.lora_extra)
             and all(map(is_width_supported, _widths(share_of(model, shards))))
-            and all(kernel.is_batch_invariant for kernel in kernels)
+            # What a layer with a state computes between its products depends on the step's shape.
+            and all(kernel is not None and kernel.is_batch_invariant for kernel in kernels)
         ),
     )
 
@@ -112,22 +120,15 @@ def choose(
 def unfused(model: ModelConfig, layers: tuple[int, ...]) -> str | None:
     """Return why no kernel prepares attention in these layers; None: one can."""
     mixers = (model.layers[i].mixer for i in layers)
-    reasons = (mixer.unfused for mixer in mixers if mixer is not None)
+    reasons = (mixer.unfused for mixer in mixers if isinstance(mixer, AttentionConfig))
     return next((reason for reason in reasons if reason is not None), None)
 
 
 def _widths(model: ModelConfig) -> list[int]:
     """Return the inputs of every kind of product in a device's share of a model."""
-    widths = [model.hidden_size]
-    for layer in model.layers:
-        if layer.mixer is not None:
-            widths.append(layer.mixer.num_heads * layer.mixer.value_width)
-        for ffn in layer.ffns:
-            is_mlp = isinstance(ffn, MLPConfig)
-            widths.append(ffn.intermediate_size if is_mlp else ffn.shared_expert_size)
-        if layer.per_layer is not None:
-            widths.append(layer.per_layer.size)
-    return widths
+    weights = [x for x in model.params() if x.is_multiplied and x.name != TABLE]
+    products = [x for x in weights if x.sides[0][0] != "X"]
+    return [math.prod(spec.shape_of(" ".join(spec.sides[1]))) for spec in products]
 
 
 def choose_products(

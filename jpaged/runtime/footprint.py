@@ -238,7 +238,8 @@ def plan_within(
     largest = pool.of(most[widest])
     largest = largest if limits.pool is None else min(largest, limits.pool)
     is_cpu = probe.placement.device.platform == "cpu"
-    holds = is_cpu and not any(pool.kernel.interpret for pool in probe.pools)
+    kernels = [pool.kernel for pool in probe.pools if pool.kernel is not None]
+    holds = is_cpu and not any(kernel.interpret for kernel in kernels)
     if compiled and (not holds or weights + needs.total + largest > limits.total):
         needs = measured(probe, pool.block_bytes)
     return plan(config, limits, pool=pool, weights=weights, needs=needs)

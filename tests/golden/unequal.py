@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+Shapes = dict[str, tuple[int, ...]]  # by name
+
 UNEQUAL = ("gemma4_text", "gemma4_unified_text", "mimo_v2_flash")
 NORMS = (
     "input_layernorm",
@@ -17,10 +19,10 @@ EXPERT_NORMS = (
 )
 
 
-def unequal_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def unequal_shapes(config: Mapping[str, Any]) -> Shapes:
     """Hugging Face name -> shape of every tensor in the checkpoint of a Hugging Face config."""
     e, vocab = config["hidden_size"], config["vocab_size"]
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, e)}
+    shapes: Shapes = {"model.embed_tokens.weight": (vocab, e)}
     shapes["model.norm.weight"] = (e,)
     if p := config.get("hidden_size_per_layer_input"):
         width = p * config["num_hidden_layers"]
@@ -36,7 +38,7 @@ def unequal_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _gemma4_layer(config: Mapping[str, Any], i: int, kind: str) -> dict[str, tuple[int, ...]]:
+def _gemma4_layer(config: Mapping[str, Any], i: int, kind: str) -> Shapes:
     e, heads, is_full = config["hidden_size"], config["num_attention_heads"], kind[0] == "f"
     d = config["global_head_dim"] if is_full else config["head_dim"]
     kv_heads, values_are_keys = config["num_key_value_heads"], False
@@ -47,7 +49,7 @@ def _gemma4_layer(config: Mapping[str, Any], i: int, kind: str) -> dict[str, tup
     widths = {"q_proj": heads * d}
     if not is_shared:
         widths |= {"k_proj": kv_heads * d} | ({} if values_are_keys else {"v_proj": kv_heads * d})
-    shapes = {f"self_attn.{name}.weight": (width, e) for name, width in widths.items()}
+    shapes: Shapes = {f"self_attn.{name}.weight": (width, e) for name, width in widths.items()}
     shapes["self_attn.o_proj.weight"] = (e, heads * d)
     if config.get("attention_bias"):
         shapes |= {f"self_attn.{name}.bias": (width,) for name, width in widths.items()}
@@ -73,12 +75,12 @@ def _gemma4_layer(config: Mapping[str, Any], i: int, kind: str) -> dict[str, tup
     return shapes
 
 
-def _mimo_layer(config: Mapping[str, Any], i: int, kind: str) -> dict[str, tuple[int, ...]]:
+def _mimo_layer(config: Mapping[str, Any], i: int, kind: str) -> Shapes:
     e, heads, is_window = config["hidden_size"], config["num_attention_heads"], kind[0] == "s"
     kv_heads = config["num_key_value_heads"] * (2 if is_window else 1)
     d, value = config["head_dim"], config["v_head_dim"]
     widths = {"q_proj": heads * d, "k_proj": kv_heads * d, "v_proj": kv_heads * value}
-    shapes = {f"self_attn.{name}.weight": (width, e) for name, width in widths.items()}
+    shapes: Shapes = {f"self_attn.{name}.weight": (width, e) for name, width in widths.items()}
     shapes["self_attn.o_proj.weight"] = (e, heads * value)
     if config.get("attention_bias"):
         shapes |= {f"self_attn.{name}.bias": (width,) for name, width in widths.items()}

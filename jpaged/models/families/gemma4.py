@@ -44,16 +44,16 @@ class Gemma4:
     def write(self, config: Any) -> dict[str, Any]:
         """See Description."""
         layers: tuple[LayerConfig, ...] = config.layers
+        mixers = [layer.mixer for layer in layers if isinstance(layer.mixer, AttentionConfig)]
         by_kind: dict[str, AttentionConfig] = {}
-        for layer in layers:
-            assert isinstance(layer.mixer, AttentionConfig)
-            by_kind.setdefault(FULL if layer.mixer.window is None else WINDOW, layer.mixer)
+        for mixer in mixers:
+            by_kind.setdefault(FULL if mixer.window is None else WINDOW, mixer)
         full, local = by_kind[FULL], by_kind.get(WINDOW, by_kind[FULL])
         mlps = [layer.ffns[0] for layer in layers]
         assert isinstance(mlps[0], MLPConfig)
         per_layer, shared = (
             layers[0].per_layer,
-            sum(layer.mixer.keys_of is not None for layer in layers),
+            sum(mixer.keys_of is not None for mixer in mixers),
         )
         return {
             **write_kinds(layers, config.max_position_embeddings),
@@ -65,8 +65,8 @@ class Gemma4:
             "num_global_key_value_heads": full.num_kv_heads,
             "per_layer_config": {
                 str(i): {"head_dim": full.head_dim, "num_key_value_heads": full.num_kv_heads}
-                for i, layer in enumerate(layers)
-                if layer.mixer.window is None
+                for i, mixer in enumerate(mixers)
+                if mixer.window is None
             },
             "attention_k_eq_v": full.value_is_key,
             "attention_bias": full.qkv_bias,

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from jpaged.errors import ConfigError
 from jpaged.models.alike import Alike
+from jpaged.models.layers.mlp import Activation
 from jpaged.models.rope_scaling import ROPE_OPTIONS, RopeScaling
 
 SIZES = {  # of models.alike.Alike, in a config.json
@@ -17,7 +18,10 @@ SIZES = {  # of models.alike.Alike, in a config.json
     "head_dim": "head_dim",
     "rms_norm_eps": "rms_norm_eps",
 }
-ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # a config.json's, and ours
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}  # a config.json's, and ours
 CLAMPED = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # of the activation of that name
 BIASES = {"attention_bias": ("qkv_bias", "out_bias")}
 

@@ -269,13 +269,12 @@ class Attention:
             norms_after=config.qk_norm_after_rope,
         )
         with jax.named_scope("qkv"):
-            qkv = self.qkv(x, step)
-            if self.v is not None:
-                qkv = (qkv, self.v(x, step))
+            product = self.qkv(x, step)
+            qkv = product if self.v is None else (product, self.v(x, step))
         if config.keys_of is None:
             q, kv = kv.write(place, qkv, heads)  # q, k, v = heads(qkv), of which k and v are kept
         else:
-            q = heads.queries(qkv)
+            q = heads.queries(product)
         sinks = None if self.sinks is None else self.sinks.reshape(-1)
         o = kv.attend(place, q, config.options, sinks)
         with jax.named_scope("out"):

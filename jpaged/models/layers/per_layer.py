@@ -69,6 +69,11 @@ class PerLayerConfig:
         """What a step allocates for it in a layer, with the layer's share of the tokens' inputs."""
         return Scratch(shared=step.rows * 8 * self.size, kept=step.rows * 6 * self.size)
 
+    def share(self, devices: int) -> Self:
+        """What each of so many devices has of it: all."""
+        del devices
+        return self
+
     def build(self, weights: Parameters) -> "PerLayer":
         """The module of these parameters."""
         return PerLayer(
