@@ -27,6 +27,7 @@ from jpaged.errors import CheckpointError, UnsupportedError
 from jpaged.models.config import ModelConfig
 from jpaged.models.families import FAMILIES
 from jpaged.models.hf_config import format_of
+from jpaged.models.layers.attention import AttentionConfig
 from jpaged.models.param_spec import ParamSpec
 from jpaged.models.params import param_table
 from jpaged.models.weight import Index, Piece, Weight, store
@@ -43,7 +44,11 @@ RAW = {  # by a file's code, or numpy's name where this project reads it as plai
 # ones hold the second; the third is a scale of activations, which stay as they are.
 IGNORED = re.compile(r"rotary_emb\.inv_freq$|^lm_head\.weight$|\.input_scale$")
 # Names of two versions of transformers for the parts of a model of text and images.
-OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
+# And of images and sound.
+OF_IMAGES = re.compile(
+    r"(model\.)?(vision_tower|multi_modal_projector|visual|vision_embedder|embed_vision"
+    r"|audio_tower|embed_audio)\."
+)
 OF_TEXT = re.compile(r"^(?:language_model\.(?=model\.|lm_head)|(model\.)language_model\.)")
 log = logging.getLogger("jpaged")
 
@@ -74,11 +79,14 @@ def hf_weights(folder: Path, config: ModelConfig) -> dict[str, Weight]:
         )
     elif FAMILIES[config.family].text_of is not None:
         entries = _text_entries(entries)
+    family, unread = FAMILIES[config.family], _unread(config)
+    if unread is not None:
+        entries = {name: e for name, e in entries.items() if not unread.match(name)}
     names = stored_names(config)
     stacked: dict[str, list[Piece]] = {}
     wanted: dict[str, tuple[int, ...]] = {}
-    if FAMILIES[config.family].stacked_experts:
-        stacked, wanted = stacked_pieces(entries, config)
+    if family.stacked_experts is not None:
+        stacked, wanted = stacked_pieces(entries, config, family.stacked_experts)
         names = {ours: tensors for ours, tensors in names.items() if ours not in stacked}
     for stored in (stored for tensors in names.values() for stored in tensors):
         rows = stored.first + stored.shape[0]  # the last part of a tensor ends it
@@ -97,12 +105,13 @@ def hf_weights(folder: Path, config: ModelConfig) -> dict[str, Weight]:
             sizes[name] = wanted.pop(name)
             wanted |= {key: size for key, (size, _) in tensors.items()}
             allowed |= {key: codes for key, (_, codes) in tensors.items()}
-    stored = {
-        name: (e.shape, "bfloat16" if e.dtype in allowed.get(name, ()) else e.dtype)
-        for name, e in entries.items()
-        if name in wanted or not IGNORED.search(name)
-    }
-    check_fit(folder, stored, wanted)
+    held: dict[str, tuple[tuple[int, ...], str]] = {}
+    for name, entry in entries.items():
+        if name in wanted or not IGNORED.search(name):
+            is_read = entry.dtype in allowed.get(name, ())
+            shape = _squeezed(entry.shape, wanted.get(name))
+            held[name] = shape, "bfloat16" if is_read else entry.dtype
+    check_fit(folder, held, wanted)
     reader = reader_of(quantization, entries, read_raw) if quantization else None
 
     def piece(stored: Stored) -> Piece:
@@ -125,6 +134,18 @@ def hf_weights(folder: Path, config: ModelConfig) -> dict[str, Weight]:
         name: Weight(spec=spec, source=tuple(pieces[name]), folder=folder)
         for name, spec in param_table(config).items()
     }
+
+
+def _unread(config: ModelConfig) -> re.Pattern[str] | None:
+    """Return how names of tensors begin that no part of the model takes: those that the family
+    knows of, and keys and values of layers that read others'; None where there are none.
+    """
+    family = FAMILIES[config.family]
+    names = [family.unread.replace("{L}", str(config.num_layers))] if family.unread else []
+    for i, layer in enumerate(config.layers):
+        if isinstance(layer.mixer, AttentionConfig) and layer.mixer.keys_of is not None:
+            names.append(rf"model\.layers\.{i}\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")
+    return re.compile("|".join(names)) if names else None
 
 
 def head_entries(entries: dict[str, Entry]) -> dict[str, Entry]:
@@ -152,6 +173,14 @@ def _text_entries(entries: dict[str, Entry]) -> dict[str, Entry]:
             "the text part is loaded: %d tensors of images are not", len(entries) - len(tensors)
         )
     return tensors
+
+
+def _squeezed(shape: tuple[int, ...], wanted: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Return the shape of a file's tensor, without axes of one that come before that of a vector
+    (ERNIE's choosing biases have one).
+    """
+    is_vector = wanted is not None and len(wanted) == 1 and set(shape[:-1]) == {1}
+    return shape[-1:] if is_vector else shape
 
 
 class Stored(NamedTuple):

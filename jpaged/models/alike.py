@@ -224,7 +224,7 @@ class Alike:
 
 
 def _options(config: Any, switched: Sequence[str]) -> Options:
-    """The fields of a config that no switch sets, where they are not at their defaults."""
+    """Return the fields of a config that no switch sets, where they are not at their defaults."""
     fields = [field for field in dataclasses.fields(config) if field.name not in switched]
     values = [(field, getattr(config, field.name)) for field in fields]
     return tuple((field.name, value) for field, value in values if value != field.default)

@@ -4,7 +4,7 @@ from typing import Any
 
 from jpaged.errors import ConfigError
 from jpaged.models.families.by_kind import FULL, WINDOW, layer_kinds, read_rope, write_kinds
-from jpaged.models.families.family import Family, in_layers
+from jpaged.models.families.family import Family, StackedExperts, in_layers
 from jpaged.models.families.switches import ACTIVATIONS
 from jpaged.models.layers.attention import AttentionConfig
 from jpaged.models.layers.experts import ExpertsConfig
@@ -155,6 +155,7 @@ GEMMA4 = Family(
     description=Gemma4(),
     text_of=("gemma4", "Gemma4ForConditionalGeneration"),
     names=NAMES,
+    stacked_experts=StackedExperts(alternate=False, transposed=False, node="experts"),
 )
 GEMMA4_UNIFIED = Family(
     model_type="gemma4_unified_text",

@@ -111,4 +111,5 @@ MIMO_V2_FLASH = Family(
     architecture="MiMoV2FlashForCausalLM",
     description=MiMo(),
     names=in_layers(attention__sinks="self_attn.attention_sink_bias"),
+    unread=r"model\.mtp\.",  # layers that guess further tokens
 )

@@ -13,7 +13,7 @@ from jpaged.errors import ConfigError
 from jpaged.models.layers.linear import Linear, Products, StepContext
 from jpaged.models.layers.mlp import MLP, Activation, gated
 from jpaged.models.layers.norm import RMSNorm
-from jpaged.models.layers.router import RouterConfig, route
+from jpaged.models.layers.router import PLAIN_ROUTER, RouterConfig, route
 from jpaged.models.layers.scratch import Scratch, StepSizes
 from jpaged.models.param_spec import Parameters, ParamSpec, Part, share
 from jpaged.models.quantized import QuantizedWeight, is_quantized
@@ -51,7 +51,7 @@ class ExpertsConfig:
     expert_size: int
     shared_expert_size: int = 0
     shared_gate: bool = True
-    router: RouterConfig = RouterConfig()
+    router: RouterConfig = PLAIN_ROUTER
     bias: bool = False
     activation: Activation = "silu"
 

@@ -61,6 +61,9 @@ class RouterConfig:
             )
 
 
+PLAIN_ROUTER = RouterConfig()
+
+
 def route(
     config: RouterConfig, logits_TX: Array, bias_X: Array | None, experts_per_token: int
 ) -> tuple[Array, Array]:
@@ -70,7 +73,9 @@ def route(
     the lowest index is taken; transformers leaves open which.
     """
     scores_TX = _scores(config, logits_TX)
-    choosing_TX = scores_TX if bias_X is None else scores_TX + bias_X.astype(jnp.float32)[None, :]
+    choosing_TX = scores_TX
+    if bias_X is not None:
+        choosing_TX = scores_TX + bias_X.astype(jnp.float32)[None, :]
     if config.num_groups > 1:
         choosing_TX = _in_best_groups(config, choosing_TX)
     weight_TA, chosen_TA = jax.lax.top_k(choosing_TX, experts_per_token)
@@ -97,6 +102,5 @@ def _in_best_groups(config: RouterConfig, scores_TX: Array) -> Array:
     groups_TNX = scores_TX.reshape(*scores_TX.shape[:-1], config.num_groups, -1)
     best_TN = jnp.sum(jax.lax.top_k(groups_TNX, 2)[0], axis=-1)
     _, taken = jax.lax.top_k(best_TN, config.chosen_groups)
-    groups_11N = jnp.arange(config.num_groups)[None, None, :]
-    is_taken_TN = jnp.any(taken[..., None] == groups_11N, axis=-2)
+    is_taken_TN = jnp.any(jax.nn.one_hot(taken, config.num_groups, dtype=jnp.bool_), axis=-2)
     return jnp.where(is_taken_TN[..., None], groups_TNX, -jnp.inf).reshape(scores_TX.shape)
