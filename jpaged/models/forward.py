@@ -97,8 +97,8 @@ class Forward:
             entering.append(x)
             # The index is an argument of what is traced: layers of one form share one trace.
             places = tuple(Place(group, np.int32(index)) for group, index in at)
-            rotary, own = rotaries[layer.rope], None if inputs is None else inputs[..., i, :]
-            x, view = _run_layer(layer, x, step.in_layer(i), rotary, view, places, own)
+            rotary, of_layer = rotaries[layer.rope], None if inputs is None else inputs[..., i, :]
+            x, view = _run_layer(layer, x, step.in_layer(i), rotary, view, places, of_layer)
         entering.append(x)
         return self.norm(x), view, [entering[i] for i in taps]
 
