@@ -17,7 +17,7 @@ from jpaged.models.hf_config import read_hf, write_hf
 from jpaged.models.layers.attention import AttentionConfig
 from jpaged.models.layers.embedding import EMBED
 from jpaged.models.layers.experts import ExpertsConfig
-from jpaged.models.layers.layer import LayerConfig
+from jpaged.models.layers.layer import LayerConfig, check_layers
 from jpaged.models.layers.mlp import Activation, MLPConfig
 from jpaged.models.layers.norm import PLAIN_NORM, NormConfig
 from jpaged.models.layers.scratch import Scratch, StepSizes
@@ -126,6 +126,7 @@ class ModelConfig:
         values["layers"] = tuple(values["layers"])
         if not values["layers"]:
             raise ConfigError("layers=(): a model has at least one")
+        check_layers(values["layers"])
         if draft_head is not None and len(values["layers"]) != 1:
             raise ConfigError(f"{len(values['layers'])} layers: an EAGLE-3 head has one")
         values["norm"] = values["norm"] or values["layers"][0].norm
@@ -228,7 +229,7 @@ class ModelConfig:
 
     def _same(self, kind: type, name: str, default: int | None = None) -> Any:
         """Return what all parts of a kind have; AttributeError where they differ."""
-        parts = (part for layer in self.layers for part in (layer.mixer, layer.ffn))
+        parts = (part for layer in self.layers for part in (layer.mixer, *layer.ffns))
         values = {getattr(part, name) for part in parts if isinstance(part, kind)}
         if not values and default is not None:
             return default
@@ -274,6 +275,9 @@ class ModelConfig:
             yield from self.draft_head.params(self.sizes, self.layer_params(), self.norm.init)
             return
         yield EMBED.placed(self.sizes)
+        if (per_layer := self.layers[0].per_layer) is not None:
+            sizes = self.sizes | per_layer.model_sizes(self.num_layers)
+            yield from (spec.placed(sizes) for spec in per_layer.model_params())
         yield from self.layer_params()
         yield ParamSpec("norm.scale", "E", "model.norm.weight", self.norm.init).placed(self.sizes)
         if not self.tie_word_embeddings:

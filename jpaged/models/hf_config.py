@@ -37,8 +37,11 @@ def read_hf(raw: Mapping[str, Any]) -> dict[str, Any]:
         hf = filled(model_type, known)
     except Exception as e:  # the config classes validate with errors of many types
         raise ConfigError(f"config.json of {architecture}: {' '.join(str(e).split())}") from e
-    if hf.get("use_bidirectional_attention"):
-        raise ConfigError("use_bidirectional_attention: only causal attention is supported")
+    if (kind := hf.get("use_bidirectional_attention")) not in (None, False, "vision"):
+        raise ConfigError(
+            f"use_bidirectional_attention={kind!r}: only causal attention is supported, and "
+            "'vision', which is causal in text"
+        )
     # Not hf: some families default to an id that the file never named.
     eos = raw.get("eos_token_id")
     eos = tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (eos,)
