@@ -59,6 +59,9 @@ MIDDLE = {
     "gpt_oss_g2_d32_yarn",
     "gemma4_shared_keys",
     "mimo_d48_v32",
+    "ministral3_g4_d64_mscale_tied",
+    "hunyuan_g2_d32_alpha",
+    "glm4_moe_g4_d32_groups",
 }
 # Whatever a family does to heads that a mesh splits; the others do nothing that these do not.
 SPLIT = [
@@ -66,7 +69,9 @@ SPLIT = [
     "gemma3_g2_d32_linear",
     "gpt_oss_g2_d32_yarn",
     "granite_g2_d32_tied",
+    "glm4_moe_g4_d32_groups",
     "llama_g2_d64_mlp_bias",
+    "minimax_m2_g2_d32",
     "olmo2_g4_d32_bias",
     "mixtral_g2_d64",
     "olmo3_g2_d64_window_yarn",
