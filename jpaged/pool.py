@@ -45,13 +45,13 @@ class Pool:
         self,
         model: ModelConfig,
         config: EngineConfig,
-        where: Placement,
+        placement: Placement,
         choices: Choices,
         *,
         grows: bool,
     ):
         self.config = config
-        self._model, self._where, self._choices, self._grows = model, where, choices, grows
+        self._model, self._placement, self._choices, self._grows = model, placement, choices, grows
         self._served: Served | None = None  # None while no weights are bound
         self._cached_version = 0  # of the weights that the prefix cache is of
         self._engine: Engine | None = None
@@ -99,17 +99,17 @@ class Pool:
         assert self._served is not None, "bind weights first"
         num_blocks = num_blocks or self._most_blocks(self._served)
         config = dataclasses.replace(self.config, num_blocks=num_blocks)
-        served, where = self._served, self._where
-        peers = peers_of(where.mesh, config.peer_timeout_s)
+        served, placement = self._served, self._placement
+        peers = peers_of(placement.mesh, config.peer_timeout_s)
         runner = Runner(
-            self._model, config, where, served.params, served.draft, self._choices, peers
+            self._model, config, placement, served.params, served.draft, self._choices, peers
         )
         runner.weight_version = served.version
         if config.strict:
             warmup(runner.steps)
             runner.seal()
         self._engine = Engine(
-            config, runner, num_replicas=self._where.replicas, depth=DISPATCHES_IN_FLIGHT
+            config, runner, num_replicas=self._placement.replicas, depth=DISPATCHES_IN_FLIGHT
         )
         self._cached_version = served.version
 
@@ -173,13 +173,13 @@ class Pool:
         """Return the blocks of the default pool, which is also as far as a pool grows. What
         compiled steps need does not depend on the pool: they are asked once.
         """
-        config, where = self.config, self._where
+        config, placement = self.config, self._placement
         if config.num_blocks is not None:
             return config.num_blocks
         plan = plan_pool(
             self._model,
             config,
-            where,
+            placement,
             served.params,
             draft=served.draft,
             freed=0 if self._engine is None else self.runner.pool_bytes,
@@ -187,4 +187,4 @@ class Pool:
             choices=self._choices,
         )
         self._needs = plan.needs if plan.needs.is_measured else None
-        return least(plan.num_blocks) if are_many(where.mesh) else plan.num_blocks
+        return least(plan.num_blocks) if are_many(placement.mesh) else plan.num_blocks
