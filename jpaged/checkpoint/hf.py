@@ -40,8 +40,8 @@ RAW = {  # by a file's code, or numpy's name where this project reads it as plai
     **{"I32": np.dtype(np.int32), "I64": np.dtype(np.int64)},
 }
 # Not wanted, and no misfit either. Old checkpoints hold the first, which is computed; some tied
-# ones hold the second; the third is a scale of activations, which stay as they are.
-IGNORED = re.compile(r"rotary_emb\.inv_freq$|^lm_head\.weight$|\.input_scale$")
+# ones hold the second; the last are scales of activations, which stay as they are.
+IGNORED = re.compile(r"rotary_emb\.inv_freq$|^lm_head\.weight$|\.(input|activation)_scale$")
 # Names of two versions of transformers for the parts of a model of text and images.
 OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|visual)\.")
 OF_TEXT = re.compile(r"^(?:language_model\.(?=model\.|lm_head)|(model\.)language_model\.)")

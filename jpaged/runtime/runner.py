@@ -27,7 +27,7 @@ from jpaged.runtime.device_state import COUNTS_CHUNK, DeviceState, RowState
 from jpaged.runtime.kv_cache import PoolSpec, pool_specs
 from jpaged.runtime.memory import explained
 from jpaged.runtime.mesh import Placement
-from jpaged.runtime.processes import put
+from jpaged.runtime.processes import Peers, put
 from jpaged.runtime.stand_ins import StandIns
 from jpaged.runtime.step_table import Usage
 from jpaged.runtime.steps import StepSetting, uses
@@ -70,7 +70,8 @@ class Runner:
     weight_version: of `params`, set with them; results carry it. For a runner that is to compile
     and never to run, ShapeDtypeStructs with shardings may stand in place of arrays. draft: model
     and modules of a draft model, which are to be replaced as `draft_params`. choices: what was
-    chosen for the model and the draft when the engine started; None chooses here.
+    chosen for the model and the draft when the engine started; None chooses here. peers: the other
+    processes that serve the model, which each step is compared with and waits for.
     """
 
     def __init__(
@@ -81,7 +82,9 @@ class Runner:
         params: Forward,
         draft: DraftOf | None = None,
         choices: Choices | None = None,
+        peers: Peers | None = None,
     ):
+        self.peers = peers
         self.model, self.config, self.placement = model, config, placement
         self.params = params
         self.weight_version = 0
@@ -96,7 +99,7 @@ class Runner:
         self.pools = setting.pools
         self.steps = CompiledSteps(setting, placement, *map(_form, (params, self.draft_params)))
         self.stand_ins = StandIns(self.steps)
-        self.transfers = Transfers(placement)
+        self.transfers = Transfers(placement, peers)
         self.adapters = AdapterTables(setting.model, config, placement, params.dtype)
         self.usage: dict[Shape, Usage] = {}
         self._state: DeviceState | None = None
@@ -130,8 +133,11 @@ class Runner:
         return 0 if self._state is None else bytes_of(self.pools)
 
     def fit(self, buckets: StepShapes) -> StepShapes:
-        """Return what to run for these buckets: see StandIns."""
-        return buckets if self.steps.is_sealed else self.stand_ins.fit(buckets)
+        """Return what to run for these buckets: see StandIns. Over processes they run themselves:
+        which steps are compiled may differ.
+        """
+        runs_itself = self.steps.is_sealed or self.peers is not None
+        return buckets if runs_itself else self.stand_ins.fit(buckets)
 
     def dispatch(self, batch: Batch) -> Handle:
         """Start a step, all but a draw under masks; the state is rebound to its result before this
@@ -141,12 +147,27 @@ class Runner:
             buckets = [bucket for bucket in (batch.bucket, batch.sample) if bucket is not None]
             counts = any(part.counts for part in batch.each)
             self._prepare(buckets, full=counts or any(b.is_full for b in buckets))
-            return self._dispatch(batch)
+            if self.peers is None:
+                return self._dispatch(batch)
+            return self._dispatch_with(self.peers, batch)
+
+    def _dispatch_with(self, peers: Peers, batch: Batch) -> Handle:
+        def dispatch() -> Handle:
+            compared = peers.compare(*_what_must_agree(batch))
+            return dataclasses.replace(self._dispatch(batch), compared=compared)
+
+        return peers.call(dispatch, "dispatching a step")
 
     def draw(self, handle: Handle, masks_SW: np.ndarray) -> Handle:
-        """Start the draw of a step: see engine.masks. masks_SW: of the rows of all replicas."""
-        with explained(self.config), self.transfers.sending():
-            return self._draw(handle, *self._put_masks(masks_SW))
+        """Start the draw of a step: see engine.masks. masks_SW: of the rows of all replicas; each
+        process makes the same masks of the same tokens, which are compared.
+        """
+
+        def start() -> Handle:
+            with explained(self.config), self.transfers.sending():
+                return self._draw(handle, *self._put_masks(masks_SW))
+
+        return start() if self.peers is None else self.peers.call(start, "dispatching a draw")
 
     def _dispatch(self, batch: Batch) -> Handle:
         for replica, part in enumerate(batch.each):
@@ -276,13 +297,17 @@ class Runner:
         """Wait for a step and return the result of each replica: one buffer is read, or two where a
         prefill scored its prompts too.
         """
-        with explained(self.config):
-            outs = self._fetch(handle)
-        return unpack(handle.batch, self.config, outs, weight_version=handle.weight_version)
 
-    def _fetch(self, handle: Handle) -> list[np.ndarray]:
-        handle.done.block_until_ready()
-        return [self.transfers.get(out) for out in handle.outs]
+        def wait() -> list[np.ndarray]:
+            if self.peers is not None:
+                assert handle.compared is not None
+                self.peers.check(handle.compared)
+            handle.done.block_until_ready()
+            return [self.transfers.get(out) for out in handle.outs]
+
+        with explained(self.config):
+            outs = wait() if self.peers is None else self.peers.call(wait, "waiting for a step")
+        return unpack(handle.batch, self.config, outs, weight_version=handle.weight_version)
 
     @property
     def shares_blocks(self) -> bool:
@@ -396,6 +421,15 @@ class Runner:
             "block_bytes": sum(pool.block_bytes for pool in self.pools),
             "data_parallel_size": self.placement.replicas,
         }
+
+
+def _what_must_agree(batch: Batch) -> tuple[bytes, ...]:
+    """Return all that a dispatch depends on, which is equal in all processes."""
+    counts = [part.counts for part in batch.each]
+    loads = [(slot, x.name, x.version) for part in batch.each for slot, x in part.loads]
+    rest = repr((batch.bucket, batch.sample, counts, loads)).encode()
+    copies = b"" if batch.copies is None else batch.copies.tobytes()
+    return batch.packed.tobytes(), copies, rest
 
 
 def _form(params: Any) -> Any:

@@ -665,7 +665,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
         model_type="mistral",
         vocab_size=96,
-        hidden_size=72,
+        hidden_size=80,
         intermediate_size=88,
         num_attention_heads=4,
         num_key_value_heads=2,
