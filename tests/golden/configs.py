@@ -1112,12 +1112,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     **HYBRIDS,
 }
 
-# One of each family, whose answers with other weights are stored too (seeds.npz).
+# Of whatever families do one each, whose answers with other weights are stored too (seeds.npz).
 SEEDED = (
+    "ernie4_5_moe_g4_d32",
     "gemma2_g2_d64_capped",
     "gemma3_g2_d32_linear",
+    "glm4_moe_g4_d32_groups",
     "gpt_oss_g4_d64",
     "granite_g2_d32_tied",
+    "hunyuan_g2_d32_alpha",
     "llama_g2_d32_llama3_tied",
     "mistral_g7_d32_window_yarn",
     "mixtral_g4_d32_window_tied",
