@@ -44,9 +44,10 @@ PIXTRAL = [
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Index:
-    """What a file holds. layer: of every layer; window: of those with one; attention, delta: of those
-    that have it, or the gated delta rule; dense, mixture: of those with an MLP, with experts. others: of no layer of the model, which no part of it takes. {x} is
-    an expert, {L} the number of layers.
+    """What a file holds. layer: of every layer; window: of those with one; attention, delta: of
+    those that have it, or the gated delta rule; dense, mixture: of those with an MLP, with experts.
+    others: of no layer of the model, which no part of it takes. {x} is an expert, {L} the number of
+    layers.
     """
 
     layer: list[str]
