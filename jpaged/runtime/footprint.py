@@ -310,8 +310,8 @@ def _needs(shape: Shape) -> tuple[int, ...]:
 
 
 def measured(probe: Runner, moved: int) -> Needs:
-    """Return what the compiled steps say; compiles the largest of each phase, draws under masks too: any
-    engine may come to need them. moved: as of state_bytes.
+    """Return what the compiled steps say; compiles the largest of each phase, draws under masks
+    too: any engine may come to need them. moved: as of state_bytes.
     """
     config = dataclasses.replace(probe.config, structured_output=True)
     table = step_table(dataclasses.replace(probe.steps.setting, config=config))

@@ -16,6 +16,7 @@ from jpaged.checkpoint.load import find_weights
 from jpaged.errors import CheckpointError
 from jpaged.models.config import ModelConfig
 from jpaged.models.families import FAMILIES
+from jpaged.models.layers.attention import AttentionConfig
 from jpaged.models.layers.experts import ExpertsConfig
 from tests.golden.configs import CONFIGS
 
@@ -41,12 +42,13 @@ PIXTRAL = [
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Index:
-    """What a file holds. layer: of every layer; dense, mixture: of those with an MLP, with experts.
-    others: of no layer of the model, which no part of it takes. {x} is an expert, {L} the number of
-    layers.
+    """What a file holds. layer: of every layer; window: of those with a window; dense, mixture: of
+    those with an MLP, with experts. others: of no layer of the model, which no part of it takes.
+    {x} is an expert, {L} the number of layers.
     """
 
     layer: list[str]
+    window: list[str] = dataclasses.field(default_factory=list)
     dense: list[str] = dataclasses.field(default_factory=lambda: MLP)
     mixture: list[str] = dataclasses.field(default_factory=list)
     others: list[str] = dataclasses.field(default_factory=list)
@@ -59,7 +61,9 @@ class Index:
         for i, layer in enumerate(config.layers):
             ffn = layer.ffn
             count = ffn.num_experts if isinstance(ffn, ExpertsConfig) else 0
-            for name in [*self.layer, *(self.mixture if count else self.dense)]:
+            is_local = isinstance(layer.mixer, AttentionConfig) and layer.mixer.window is not None
+            own = [*self.layer, *(self.window if is_local else [])]
+            for name in [*own, *(self.mixture if count else self.dense)]:
                 copies = range(count) if "{x}" in name else [0]
                 names += [f"{self.text}layers.{i}.{name.replace('{x}', str(x))}" for x in copies]
         names += [name.replace("{L}", str(config.num_layers)) for name in self.others]
@@ -127,6 +131,12 @@ INDICES = {
             *("block_sparse_moe.gate.weight", "block_sparse_moe.e_score_correction_bias"),
             *(f"block_sparse_moe.experts.{{x}}.{w}.weight" for w in ("w1", "w2", "w3")),
         ],
+    ),
+    "mimo_d48_v32": Index(
+        layer=QKVO + NORMS,
+        window=["self_attn.attention_sink_bias"],
+        mixture=BIASED + EXPERTS,
+        others=[f"model.mtp.layers.0.{name}" for name in [*GUESSES, *QKVO, *MLP]],
     ),
     "ernie4_5_moe_g4_d32": Index(
         layer=QKVO + NORMS,
