@@ -46,10 +46,12 @@ def test_configs_cover_the_families() -> None:
     for family in ("qwen3", "qwen2", "llama", "mistral"):
         assert sum(c.family == family for c in configs) >= 3
     assert {c.family for c in configs} == set(FAMILIES)
-    assert {c.group_size for c in configs} == {1, 2, 4, 7}
-    assert {c.head_dim for c in configs} == {32, 64, 80, 128}
+    assert {c.group_size for c in configs} == {1, 2, 3, 4, 7}
+    assert {c.head_dim for c in configs} == {16, 32, 64, 80, 128}
     assert {c.tie_word_embeddings for c in configs} == {True, False}
-    assert {c.rope_scaling.kind if c.rope_scaling else None for c in configs} == {
+    mixers = [layer.mixer for c in configs for layer in c.layers if layer.mixer is not None]
+    scalings = {mixer.rope.scaling for mixer in mixers if mixer.rope is not None}
+    assert {None if scaling is None else scaling.kind for scaling in scalings} == {
         None,
         "linear",
         "llama3",

@@ -55,6 +55,8 @@ MIDDLE = {
     "qwen2_moe_g2_d32_shared",
     "mixtral_g4_d32_window_tied",
     "gpt_oss_g2_d32_yarn",
+    "qwen3_5_h2x3_c16_y24",
+    "olmo_hybrid_h3x1_c16_y40",
     "ministral3_g4_d64_mscale_tied",
     "hunyuan_g2_d32_alpha",
     "glm4_moe_g4_d32_groups",
@@ -74,6 +76,7 @@ SPLIT = [
     "phi3_g2_d64_longrope_tied",
     "qwen2_moe_g2_d32_shared",
     "qwen3_moe_g2_d32_normed",
+    "qwen3_next_h4x2_c24_y16",
     "smollm3_g2_d32_bias_window",
 ]
 
@@ -124,8 +127,9 @@ def logits(params: Params, prompts: list[list[int]]) -> list[np.ndarray]:
 
 
 def is_longrope(params: Params) -> bool:
-    scaling = params.config.rope_scaling
-    return scaling is not None and scaling.kind == "longrope"
+    ropes = (None if layer.mixer is None else layer.mixer.rope for layer in params.config.layers)
+    scalings = {rope.scaling for rope in ropes if rope is not None}
+    return any(scaling is not None and scaling.kind == "longrope" for scaling in scalings)
 
 
 def stored_positions(params: Params, golden: Model) -> tuple[np.ndarray, np.ndarray]:

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Literal, Self
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 from jpaged.checks import at_least, positive
@@ -20,7 +21,7 @@ from jpaged.models.record import Field, Record
 from kernels_pallas.paged_attention.interface import AttentionOptions
 
 QKV = (
-    Part("q", "K G D, E", "self_attn.q_proj.weight"),
+    Part("q", "K G D, E", "self_attn.q_proj.weight"),  # "K G+G D, E" where it has gates
     Part("k", "K 1 D, E", "self_attn.k_proj.weight"),
     Part("v", "K 1 D, E", "self_attn.v_proj.weight"),
 )
@@ -38,7 +39,9 @@ class AttentionConfig:
     window: tokens that a query sees, itself included; None is all before it. rope: None rotates
     nothing. Scores are multiplied by multiplier; where that is None, divided by the root of
     query_pre_attn_scalar, by default D. soft_cap: c, a score s becomes c * tanh(s / c). sinks: each
-    head has one more score, a parameter, which takes its share of the softmax alone. qk_norm:
+    head has one more score, a parameter, which takes its share of the softmax alone. gate: what a
+    head attends to is multiplied by the sigmoid of a gate, one a channel of the head, which the
+    projection of the queries gives as well (arXiv:2505.06708). qk_norm:
     queries and keys are normed, each head by itself or all heads together; qk_norm_after_rope: once
     they are rotated.
     """
@@ -52,6 +55,7 @@ class AttentionConfig:
     query_pre_attn_scalar: float | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    gate: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: Literal["head", "whole"] | None = None
@@ -105,13 +109,14 @@ class AttentionConfig:
     def params(self) -> tuple[ParamSpec, ...]:
         """Its parameters, by names within a layer. Query, key and value of one KV head lie
         together: a split over KV heads is contiguous, and the product yields the pool's pairs of K
-        and V.
+        and V. Where there are gates, each follows its query, as in files.
         """
+        outputs = "K G+G+2 D" if self.gate else "K G+2 D"
         q_norm, k_norm = "self_attn.q_norm.weight", "self_attn.k_norm.weight"
-        specs = [ParamSpec("attention.qkv", "K G+2 D, E", self._as_stored(QKV), "normal", "K")]
+        specs = [ParamSpec("attention.qkv", f"{outputs}, E", self._as_stored(QKV), "normal", "K")]
         if self.qkv_bias:
             source = self._as_stored(QKV_BIAS)
-            specs.append(ParamSpec("attention.qkv_bias", "K G+2 D", source, "zeros", "K"))
+            specs.append(ParamSpec("attention.qkv_bias", outputs, source, "zeros", "K"))
         if self.qk_norm is not None:
             axes, split = ("K ", "K") if self.qk_norm == "whole" else ("", None)
             q_axes, init = axes and f"{axes}G ", self.norm.init
@@ -129,6 +134,9 @@ class AttentionConfig:
 
     def _as_stored(self, qkv: tuple[Part, Part, Part]) -> tuple[Part, ...]:
         """Return the parts of queries, keys and values in the order of rows that files have."""
+        if self.gate:
+            q, k, v = qkv
+            qkv = (q._replace(axes=q.axes.replace("G", "G+G")), k, v)
         if self.rope is None or not self.rope.interleaved:
             return qkv
         q, k, v = qkv
@@ -143,8 +151,9 @@ class AttentionConfig:
     def scratch(self, step: StepSizes) -> Scratch:
         """What a step allocates for it. XLA:CPU shares the results of no two layers' attention."""
         heads, kv_heads = (n * self.head_dim for n in (self.num_heads, self.num_kv_heads))
+        gates = 2 * heads if self.gate else 0
         kept = (2 * step.tokens + step.short) * heads * step.itemsize
-        return Scratch(shared=step.rows * 4 * (heads + 2 * kv_heads), kept=kept)
+        return Scratch(shared=step.rows * 4 * (heads + gates + 2 * kv_heads), kept=kept)
 
     def served(self, devices: int) -> Self:
         """An equal attention that so many devices can share: KV heads are repeated until they
@@ -177,8 +186,8 @@ class AttentionConfig:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Attention:
-    """qkv: the projections of each KV head and its G query heads, together: [..., K, G+2, D].
-    sinks: [K, G] or None.
+    """qkv: the projections of each KV head and its G query heads, together: [..., K, G+2, D],
+    or [..., K, G+G+2, D] where each query is followed by its gate. sinks: [K, G] or None.
     """
 
     qkv: Linear
@@ -207,9 +216,21 @@ class Attention:
             norms_after=self.config.qk_norm_after_rope,
         )
         with jax.named_scope("qkv"):
-            qkv = self.qkv(x, step)
+            qkv, gate = self.qkv(x, step), None
+            if self.config.gate:
+                qkv, gate = split_gates(qkv)
         q, kv = kv.write(place, qkv, heads)  # q, k, v = heads(qkv), of which k and v are kept
         sinks = None if self.sinks is None else self.sinks.reshape(-1)
         o = kv.attend(place, q, self.config.options, sinks)
         with jax.named_scope("out"):
+            if gate is not None:
+                o = o * jax.nn.sigmoid(gate)
             return self.out(o.reshape(*x.shape[:-1], -1), step), kv
+
+
+def split_gates(qkv: Array) -> tuple[Array, Array]:
+    """Return [..., K, G+2, D] without the gates, and these [..., H, D]."""
+    num_query = qkv.shape[-2] - 2
+    q, gate = qkv[..., 0:num_query:2, :], qkv[..., 1:num_query:2, :]
+    gate = gate.reshape(*gate.shape[:-3], -1, gate.shape[-1])
+    return jnp.concatenate([q, qkv[..., num_query:, :]], axis=-2), gate

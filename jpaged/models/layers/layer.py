@@ -11,6 +11,7 @@ from jax import Array
 from jpaged.checks import positive
 from jpaged.models.kv_view import KVView, Place
 from jpaged.models.layers.attention import Attention, AttentionConfig
+from jpaged.models.layers.delta import Delta, DeltaConfig
 from jpaged.models.layers.experts import Experts, ExpertsConfig
 from jpaged.models.layers.linear import StepContext
 from jpaged.models.layers.mlp import MLP, MLPConfig
@@ -59,7 +60,7 @@ class LayerConfig:
     does both. residual_multiplier: of what is added.
     """
 
-    mixer: AttentionConfig | None
+    mixer: AttentionConfig | DeltaConfig | None
     ffn: MLPConfig | ExpertsConfig | None
     norms: Literal["pre", "post", "both"] = "pre"
     norm: NormConfig = PLAIN_NORM
@@ -74,7 +75,7 @@ class LayerConfig:
         return {name: size for part in self._parts for name, size in part.sizes.items()}
 
     @property
-    def _parts(self) -> Iterator[PartConfig[Attention | MLP | Experts]]:
+    def _parts(self) -> Iterator[PartConfig[Attention | Delta | MLP | Experts]]:
         return (part for part in (self.mixer, self.ffn) if part is not None)
 
     def params(self) -> tuple[ParamSpec, ...]:
@@ -115,7 +116,9 @@ class LayerConfig:
         mixer = None if self.mixer is None else self.mixer.share(devices)
         return self._with(mixer=mixer, ffn=None if self.ffn is None else self.ffn.share(devices))
 
-    def _with(self, **changes: AttentionConfig | MLPConfig | ExpertsConfig | None) -> Self:
+    def _with(
+        self, **changes: AttentionConfig | DeltaConfig | MLPConfig | ExpertsConfig | None
+    ) -> Self:
         return dataclasses.replace(self, **changes)
 
     def build(self, weights: Parameters) -> "Layer":
@@ -168,7 +171,7 @@ class Layer:
     """A mixer of tokens, then a feed-forward part; None where the layer has no such part."""
 
     around_mixer: Residual
-    mixer: Attention | None
+    mixer: Attention | Delta | None
     around_ffn: Residual
     ffn: MLP | Experts | None
 
