@@ -11,6 +11,7 @@ from jax import Array
 from jpaged.checks import positive
 from jpaged.models.kv_view import KVView, Place
 from jpaged.models.layers.attention import Attention, AttentionConfig
+from jpaged.models.layers.conv import Conv, ConvConfig
 from jpaged.models.layers.delta import Delta, DeltaConfig
 from jpaged.models.layers.experts import Experts, ExpertsConfig
 from jpaged.models.layers.linear import StepContext
@@ -21,6 +22,9 @@ from jpaged.models.layers.scratch import Scratch, StepSizes
 from jpaged.models.param_spec import Parameters, ParamSpec
 from jpaged.models.quantized import is_quantized
 from jpaged.models.record import Record
+
+type MixerConfig = AttentionConfig | DeltaConfig | ConvConfig
+type Mixer = Attention | Delta | Conv
 
 
 class PartConfig[Module](Protocol):
@@ -60,7 +64,7 @@ class LayerConfig:
     does both. residual_multiplier: of what is added.
     """
 
-    mixer: AttentionConfig | DeltaConfig | None
+    mixer: MixerConfig | None
     ffn: MLPConfig | ExpertsConfig | None
     norms: Literal["pre", "post", "both"] = "pre"
     norm: NormConfig = PLAIN_NORM
@@ -75,7 +79,7 @@ class LayerConfig:
         return {name: size for part in self._parts for name, size in part.sizes.items()}
 
     @property
-    def _parts(self) -> Iterator[PartConfig[Attention | Delta | MLP | Experts]]:
+    def _parts(self) -> Iterator[PartConfig[Mixer | MLP | Experts]]:
         return (part for part in (self.mixer, self.ffn) if part is not None)
 
     def params(self) -> tuple[ParamSpec, ...]:
@@ -116,9 +120,7 @@ class LayerConfig:
         mixer = None if self.mixer is None else self.mixer.share(devices)
         return self._with(mixer=mixer, ffn=None if self.ffn is None else self.ffn.share(devices))
 
-    def _with(
-        self, **changes: AttentionConfig | DeltaConfig | MLPConfig | ExpertsConfig | None
-    ) -> Self:
+    def _with(self, **changes: MixerConfig | MLPConfig | ExpertsConfig | None) -> Self:
         return dataclasses.replace(self, **changes)
 
     def build(self, weights: Parameters) -> "Layer":
@@ -171,7 +173,7 @@ class Layer:
     """A mixer of tokens, then a feed-forward part; None where the layer has no such part."""
 
     around_mixer: Residual
-    mixer: Attention | Delta | None
+    mixer: Mixer | None
     around_ffn: Residual
     ffn: MLP | Experts | None
 
