@@ -119,10 +119,10 @@ class Pool:
         assert self._served is not None, "bind weights first"
         size = size or self._largest(self._served)
         config = dataclasses.replace(self.config, **vars(size))
-        served, where = self._served, self._where
-        peers = peers_of(where.mesh, config.peer_timeout_s)
+        served = self._served
+        peers = peers_of(self._where.mesh, config.peer_timeout_s)
         runner = Runner(
-            self._model, config, where, served.params, served.draft, self._choices, peers
+            self._model, config, self._where, served.params, served.draft, self._choices, peers
         )
         runner.weight_version = served.version
         if config.strict:
