@@ -257,8 +257,8 @@ def test_a_pool_that_grows() -> None:
 
 def test_states_take_no_more_than_keys_and_values() -> None:
     """Where memory is short. Where keys and values fit for all rows, all rows have states."""
-    model, sizes = hybrid(max_position_embeddings=4096), {"block_size": 16, "max_num_seqs": 64}
-    settings = EngineConfig(dtype="float32", **sizes)
+    model = hybrid(max_position_embeddings=4096)
+    settings = EngineConfig(dtype="float32", block_size=16, max_num_seqs=64)
 
     def planned(gib: float, **changes: Any) -> memory.MemoryPlan:
         limits = memory.Limits(total=int(gib * 2**30))
@@ -308,6 +308,6 @@ def test_bits_are_those_of_a_request_alone() -> None:
         assert bits(llm, [*PROMPTS, *SHORT])[: len(PROMPTS)] == alone
     stats = llm.stats()
     assert stats["preemptions_recomputed"] > 0 and stats["state_hits"] > 0
-    sizes = {"max_num_batched_tokens": 7, "token_buckets": (7,), "max_num_seqs": 3}
+    sizes: dict[str, Any] = {"max_num_batched_tokens": 7, "token_buckets": (7,), "max_num_seqs": 3}
     settings = engine(num_blocks=200, deterministic=True, seq_buckets=(3,), **sizes)
     assert bits(LLM(params, **vars(settings)), PROMPTS) == alone
