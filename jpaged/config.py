@@ -34,7 +34,7 @@ SPECULATIVE = (
 
 
 def _knob[T](default: T, help: str) -> T:
-    """A field of EngineConfig: its default and what it is, which command lines show as well."""
+    """Return a field of EngineConfig. help: what it is, which command lines show as well."""
     return dataclasses.field(default=default, metadata={"help": help})
 
 
@@ -259,7 +259,7 @@ class EngineConfig:
     def resolve(
         self, model: "ModelConfig", *, batch_invariant: bool = False, on_cpu: bool = False
     ) -> Self:
-        """The same settings with every size filled in for a model; num_blocks stays as it is
+        """Return the same settings with every size filled in for a model; num_blocks stays as it is
         (memory.py knows it).
 
         batch_invariant: what multiplies and attends computes a row alike in any batch. on_cpu:
@@ -312,12 +312,12 @@ class EngineConfig:
 
 
 def has_draft_model(config: EngineConfig) -> bool:
-    """Whether a second model guesses ahead."""
+    """Return whether a second model guesses ahead."""
     return config.speculative is not None and config.speculative.has_model
 
 
 def has_head_adapters(config: EngineConfig) -> bool:
-    """Whether a draw needs to know its rows' adapters."""
+    """Return whether a draw needs to know its rows' adapters."""
     return config.max_loras > 0 and "head" in config.lora_extra
 
 
@@ -354,8 +354,8 @@ def _separate_draw(config: EngineConfig, steps: int, *, on_cpu: bool, alike: boo
 
 
 def _up_to(largest: int, table: tuple[int, ...]) -> tuple[int, ...]:
-    """The sizes of a table below `largest`, then the first that holds it (or `largest` itself past
-    the table's end).
+    """Return the sizes of a table below `largest`, then the first that holds it (or `largest`
+    itself past the table's end).
     """
     top = next((size for size in table if size >= largest), largest)
     return (*(size for size in table if size < top), top)

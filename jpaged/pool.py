@@ -65,13 +65,13 @@ class Pool:
         self,
         model: ModelConfig,
         config: EngineConfig,
-        where: Placement,
+        placement: Placement,
         choices: Choices,
         *,
         grows: bool,
     ):
         self.config = config
-        self._model, self._where, self._choices, self._grows = model, where, choices, grows
+        self._model, self._placement, self._choices, self._grows = model, placement, choices, grows
         self._served: Served | None = None  # None while no weights are bound
         self._cached_version = 0  # of the weights that the prefix cache is of
         self._engine: Engine | None = None
@@ -119,17 +119,17 @@ class Pool:
         assert self._served is not None, "bind weights first"
         size = size or self._largest(self._served)
         config = dataclasses.replace(self.config, **vars(size))
-        served = self._served
-        peers = peers_of(self._where.mesh, config.peer_timeout_s)
+        served, placement = self._served, self._placement
+        peers = peers_of(placement.mesh, config.peer_timeout_s)
         runner = Runner(
-            self._model, config, self._where, served.params, served.draft, self._choices, peers
+            self._model, config, placement, served.params, served.draft, self._choices, peers
         )
         runner.weight_version = served.version
         if config.strict:
             warmup(runner.steps)
             runner.seal()
         self._engine = Engine(
-            config, runner, num_replicas=self._where.replicas, depth=DISPATCHES_IN_FLIGHT
+            config, runner, num_replicas=self._placement.replicas, depth=DISPATCHES_IN_FLIGHT
         )
         self._cached_version = served.version
 
@@ -211,13 +211,13 @@ class Pool:
         """Return the size of the default pool, which is also as far as a pool grows. What compiled
         steps need does not depend on the pool: they are asked once.
         """
-        config, where = self.config, self._where
+        config, placement = self.config, self._placement
         if config.num_blocks is not None:
             return Size(config.num_blocks, self._states_of(config.max_num_seqs))
         plan = plan_pool(
             self._model,
             config,
-            where,
+            placement,
             served.params,
             draft=served.draft,
             freed=0 if self._engine is None else self.runner.pool_bytes,
@@ -226,5 +226,5 @@ class Pool:
         )
         self._needs = plan.needs if plan.needs.is_measured else None
         sizes = [plan.num_blocks, plan.num_states]
-        blocks, states = map(least, sizes) if are_many(where.mesh) else sizes
+        blocks, states = map(least, sizes) if are_many(placement.mesh) else sizes
         return Size(blocks, states if self._model.has_state else None)

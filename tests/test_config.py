@@ -1,6 +1,7 @@
 """ModelConfig and EngineConfig: round trips, and refusals that name what they refuse."""
 
 import copy
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -224,6 +225,19 @@ def test_model_config_round_trip(raw: dict[str, Any], want: dict[str, Any]) -> N
     assert back == config and back.eos_token_ids == config.eos_token_ids
 
 
+def test_what_no_switch_sets_stays_where_switches_change() -> None:
+    changes = {"num_hidden_layers": 2, "num_attention_heads": 2, "n_routed_experts": 16}
+    raw = hf("glm4_moe", n_group=4, topk_group=2, routed_scaling_factor=3.0, norm_topk_prob=False)
+    ours = {"num_layers": 2, "num_heads": 2, "num_experts": 16, "head_dim": 8}
+    changed = dataclasses.replace(ModelConfig.from_hf(raw | {"head_dim": 8}), **ours)
+    assert changed == ModelConfig.from_hf(raw | changes | {"head_dim": 8})
+    assert "('num_groups', 4)" in repr(changed)
+    for family in ("glm4", "hunyuan_v1_dense"):
+        wide = ModelConfig.from_hf(hf(family, head_dim=8, num_key_value_heads=1))
+        made = dataclasses.replace(ModelConfig.from_hf(hf(family, head_dim=8)), num_kv_heads=1)
+        assert made == wide
+
+
 def test_equal_by_value_without_eos() -> None:
     a, b = (ModelConfig.from_hf(hf("llama", eos_token_id=eos)) for eos in (1, 2))
     assert a == b and hash(a) == hash(b) and a != ModelConfig.from_hf(hf("llama", rope_theta=3.0))
@@ -287,6 +301,18 @@ def test_coerce(tmp_path: Path) -> None:
         (hf("qwen3", head_dim=15), "even"),
         (hf("qwen3", num_attention_heads=5), "num_heads=5 is not a multiple of num_kv_heads=2"),
         (hf("qwen3", num_hidden_layers=2.5), "num_hidden_layers"),
+        (
+            hf("hunyuan_v1_dense", use_qk_norm=False),
+            r"use_qk_norm=False is not supported \(True is",
+        ),
+        (hf("minimax_m2", scoring_func="softmax"), r"scoring_func='softmax' .* \('sigmoid' is\)"),
+        (hf("ernie4_5_moe", use_bias=True), "use_bias=True is not supported"),
+        (hf("glm4_moe", n_group=3), "n_group=3 does not divide 128 experts"),
+        (hf("glm4_moe", n_group=4, topk_group=8), "topk_group=8 of n_group=4"),
+        (
+            hf("ministral3", rope_parameters={"rope_type": "default", "llama_4_scaling_beta": 0.1}),
+            "llama_4_scaling_beta=0.1 without original_max_position_embeddings",
+        ),
         (hf("qwen3", eos_token_id=["a"]), "eos_token_id"),
     ],
 )

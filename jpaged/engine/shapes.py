@@ -78,11 +78,11 @@ class Shape:
         """Return the smallest step of the same kind that does what this one and others do."""
         values: dict[str, Any] = {}
         for field in dataclasses.fields(self):
-            found = [getattr(shape, field.name) for shape in (self, *others)]
+            values_of_all = [getattr(shape, field.name) for shape in (self, *others)]
             if field.name != "draws":
-                values[field.name] = max(found)
+                values[field.name] = max(values_of_all)
             elif self.draws is not None:
-                values["draws"] = max(found, key=DRAWS.index)
+                values["draws"] = max(values_of_all, key=DRAWS.index)
         return dataclasses.replace(self, **values)
 
 

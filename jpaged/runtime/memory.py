@@ -201,7 +201,8 @@ class MemoryPlan:
 def plan(
     config: EngineConfig, limits: Limits, *, pool: PoolCost, weights: int = 0, needs: Needs
 ) -> MemoryPlan:
-    """The account of a device for a resolved config; num_blocks is the config's own, or what fits.
+    """Return the account of a device for a resolved config; num_blocks is the config's own, or what
+    fits.
 
     weights: bytes of them that limits.in_use counts too where it is not 0. The default pool never
     holds more than max_num_seqs * max_model_len tokens. Raises ConfigError where no block fits.
@@ -279,8 +280,8 @@ def _settings(config: EngineConfig, *names: str, last: str = ", ") -> str:
 
 
 def free_memory() -> int:
-    """Bytes that this process may still take: the machine's available memory or its cgroup's,
-    whichever is less.
+    """Return the bytes that this process may still take: the machine's available memory or its
+    cgroup's, whichever is less.
     """
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for line in _lines("/proc/meminfo"):

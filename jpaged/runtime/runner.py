@@ -273,7 +273,7 @@ class Runner:
         return arrays + self._draft_arrays if needs.draft else arrays
 
     def _lent(self, bucket: Shape) -> DeviceState:
-        """The state for a step: with the counts for one that needs them."""
+        """Return the state for a step: with the counts for one that needs them."""
         assert self._state is not None
         counts = self._counts_RV if bucket.is_full else None
         rows = dataclasses.replace(self._state.rows, counts_RV=counts)
@@ -376,13 +376,13 @@ class Runner:
         """Have the pools and the device rows, and for full steps the counts; ConfigError where
         memory runs out.
         """
-        rows, where = self.config.max_num_seqs, self.placement
+        rows, placement = self.config.max_num_seqs, self.placement
         if self._state is None:
             forms = self.steps.kv
             with explained(self.config, pool_bytes=sum(pool.nbytes for pool in self.pools)):
                 kv = jax.tree.map(lambda x: kv_cache.zeros(x.shape, x.dtype, x.sharding), forms)
-            zeros = np.zeros(where.replicas * rows, np.int32)
-            last, lens = (put(zeros, where.sharding(where.each)) for _ in range(2))
+            zeros = np.zeros(placement.replicas * rows, np.int32)
+            last, lens = (put(zeros, placement.sharding(placement.by_replica)) for _ in range(2))
             self._state = DeviceState(kv=kv, rows=RowState(last_token_R=last, context_len_R=lens))
         if full and self._counts_RV is None:
             form = self.steps.counts
@@ -472,7 +472,7 @@ def _setting(
 
 
 def bytes_of(pools: tuple[PoolSpec, ...]) -> int:
-    """Bytes of these pools on each device."""
+    """Return the bytes of these pools on each device."""
     return sum(pool.num_blocks * pool.device_block_bytes for pool in pools)
 
 

@@ -85,6 +85,17 @@ def _gemma(model_type: str, architecture: str, **fields: Any) -> dict[str, Any]:
     return _config(model_type, architecture, **(tied | fields))
 
 
+def _gemma4(model_type: str, architecture: str, **fields: Any) -> dict[str, Any]:
+    scalars = {"vocab_size_per_layer_input": fields["vocab_size"], "hidden_size_per_layer_input": 0}
+    base = {"attention_k_eq_v": True, "final_logit_softcapping": 20.0, "pad_token_id": 0}
+    if model_type == "gemma4_unified_text":
+        scalars = {}
+    return _gemma(model_type, architecture, **(base | scalars | fields))
+
+
+WINDOW, FULL = "sliding_attention", "full_attention"
+
+
 def _with_images(
     whole_type: str, architecture: str, vision: dict[str, Any], **text: Any
 ) -> dict[str, Any]:
@@ -375,6 +386,90 @@ CONFIGS: dict[str, dict[str, Any]] = {
         tie_word_embeddings=False,
         eos_token_id=143,
     ),
+    "gemma4_k2_d32_k1_d64": _gemma4(  # as 12B and 31B: unequal D and K, keys as values
+        "gemma4_unified_text",
+        "Gemma4UnifiedForCausalLM",
+        vocab_size=160,
+        hidden_size=72,
+        intermediate_size=104,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        global_head_dim=64,
+        num_global_key_value_heads=1,
+        sliding_window=16,
+        layer_types=[WINDOW, FULL, WINDOW, FULL],
+        use_bidirectional_attention="vision",
+        eos_token_id=[159, 106],
+    ),
+    "gemma4_k3_d64_bias": _gemma4(  # values of their own in every layer
+        "gemma4_text",
+        "Gemma4ForCausalLM",
+        vocab_size=151,
+        hidden_size=80,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        head_dim=64,
+        global_head_dim=32,
+        attention_k_eq_v=False,
+        attention_bias=True,
+        sliding_window=21,
+        layer_types=[WINDOW, WINDOW, FULL],
+        final_logit_softcapping=None,
+        tie_word_embeddings=False,
+        rope_parameters={
+            FULL: {
+                "rope_type": "proportional",
+                "rope_theta": 50000.0,
+                "partial_rotary_factor": 0.5,
+                "factor": 4.0,
+            },
+            WINDOW: {"rope_type": "default", "rope_theta": 20000.0},
+        },
+        eos_token_id=150,
+    ),
+    "gemma4_experts": _gemma4(  # as 26B-A4B: an MLP and experts side by side
+        "gemma4_text",
+        "Gemma4ForCausalLM",
+        vocab_size=160,
+        hidden_size=72,
+        intermediate_size=56,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        global_head_dim=64,
+        num_global_key_value_heads=1,
+        enable_moe_block=True,
+        num_experts=8,
+        top_k_experts=3,
+        moe_intermediate_size=40,
+        sliding_window=16,
+        layer_types=[WINDOW, WINDOW, FULL],
+        eos_token_id=159,
+    ),
+    "gemma4_shared_keys": _gemma4(  # as E2B: layers that read others' keys, per-layer embeddings
+        "gemma4_text",
+        "Gemma4ForCausalLM",
+        vocab_size=155,
+        hidden_size=64,
+        intermediate_size=72,
+        num_hidden_layers=7,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=32,
+        global_head_dim=64,
+        attention_k_eq_v=False,
+        hidden_size_per_layer_input=24,
+        num_kv_shared_layers=3,
+        use_double_wide_mlp=True,
+        sliding_window=16,
+        layer_types=[WINDOW, FULL, WINDOW, FULL, WINDOW, WINDOW, FULL],
+        eos_token_id=154,
+    ),
     "phi3_g1_d64_window": _phi3(
         vocab_size=160,
         hidden_size=192,
@@ -568,6 +663,66 @@ CONFIGS: dict[str, dict[str, Any]] = {
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
         rope_theta=10000.0,
         eos_token_id=146,
+    ),
+    "mimo_d48_v32": _config(
+        "mimo_v2_flash",
+        "MiMoV2FlashForCausalLM",
+        vocab_size=160,
+        hidden_size=72,
+        intermediate_size=104,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=48,
+        v_head_dim=32,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=40,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.5,
+        sliding_window=16,
+        layer_types=[FULL, WINDOW, WINDOW],
+        mlp_layer_types=["dense", "sparse", "sparse"],
+        rope_parameters={
+            FULL: {
+                "rope_type": "default",
+                "rope_theta": 50000.0,
+                "partial_rotary_factor": 0.334,
+            },
+            WINDOW: {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.334,
+            },
+        },
+        eos_token_id=159,
+    ),
+    "mimo_d64_v32_bias": _config(
+        "mimo_v2_flash",
+        "MiMoV2FlashForCausalLM",
+        vocab_size=151,
+        hidden_size=64,
+        intermediate_size=72,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        v_head_dim=32,
+        attention_bias=True,
+        attention_value_scale=None,
+        n_routed_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        norm_topk_prob=False,
+        sliding_window=21,
+        layer_types=[WINDOW, FULL],
+        mlp_layer_types=["sparse", "sparse"],
+        rope_parameters={
+            FULL: {"rope_type": "default", "rope_theta": 500000.0, "partial_rotary_factor": 1.0},
+            WINDOW: {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        },
+        eos_token_id=150,
     ),
     "mixtral_g2_d64": _mixtral(
         vocab_size=160,
@@ -959,12 +1114,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     **SHORT_CONVS,
 }
 
-# One of each family, whose answers with other weights are stored too (seeds.npz).
+# Of whatever families do one each, whose answers with other weights are stored too (seeds.npz).
 SEEDED = (
+    "ernie4_5_moe_g4_d32",
     "gemma2_g2_d64_capped",
     "gemma3_g2_d32_linear",
+    "glm4_moe_g4_d32_groups",
     "gpt_oss_g4_d64",
     "granite_g2_d32_tied",
+    "hunyuan_g2_d32_alpha",
     "llama_g2_d32_llama3_tied",
     "mistral_g7_d32_window_yarn",
     "mixtral_g4_d32_window_tied",

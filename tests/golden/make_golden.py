@@ -173,6 +173,7 @@ def fused_experts(tensors: dict[str, Any]) -> dict[str, Any]:
         key = key.replace(".attention_layer_norm.", ".input_layernorm.")
         key = key.replace(".feedforward_layer_norm.", ".post_attention_layernorm.")
         key = key.replace(".mlp.moe_statics.", ".mlp.gate.moe_statics.")
+        key = key.replace(".attention_sink_bias", ".sinks")
         if (
             is_transposed
             and ".language_model." in key

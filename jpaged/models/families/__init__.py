@@ -8,6 +8,7 @@ from jpaged.models.families.ernie import ERNIE4_5, ERNIE4_5_MOE
 from jpaged.models.families.exaone import EXAONE4
 from jpaged.models.families.family import Family
 from jpaged.models.families.gemma import GEMMA2, GEMMA3
+from jpaged.models.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from jpaged.models.families.glm import GLM4, GLM4_MOE, SOLAR_OPEN
 from jpaged.models.families.gpt_oss import GPT_OSS
 from jpaged.models.families.granite import GRANITE
@@ -21,6 +22,7 @@ from jpaged.models.families.hybrid import (
 from jpaged.models.families.internlm import INTERNLM3
 from jpaged.models.families.lfm2 import LFM2
 from jpaged.models.families.llama import LLAMA
+from jpaged.models.families.mimo import MIMO_V2_FLASH
 from jpaged.models.families.minimax import MINIMAX_M2
 from jpaged.models.families.mistral import MINISTRAL3, MISTRAL, MIXTRAL
 from jpaged.models.families.olmo import OLMO2, OLMO3
@@ -43,6 +45,7 @@ _ALL = (
     *(QWEN3_MOE, QWEN2_MOE, MIXTRAL, GPT_OSS, GLM4_MOE, SOLAR_OPEN, MINIMAX_M2, ERNIE4_5_MOE),
     *(QWEN2_5_VL_TEXT, QWEN3_VL_TEXT, QWEN3_VL_MOE_TEXT),
     *(QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, OLMO_HYBRID, LFM2),
+    *(GEMMA4, GEMMA4_UNIFIED, MIMO_V2_FLASH),
 )
 FAMILIES = {family.model_type: family for family in _ALL}
 

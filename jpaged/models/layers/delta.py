@@ -232,6 +232,6 @@ def dense(
     """Return o [T, H, Y] of q, k, v, g and beta of rows of so many tokens each, and the pool: in a
     form that can be differentiated.
     """
-    batch = [x.reshape(-1, length, *x.shape[1:]) for x in tokens]
-    o, states = xla.dense(*batch, rows.read(pool))
+    q, k, v, g, beta = (x.reshape(-1, length, *x.shape[1:]) for x in tokens)
+    o, states = xla.dense(q, k, v, g, beta, rows.read(pool))
     return o.reshape(-1, *o.shape[2:]), rows.written(pool, states)
