@@ -188,6 +188,12 @@ INDICES = {
             *(f"block_sparse_moe.experts.{{x}}.{w}.weight" for w in ("w1", "w2", "w3")),
         ],
     ),
+    "mimo_d48_v32": Index(
+        layer=QKVO + NORMS,
+        window=["self_attn.attention_sink_bias"],
+        mixture=BIASED + EXPERTS,
+        others=[f"model.mtp.layers.0.{name}" for name in [*GUESSES, *QKVO, *MLP]],
+    ),
     "ernie4_5_moe_g4_d32": Index(
         layer=QKVO + NORMS,
         mixture=[
