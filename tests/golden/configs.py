@@ -11,6 +11,8 @@ odd on purpose: a swapped pair of dimensions must not fit.
 
 from typing import Any
 
+from tests.golden.hybrids import HYBRIDS
+
 
 def _config(model_type: str, architecture: str, **fields: Any) -> dict[str, Any]:
     base = {
@@ -1107,6 +1109,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         rope_theta=500000.0,
         eos_token_id=95,
     ),
+    **HYBRIDS,
 }
 
 # Of whatever families do one each, whose answers with other weights are stored too (seeds.npz).
