@@ -76,7 +76,7 @@ class Scheduler:
     @property
     def _is_filling(self) -> bool:
         """Whether a row has a prompt of which chunks are left."""
-        return any(seq.is_prefilling for seq in self.queues.running)
+        return bool([seq for seq in self.queues.running if seq.num_dispatched < seq.fill])
 
     @property
     def _is_stuck(self) -> bool:
@@ -138,11 +138,14 @@ class Scheduler:
 
     def decoding_rows(self) -> list[Sequence]:
         """Return the rows that decode next; each holds the block that its token is written to."""
+        by_urgency = self.queues.waiting.by_urgency(self.queues.running)
+        ready = [seq for seq in by_urgency if seq.can_decode]
+        lacking = self.blocks.unwritable(ready)
+        if not lacking:
+            return ready
         rows: dict[Sequence, None] = {}
-        for seq in list(self.queues.waiting.by_urgency(self.queues.running)):
-            if seq.status is not Status.RUNNING or not seq.can_decode:
-                continue
-            if self.blocks.make_writable(seq, seq.num_dispatched) or self._make_room(seq, rows):
+        for seq in ready:  # one that makes room for another runs no more
+            if seq.status is Status.RUNNING and (seq not in lacking or self._make_room(seq, rows)):
                 rows[seq] = None
         return list(rows)
 
@@ -357,7 +360,7 @@ def decode_entries(blocks: BlockManager, rows: list[Sequence], most: int) -> lis
         most = 1
     entries = []
     for seq in rows:
-        steps = _steps_ahead(blocks, seq, most)
+        steps = 1 if most == 1 else _steps_ahead(blocks, seq, most)
         entries.append(dispatch(seq, seq.num_dispatched, steps, draws=steps, decodes=True))
     return entries
 

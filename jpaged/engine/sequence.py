@@ -193,10 +193,13 @@ class Sequence:
         return is_new
 
     def arrive(self, epoch: int, draws: int) -> None:
-        """Count the result of a dispatch that went out in this epoch and drew so many tokens."""
+        """Count the result of a dispatch that went out in this epoch and drew so many tokens, all
+        of which have been dealt with: see `settle`.
+        """
         self.in_flight -= 1
         if epoch == self.epoch:
             self.pending -= draws
+        self.num_committed = len(self.token_ids)
 
     def append(
         self,
@@ -206,7 +209,7 @@ class Sequence:
         top: Top | None = None,
         allowed: float | None = None,
     ) -> None:
-        """Add a token that was drawn (see Generated.append); `settle` makes it last."""
+        """Add a token that was drawn (see Generated.append); `settle` or `arrive` makes it last."""
         self.token_ids.append(token_id)
         self.generated.append(token_id, logprob, weight_version, top, allowed)
 
@@ -289,7 +292,8 @@ class Sequence:
         """
         if self.waits_for_host and (self.pending or self.candidates is not None):
             return False
-        return not self.is_prefilling and len(self.token_ids) + self.pending < self.end
+        is_prefilled = self.num_dispatched >= self.fill
+        return is_prefilled and len(self.token_ids) + self.pending < self.end
 
     @property
     def num_closed(self) -> int:

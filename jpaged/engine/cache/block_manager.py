@@ -142,6 +142,19 @@ class BlockManager:
         for group, table in zip(self.groups, seq.block_tables, strict=True):
             group.unwritten.update(table[before : seq.num_closed])
 
+    def unwritable(self, seqs: Iterable[Sequence]) -> set[Sequence]:
+        """Return those of these sequences that have no block of their own, in some group, for their
+        next token: `make_writable` gives it.
+        """
+        size, lacking = self.block_size, set[Sequence]()
+        for at, group in enumerate(self.groups):
+            blocks = group.blocks
+            for seq in seqs:
+                table, i = seq.block_tables[at], seq.num_dispatched // size
+                if i >= len(table) or blocks[table[i]].ref_count > 1:
+                    lacking.add(seq)
+        return lacking
+
     def make_writable(self, seq: Sequence, position: int) -> bool:
         """Let a sequence write the block of a position: a fresh one, or its copy of a shared one.
         False, and nothing changed, where a group has no free block for it.
@@ -150,8 +163,7 @@ class BlockManager:
         """
         i = position // self.block_size
         lacking = []
-        for at, table in enumerate(seq.block_tables):  # asked of each row in each step
-            group = self.groups[at]
+        for group, table in zip(self.groups, seq.block_tables, strict=True):
             if i >= len(table) or group.blocks[table[i]].ref_count > 1:
                 lacking.append((group, table))
         if not lacking:
