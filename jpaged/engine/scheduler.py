@@ -66,7 +66,10 @@ class Scheduler:
     @property
     def wants_decode(self) -> bool:
         """Whether any row can go on from its last token."""
-        return any(seq.can_decode for seq in self.queues.running)
+        for seq in self.queues.running:
+            if seq.can_decode:
+                return True
+        return False
 
     @property
     def can_join(self) -> bool:
@@ -240,16 +243,19 @@ def _decode(replicas: List[Scheduler]) -> tuple[Phase, list[list[PlanEntry]]]:
         return "decode", []
     planned, drafter = list(zip(replicas, rows, strict=True)), replicas[0].queues.drafter
     runs: dict[Sequence, list[int]] = {}
+    is_masked = False
     for replica, own in planned:
-        runs |= certain_runs(own, replica.most_draws - len(own))
+        structured = [seq for seq in own if seq.structured is not None]
+        if structured:
+            is_masked, room = True, replica.most_draws - len(own)
+            runs |= certain_runs(structured, room, len(own))
     guesses = not runs
     if guesses and drafter is not None:
         runs = drafter.runs(*rows)
     if runs:
         return "prefill", [run_entries(r.blocks, own, runs, guesses=guesses) for r, own in planned]
-    steps = replicas[0].decode_steps
-    if steps > 1 and any(seq.structured is not None for own in rows for seq in own):
-        steps = 1  # one step is drawn under masks, on every replica
+    # One step is drawn under masks, on every replica.
+    steps = 1 if is_masked else replicas[0].decode_steps
     return "decode", [decode_entries(r.blocks, own, steps) for r, own in planned]
 
 
@@ -360,21 +366,24 @@ def decode_entries(blocks: BlockManager, rows: list[Sequence], most: int) -> lis
         most = 1
     entries = []
     for seq in rows:
-        steps = 1 if most == 1 else _steps_ahead(blocks, seq, most)
-        entries.append(dispatch(seq, seq.num_dispatched, steps, draws=steps, decodes=True))
+        start, steps = seq.num_dispatched, 1 if most == 1 else _steps_ahead(blocks, seq, most)
+        is_new = seq.dispatch(start + steps, steps)
+        entries.append(PlanEntry(seq, start, steps, steps, True, is_new, seq.epoch))
     return entries
 
 
-def certain_runs(rows: list[Sequence], room: int) -> dict[Sequence, list[int]]:
+def certain_runs(
+    structured: list[Sequence], room: int, num_rows: int
+) -> dict[Sequence, list[int]]:
     """Return the certain tokens of rows that have several, as far as `room` holds those beyond one
-    a row; {} where they are too few to be worth the other kind of step.
+    a row; {} where they are too few to be worth the other kind of step for num_rows rows.
     """
     runs, left = dict[Sequence, list[int]](), room
-    for seq in rows:
-        if left > 0 and seq.structured is not None and len(run := seq.forced[: left + 1]) > 1:
+    for seq in structured:
+        if left > 0 and len(run := seq.forced[: left + 1]) > 1:
             runs[seq] = run
             left -= len(run) - 1
-    return runs if (room - left) * LEAST_RUN >= len(rows) else {}
+    return runs if (room - left) * LEAST_RUN >= num_rows else {}
 
 
 def run_entries(

@@ -11,6 +11,7 @@ from jpaged.engine.packing import Batch
 from jpaged.engine.shapes import StepShapes
 from jpaged.models.config import ModelConfig
 from jpaged.runtime.choices import Choices
+from jpaged.runtime.memory import explained
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.processes import Peers
 from jpaged.runtime.runner import DraftOf, Handle, Runner
@@ -40,7 +41,11 @@ class SharedRunner(Runner):
         """Themselves: which steps are compiled may differ between processes."""
         return buckets
 
-    def _dispatch(self, batch: Batch) -> Handle:
+    def dispatch(self, batch: Batch) -> Handle:
+        """Start a step that all processes start: see Runner.dispatch. What is compiled for it is
+        not waited for as for a peer.
+        """
+
         def dispatch() -> Handle:
             counts = [part.counts for part in batch.each]
             loads = [(at, x.name, x.version) for part in batch.each for at, x in part.loads]
@@ -49,7 +54,9 @@ class SharedRunner(Runner):
             compared = self.peers.compare(batch.packed.tobytes(), copies, said)
             return dataclasses.replace(started(batch), compared=compared)
 
-        started = super()._dispatch
+        started = super().dispatch
+        with explained(self.config):
+            self._prepare(batch)
         return self.peers.call(dispatch, "dispatching a step")
 
     def draw(self, handle: Handle, masks_SW: np.ndarray) -> Handle:

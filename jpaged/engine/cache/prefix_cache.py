@@ -69,8 +69,8 @@ class PrefixCache:
         size, last = self.block_size, len(seq) - 1
         limit = last if most is None else min(most, last)
         contents, parent = list[Content](), self.contents.root
-        tables: tuple[list[int], ...] = tuple([] for _ in self.groups)
-        slots: tuple[dict[int, Slot], ...] = tuple({} for _ in self.groups)
+        tables: tuple[list[int], ...] = tuple([[] for _ in self.groups])
+        slots: tuple[dict[int, Slot], ...] = tuple([{} for _ in self.groups])
         num_known = 0
         for i in range(limit // size if self.is_on else 0):
             content = self.contents.find(seq, i, size, parent)
@@ -120,7 +120,7 @@ class PrefixCache:
         reads, as a match.
         """
         length = len(tables[0])
-        if any(GONE in table for table in tables):
+        if [table for table in tables if GONE in table]:
             for i in reversed(range(length)):
                 for group, table in zip(self.groups, tables, strict=True):
                     if table[i] == GONE and i >= group.first_seen(length * self.block_size):
@@ -130,8 +130,8 @@ class PrefixCache:
         kept = zip(firsts, slots, strict=True)
         return Match(
             contents[:length],
-            tuple([GONE] * first + table[first:length] for first, table in cut),
-            tuple({i: x for i, x in own.items() if first <= i < length} for first, own in kept),
+            tuple([[GONE] * first + table[first:length] for first, table in cut]),
+            tuple([{i: x for i, x in own.items() if first <= i < length} for first, own in kept]),
             num_known,
         )
 
