@@ -318,9 +318,9 @@ class Session:
         jobs: list[Job] = []
         for i, prompt in enumerate(prompts):
             try:
+                ready = self.inputs.prompt(prompt, adapters[i])
                 drawn = fold_in(key, i)
-                request = self.request(prompt, asked[i], drawn, adapters[i], streaming=streaming)
-                jobs.append(request)
+                jobs.append(self.builder.completion(ready, asked[i], drawn, streaming=streaming))
             except RequestError as e:
                 jobs.append(self._refused(i, prompt, e, on_error))
         return jobs

@@ -121,7 +121,7 @@ def pack(plan: Plan, config: EngineConfig, buckets: StepShapes | None = None) ->
         num_tokens=plan.num_tokens,
         num_rows=num_draws,
         steps=max([e.draws for e in drawing], default=1) if bucket.phase != "prefill" else 1,
-        copies=_pack_copies(plan, config),
+        copies=_pack_copies(plan, config) if any(plan.copies) else None,
         loads=plan.loads,
         counts=tuple([(seq.device_row, list(seq.token_ids), seq.prompt_len) for seq in admitted]),
         masks_TW=prompt_masks(plan, bucket.tokens) if bucket.takes_masks else None,
@@ -162,9 +162,7 @@ def _no_copies(groups: int, config: EngineConfig) -> np.ndarray:
     return np.zeros((groups, config.seq_buckets[-1], 2), np.int32)
 
 
-def _pack_copies(plan: Plan, config: EngineConfig) -> np.ndarray | None:
-    if not any(plan.copies):
-        return None
+def _pack_copies(plan: Plan, config: EngineConfig) -> np.ndarray:
     packed = _no_copies(len(plan.copies), config)
     for at, copies in enumerate(plan.copies):
         if copies:

@@ -66,10 +66,7 @@ class Scheduler:
     @property
     def wants_decode(self) -> bool:
         """Whether any row can go on from its last token."""
-        for seq in self.queues.running:
-            if seq.can_decode:
-                return True
-        return False
+        return any(seq.can_decode for seq in self.queues.running)
 
     @property
     def can_join(self) -> bool:
@@ -100,13 +97,14 @@ class Scheduler:
         if not entries:
             return Plan(phase=phase, entries=())
         self._planned = [entry.seq for entry in entries] if self.blocks.windowed else []
+        adapters = self.queues.adapters
         return Plan(
             phase=phase,
             entries=tuple(entries),
             copies=self.blocks.take_copies(),
             block_stores=self.blocks.take_stores(),
             block_loads=self.blocks.take_loads(),
-            loads=self.queues.adapters.take_loads(),
+            loads=adapters.take_loads() if adapters.loads else (),
         )
 
     def plan_chunks(self, rows: int = 0) -> list[PlanEntry]:
@@ -287,7 +285,7 @@ class PrefillPlanner:
         if not self.blocks.fits(len(seq)):
             self.queues.fail(seq)
             return True
-        if not self.queues.adapters.has_room(seq.adapter):
+        if seq.adapter is not None and not self.queues.adapters.has_room(seq.adapter):
             return False
         match = self._match(seq)
         # A block in hand for every row that runs: an admission that forces a preemption at once is
@@ -372,9 +370,7 @@ def decode_entries(blocks: BlockManager, rows: list[Sequence], most: int) -> lis
     return entries
 
 
-def certain_runs(
-    structured: list[Sequence], room: int, num_rows: int
-) -> dict[Sequence, list[int]]:
+def certain_runs(structured: list[Sequence], room: int, num_rows: int) -> dict[Sequence, list[int]]:
     """Return the certain tokens of rows that have several, as far as `room` holds those beyond one
     a row; {} where they are too few to be worth the other kind of step for num_rows rows.
     """

@@ -104,7 +104,9 @@ class BlockManager:
         """
         assert not seq.block_tables, f"{seq!r} already holds blocks"
         starts = zip(self.groups, match.tables, match.slots, strict=True)
-        tables = [group.admit(start, match.contents, slots, len(seq)) for group, start, slots in starts]
+        tables = [
+            group.admit(start, match.contents, slots, len(seq)) for group, start, slots in starts
+        ]
         seq.block_tables = tuple(tables)
         size = match.num_blocks * self.block_size
         seq.first_held = [group.first_seen(size) for group in self.groups]
