@@ -19,7 +19,7 @@ from jpaged.errors import ConfigError, JpagedError, RequestError, UnsupportedErr
 # The modules that define these types import this one, which reads their fields and nothing else.
 type EngineConfig = Any
 type Speculative = Any
-type ModelConfig = Any  # a HeadConfig, too, for a draft
+type ModelConfig = Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,6 +29,8 @@ class Facts:
     config: as the caller wrote it, or resolved. speculative: the setting itself, before a config
     has it. model, draft: architectures of the model and of what guesses for it (a smaller model or
     an EAGLE-3 head). has_draft_weights: whether the caller passed weights of a draft.
+
+    has_state: whether layers of the model, or of a draft, keep a state a sequence.
 
     devices: how many share the model. replicas: copies of it. processes: how many hold the mesh.
     available: the devices that there are. mesh_axes: the names of the mesh's axes. heads: query
@@ -53,6 +55,7 @@ class Facts:
     model: ModelConfig | None = None
     draft: Any = None
     has_draft_weights: bool | None = None
+    has_state: bool | None = None
     devices: int | None = None
     replicas: int | None = None
     processes: int | None = None
@@ -364,6 +367,19 @@ def ngram_takes_no_model(speculative: Speculative) -> str | None:
     return None
 
 
+@_rule("speculative", "model", error=UnsupportedError)
+def states_cannot_go_back(config: EngineConfig, has_state: bool) -> str | None:
+    """`speculative` takes a model, and a draft, without a state a sequence: a state cannot go back
+    to before a guess that was wrong.
+    """
+    if has_state and config.speculative is not None:
+        return (
+            f"speculative: method={config.speculative.method!r}: this model keeps a state a "
+            "sequence, which cannot go back to before a guess that was wrong; leave speculative out"
+        )
+    return None
+
+
 @_rule("speculative.method", "processes")
 def draft_models_run_in_one_process(config: EngineConfig, processes: int) -> str | None:
     """A model over several processes has no draft model or head; `method="ngram"` guesses there."""
@@ -481,14 +497,15 @@ def heads_fit_the_hidden_size(draft: Any, model: ModelConfig) -> str | None:
     """A head's target_hidden_size is the model's hidden_size; so is its own where it borrows the
     model's embedding or output head.
     """
-    if not draft.is_head:
+    head = draft.draft_head
+    if head is None:
         return None
-    if draft.target_hidden_size != model.hidden_size:
+    if head.target_hidden_size != model.hidden_size:
         return (
-            f"EAGLE-3 head for target_hidden_size={draft.target_hidden_size}: the model has "
+            f"EAGLE-3 head for target_hidden_size={head.target_hidden_size}: the model has "
             f"hidden_size={model.hidden_size}"
         )
-    borrows = not (draft.own_embed and draft.own_lm_head)
+    borrows = not (head.has_embed and head.has_lm_head)
     if borrows and draft.hidden_size != model.hidden_size:
         return (
             f"EAGLE-3 head of hidden_size={draft.hidden_size} without an embedding or a head of "

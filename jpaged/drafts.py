@@ -7,7 +7,7 @@ from jpaged.combinations import Facts, check_combination
 from jpaged.config import EngineConfig, has_draft_model
 from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
-from jpaged.models.eagle import HeadConfig, fitted
+from jpaged.models.eagle import fitted
 from jpaged.models.params import Params
 from jpaged.models.quantized import experts_are_plain
 from jpaged.runtime.choices import Choices, choose
@@ -64,7 +64,7 @@ def no_head(config: ModelConfig) -> ModelConfig:
 def _fitted(params: Params, target: ModelConfig) -> Params:
     """Those of a head for the model that it is of; others as they are."""
     config = params.config
-    if not isinstance(config, HeadConfig):
+    if not config.is_head:
         return params
     return Params(dict(params), fitted(config, target), params.source)
 

@@ -2,8 +2,10 @@
 written apart from the serving code, dense and in float64.
 """
 
+import dataclasses
 import functools
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +15,27 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from jpaged import ModelConfig, Params
-from jpaged.models.eagle import HeadConfig
+from jpaged.models.draft_head import HeadConfig
 from jpaged.models.forward import bind
 from tests.tiny import CONFIG, make_params
 
 
-def head_config(target: ModelConfig = CONFIG, **changes: Any) -> HeadConfig:
-    """A head of Llama's layer for a model, with as many tokens unless draft_tokens says which."""
-    own: dict[str, Any] = vars(target).copy()
-    own |= {"family": "llama", "num_layers": 1, "qk_norm": False, "eos_token_ids": ()}
-    own |= {"tie_word_embeddings": False, "sliding_windows": ()}
-    own |= {"target_hidden_size": target.hidden_size, "draft_vocab_size": target.vocab_size}
-    own["aux_layers"] = (0, target.num_layers // 2, target.num_layers)
-    return HeadConfig(**{**own, **changes})
+def head_config(
+    target: ModelConfig = CONFIG, changes: Mapping[str, Any] | None = None, **head: Any
+) -> ModelConfig:
+    """A head of Llama's layer for a model, with as many tokens unless draft_tokens says which.
+
+    changes: of its ModelConfig. head: of its HeadConfig.
+    """
+    fields: dict[str, Any] = {
+        "target_hidden_size": target.hidden_size,
+        "draft_vocab_size": target.vocab_size,
+        "aux_layers": (0, target.num_layers // 2, target.num_layers),
+    }
+    switches: dict[str, Any] = {"num_layers": 1, "qk_norm": False, "sliding_windows": ()}
+    switches |= {"family": "llama", "eos_token_ids": (), "tie_word_embeddings": False}
+    draft_head = HeadConfig(**{**fields, **head})
+    return dataclasses.replace(target, draft_head=draft_head, **{**switches, **(changes or {})})
 
 
 def part_of(vocab: int, count: int, seed: int = 0) -> bytes:
@@ -59,7 +69,7 @@ def counting_head(params: Params, *, exact: bool = False) -> Params:
     """A head for that model which guesses the token after the next, by the embedding alone (exact)
     or nearly.
     """
-    config = head_config(params.config, own_embed=False)
+    config = head_config(params.config, has_embed=False)
     dtype, E = params["embed"]["weight"].dtype, config.hidden_size
     head = make_params(5, config, dtype)
     share = 0.0 if exact else 0.2
@@ -81,7 +91,8 @@ def counting_head(params: Params, *, exact: bool = False) -> Params:
 def write_head(folder: Path, params: Params, *, speculators: bool = False) -> Path:
     """Its files as the head's own project publishes them, or as speculators does."""
     config = params.config
-    assert isinstance(config, HeadConfig)
+    head = config.draft_head
+    assert head is not None
     layer = params["layers"]["0"]
     qkv, G = np.asarray(layer["attention"]["qkv"]), config.group_size
     wide = qkv.shape[-1]
@@ -100,13 +111,13 @@ def write_head(folder: Path, params: Params, *, speculators: bool = False) -> Pa
     prefix = "layers.0" if speculators else "midlayer"
     tensors = {f"{prefix}.{name}.weight": value for name, value in own.items()}
     tensors |= {"fc.weight": params["fc"]["weight"], "norm.weight": params["norm"]["scale"]}
-    if config.own_lm_head:
+    if head.has_lm_head:
         tensors["lm_head.weight"] = params["lm_head"]["weight"]
-    if config.own_embed:
+    if head.has_embed:
         tensors["embed_tokens.weight"] = params["embed"]["weight"]
     tensors = {name: np.ascontiguousarray(value) for name, value in tensors.items()}
-    if config.draft_tokens:
-        ids = np.frombuffer(config.draft_tokens, np.int32)
+    if head.draft_tokens:
+        ids = np.frombuffer(head.draft_tokens, np.int32)
         tensors["d2t"] = ids.astype(np.int64) - np.arange(len(ids))
         tensors["t2d"] = np.isin(np.arange(config.vocab_size), ids)
     folder.mkdir(parents=True, exist_ok=True)
@@ -123,13 +134,13 @@ def write_head(folder: Path, params: Params, *, speculators: bool = False) -> Pa
         "max_position_embeddings": config.max_position_embeddings,
         "rms_norm_eps": config.rms_norm_eps,
     }
-    more: dict[str, Any] = {"draft_vocab_size": config.draft_vocab_size}
-    if config.aux_layers:
-        more["eagle_aux_hidden_state_layer_ids"] = list(config.aux_layers)
+    more: dict[str, Any] = {"draft_vocab_size": head.draft_vocab_size}
+    if head.aux_layers:
+        more["eagle_aux_hidden_state_layer_ids"] = list(head.aux_layers)
     if speculators:
         more |= {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3"}
         more |= {"speculators_config": {"algorithm": "eagle3"}, "transformer_layer_config": raw}
-        more["norm_before_residual"] = config.norm_before_residual
+        more["norm_before_residual"] = head.norm_before_residual
         raw = {}
     else:
         more["architectures"] = ["LlamaForCausalLMEagle3"]
@@ -137,23 +148,23 @@ def write_head(folder: Path, params: Params, *, speculators: bool = False) -> Pa
     return folder
 
 
-def dense_guesses(params: Params, head: Params, tokens: list[int], count: int) -> list[int]:
+def dense_guesses(params: Params, guessing: Params, tokens: list[int], count: int) -> list[int]:
     """What a head guesses after these tokens, each the likeliest."""
-    config = head.config
-    assert isinstance(config, HeadConfig)
+    config, head = guessing.config, guessing.config.draft_head
+    assert head is not None
     padded = np.zeros((1, params.config.max_position_embeddings), np.int32)
     padded[0, : len(tokens)] = tokens
-    states = _states(params, padded, config.aux_layers)
+    states = _states(params, padded, head.aux_layers)
     joined = np.concatenate([wide(x[0]) for x in states], axis=-1)
-    hidden = list((joined @ wide(head["fc"]["weight"]).T)[: len(tokens) - 1])
-    embed = wide((head if config.own_embed else params)["embed"]["weight"])
-    own = head if config.own_lm_head else params
+    hidden = list((joined @ wide(guessing["fc"]["weight"]).T)[: len(tokens) - 1])
+    embed = wide((guessing if head.has_embed else params)["embed"]["weight"])
+    own = guessing if head.has_lm_head else params
     lm_head = own["embed" if own.config.tie_word_embeddings else "lm_head"]["weight"]
-    ids = np.frombuffer(config.draft_tokens, np.int32)
+    ids = np.frombuffer(head.draft_tokens, np.int32)
     after, made = tokens[1:], list[int]()
     for _ in range(count):
-        x = _layer(config, head["layers"]["0"], embed[after], np.stack(hidden))[-1]
-        normed = _norm(x, head["norm"]["scale"], config)
+        x = _layer(config, guessing["layers"]["0"], embed[after], np.stack(hidden))[-1]
+        normed = _norm(x, guessing["norm"]["scale"], config)
         logits = wide(lm_head) @ normed
         best = int(logits.argmax())
         made.append(int(ids[best]) if len(ids) else best)
@@ -178,12 +189,12 @@ def _norm(x: np.ndarray, scale: Any, config: ModelConfig) -> np.ndarray:
     return x / np.sqrt(mean + config.rms_norm_eps) * wide(scale)
 
 
-def _layer(config: HeadConfig, layer: Any, embedded: np.ndarray, hidden: np.ndarray) -> np.ndarray:
+def _layer(config: ModelConfig, layer: Any, embedded: np.ndarray, hidden: np.ndarray) -> np.ndarray:
     T, D, G = len(hidden), config.head_dim, config.group_size
     normed = _norm(hidden, layer["hidden_norm"]["scale"], config)
     pair = np.concatenate([_norm(embedded, layer["input_norm"]["scale"], config), normed], -1)
     qkv = np.einsum("kgde,te->tkgd", wide(layer["attention"]["qkv"]), pair)
-    angles = np.arange(T)[:, None] / config.rope_theta ** (np.arange(0, D, 2) / D)
+    angles = np.arange(T)[:, None] / config.switches.rope_theta ** (np.arange(0, D, 2) / D)
     cos, sin = np.cos(angles)[:, None, None], np.sin(angles)[:, None, None]
     a, b = np.split(qkv[:, :, :-1], 2, axis=-1)
     turned = np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
@@ -193,7 +204,8 @@ def _layer(config: HeadConfig, layer: Any, embedded: np.ndarray, hidden: np.ndar
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
     o = np.einsum("kgts,skd->tkgd", weights, v)
-    x = normed if config.norm_before_residual else hidden
+    assert config.draft_head is not None
+    x = normed if config.draft_head.norm_before_residual else hidden
     x = x + np.einsum("ekgd,tkgd->te", wide(layer["attention"]["out"]), o)
     gate, up = np.einsum(
         "gfe,te->gtf", wide(layer["mlp"]["gate_up"]), _norm(x, layer["post_norm"]["scale"], config)

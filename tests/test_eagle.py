@@ -15,7 +15,7 @@ from jpaged import LLM, ConfigError, EngineConfig, Params, SamplingParams, Unsup
 from jpaged.engine.drafting import ModelDrafter
 from jpaged.engine.shapes import DecodeShape, DraftShape, PrefillShape, Shape
 from jpaged.errors import CheckpointError
-from jpaged.models.eagle import HeadConfig, bind_any
+from jpaged.models.eagle import bind_any
 from jpaged.models.forward import bind
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.runner import Runner
@@ -75,8 +75,8 @@ def guesses_of(
     ("target", "changes"),
     [
         (MODEL, {"draft_vocab_size": 40, "draft_tokens": part_of(97, 40)}),
-        (DEEP, {"own_embed": True}),
-        (DEEP, {"own_lm_head": False}),
+        (DEEP, {"has_embed": True}),
+        (DEEP, {"has_lm_head": False}),
         (LLAMA, {"norm_before_residual": True}),
     ],
 )
@@ -117,12 +117,12 @@ def test_a_head_that_knows_is_right() -> None:
 def test_published_files(tmp_path: Path, speculators: bool) -> None:
     """Names, ids of the draft vocabulary, what is left to the model; and where it does not say."""
     tokens = part_of(97, 40)
-    own = {"draft_vocab_size": 40, "draft_tokens": tokens, "own_embed": not speculators}
+    own = {"draft_vocab_size": 40, "draft_tokens": tokens, "has_embed": not speculators}
     head = make_params(3, head_config(norm_before_residual=speculators, **own))
     loaded = jpaged.load_params(write_head(tmp_path / "a", head, speculators=speculators))
     assert loaded.config == head.config
     jax.tree.map(np.testing.assert_array_equal, dict(loaded), dict(head))
-    whole = make_params(3, head_config(aux_layers=(), own_lm_head=speculators))
+    whole = make_params(3, head_config(aux_layers=(), has_lm_head=speculators))
     folder = write_head(tmp_path / "b", whole, speculators=speculators)
     assert jpaged.load_params(folder).config == (
         whole.config if not speculators else head_config(aux_layers=())
@@ -131,7 +131,8 @@ def test_published_files(tmp_path: Path, speculators: bool) -> None:
     raw["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [1, 0, 3]}  # those whose outputs
     (folder / "config.json").write_text(json.dumps(raw))
     loaded = jpaged.load_params(folder)
-    assert isinstance(loaded.config, HeadConfig) and loaded.config.aux_layers == (2, 1, 4)
+    assert loaded.config.draft_head is not None
+    assert loaded.config.draft_head.aux_layers == (2, 1, 4)
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
@@ -149,7 +150,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     refused("for vocab_size=90: the model has 97", eagle(wider))
     wider = make_params(3, head_config(MODEL, target_hidden_size=48))
     refused("target_hidden_size=48: the model has hidden_size=32", eagle(wider))
-    narrow = make_params(3, head_config(MODEL, hidden_size=16))
+    narrow = make_params(3, head_config(MODEL, {"hidden_size": 16}))
     refused("hidden_size=16 without an embedding", eagle(narrow))
     refused(r"layers \(2, 0, -2\)", eagle(make_params(3, head_config(MODEL, aux_layers=()))))
     with pytest.raises(ConfigError, match="an EAGLE-3 head is no model"):

@@ -1,4 +1,4 @@
-"""HeadConfigs of published EAGLE-3 heads. Their folders have the layout of the EAGLE project, a
+"""ModelConfigs of published EAGLE-3 heads. Their folders have the layout of the EAGLE project, a
 config.json of one Llama layer with `draft_vocab_size`, or that of speculators, in which
 `transformer_layer_config` describes the layer.
 """
@@ -12,7 +12,8 @@ import numpy as np
 
 from jpaged.checkpoint.hf import INDEX, SINGLE, Entry, find_entries, head_entries, read_raw
 from jpaged.errors import CheckpointError, ConfigError, UnsupportedError
-from jpaged.models.eagle import STATES, HeadConfig
+from jpaged.models.config import ModelConfig
+from jpaged.models.draft_head import STATES, HeadConfig
 from jpaged.models.families import FAMILIES
 from jpaged.models.hf_config import read_hf
 
@@ -38,7 +39,7 @@ def is_head(raw: Mapping[str, Any]) -> bool:
     return "draft_vocab_size" in raw
 
 
-def head_config(folder: Path, raw: Mapping[str, Any]) -> HeadConfig:
+def read_head(folder: Path, raw: Mapping[str, Any]) -> ModelConfig:
     """Return the architecture of the head in a folder; its tensors show which weights it does not
     share with its model. Raises ConfigError for options that are not supported, CheckpointError.
     """
@@ -67,16 +68,16 @@ def head_config(folder: Path, raw: Mapping[str, Any]) -> HeadConfig:
     draft_vocab = raw.get("draft_vocab_size") or fields["vocab_size"]
     fields |= {"qk_norm": "model.layers.0.self_attn.q_norm.weight" in names, "eos_token_ids": ()}
     norm_first = raw.get("norm_before_residual", "speculators_config" in raw)
-    return HeadConfig(
-        **fields,
+    head = HeadConfig(
         target_hidden_size=raw.get("target_hidden_size") or fields["hidden_size"],
         draft_vocab_size=draft_vocab,
         aux_layers=_layers(raw, nested),
         draft_tokens=_tokens(folder, entries, draft_vocab, fields["vocab_size"]),
-        own_embed="model.embed_tokens.weight" in names,
-        own_lm_head="lm_head.weight" in names,
+        has_embed="model.embed_tokens.weight" in names,
+        has_lm_head="lm_head.weight" in names,
         norm_before_residual=bool(norm_first),
     )
+    return ModelConfig(**fields, draft_head=head)
 
 
 def _speculators(raw: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -11,7 +11,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -107,14 +107,17 @@ def hf_weights(folder: Path, config: ModelConfig) -> dict[str, Weight]:
 
     def piece(stored: Stored) -> Piece:
         if reader is not None and stored.name in sizes:
-            rows = slice(stored.first, stored.first + stored.shape[0])
-            N, E = sizes[stored.name]
-            return quantized_piece(stored.name, reader(stored.name, N, E), rows, stored.fills)
+            whole = reader(stored.name, *sizes[stored.name])
+            return quantized_piece(stored.name, whole, stored.rows, stored.fills)
         entry = entries[stored.name]
         skipped = stored.first * math.prod(stored.shape[1:]) * DTYPES[entry.dtype].itemsize
         entry = entry._replace(start=entry.start + skipped)
         read = functools.partial(read_entry, stored.name, entry)
-        return Piece(DTYPES[entry.dtype], read, functools.partial(map_entry, entry), stored.fills)
+        view = functools.partial(map_entry, entry)
+        if stored.order is not None:
+            read = functools.partial(read_reordered, stored, read, DTYPES[entry.dtype])
+            view = functools.partial(view_reordered, stored, view)
+        return Piece(DTYPES[entry.dtype], read, view, stored.fills)
 
     pieces = {ours: [piece(stored) for stored in tensors] for ours, tensors in names.items()}
     pieces |= stacked
@@ -154,13 +157,21 @@ def _text_entries(entries: dict[str, Entry]) -> dict[str, Entry]:
 class Stored(NamedTuple):
     """Where a file holds a part of a canonical tensor: the tensor's name there, the part's shape,
     the index of the canonical tensor that it fills, and the row of the file's tensor that it begins
-    at.
+    at. order: the number that each of our rows has in the file, from there on; None: its own.
     """
 
     name: str
     shape: tuple[int, ...]
     fills: Index
     first: int
+    order: np.ndarray | None = None
+
+    @property
+    def rows(self) -> slice | np.ndarray:
+        """The rows of the file's tensor in our order."""
+        if self.order is not None:
+            return self.first + self.order
+        return slice(self.first, self.first + self.shape[0])
 
 
 def stored_names(config: ModelConfig) -> dict[str, list[Stored]]:
@@ -178,7 +189,7 @@ def stored_names(config: ModelConfig) -> dict[str, list[Stored]]:
                     expert = (slice(x, x + 1), *index)
                     yield Stored(name.replace("{x}", str(x)), shape, expert, 0)
             else:
-                yield Stored(name, shape, index, rows.get(name, 0))
+                yield Stored(name, shape, index, rows.get(name, 0), spec.row_order(part))
                 rows[name] = rows.get(name, 0) + shape[0]
 
     return {ours: list(stored(spec)) for ours, spec in param_table(config).items()}
@@ -254,6 +265,24 @@ def read_entry(name: str, entry: Entry, out: np.ndarray) -> None:
                     store(name, slab, block)
     except (OSError, EOFError) as e:
         raise CheckpointError(f"{entry.file}: {name}: {e}") from e
+
+
+def read_reordered(
+    stored: Stored, read: Callable[[np.ndarray], None], dtype: np.dtype, out: np.ndarray
+) -> None:
+    """Fill a view with a part whose rows lie in another order in its file; a copy of the part is
+    held meanwhile.
+    """
+    rows = np.empty(stored.shape, dtype)
+    read(rows)
+    store(stored.name, rows[stored.order].reshape(out.shape), out)
+
+
+def view_reordered(
+    stored: Stored, view: Callable[[tuple[int, ...]], np.ndarray], shape: tuple[int, ...]
+) -> np.ndarray:
+    """Return a part whose rows lie in another order in its file, all of it read."""
+    return view(stored.shape)[stored.order].reshape(shape)
 
 
 def read_raw(name: str, entry: Entry) -> np.ndarray:

@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.sharding import Mesh, NamedSharding
 
-from jpaged.checkpoint.eagle import head_config, is_head
+from jpaged.checkpoint.eagle import is_head, read_head
 from jpaged.checkpoint.hf import INDEX, SINGLE, hf_weights
 from jpaged.checkpoint.hub import local_folder
 from jpaged.checkpoint.orbax import find_orbax, orbax_weights
@@ -102,7 +102,7 @@ def read_config(folder: Path) -> ModelConfig:
         )
     raw = read_json(folder / "config.json", CheckpointError)
     try:
-        return head_config(folder, raw) if is_head(raw) else ModelConfig.from_hf(raw)
+        return read_head(folder, raw) if is_head(raw) else ModelConfig.from_hf(raw)
     except ConfigError as e:
         raise type(e)(f"{folder}: {e}") from e
 

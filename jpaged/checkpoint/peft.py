@@ -141,7 +141,7 @@ def _pairs(
                 (pair,), (place,) = pairs, places
                 assert pair is not None
                 if name != EMBEDDING:
-                    pair = pair._replace(b=pair.b[place.first : place.first + place.shape[0]])
+                    pair = pair._replace(b=pair.b[place.rows])
             adapted[name] = shaped_pair(name, *pair, parts[name])
     if left := sorted(sides.keys() - taken):
         raise CheckpointError(

@@ -13,7 +13,7 @@ from jpaged.models.weight import Index, Piece, store
 
 
 def quantized_piece(
-    name: str, whole: Callable[[], QuantizedWeight], rows: slice, index: Index
+    name: str, whole: Callable[[], QuantizedWeight], rows: slice | np.ndarray, index: Index
 ) -> Piece:
     """Return some rows of a quantised matrix as a piece, which can be read as plain values too.
 

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as List
 from typing import Any, NamedTuple
 
+from jpaged.combinations import Facts, check_combination
 from jpaged.config import EngineConfig
 from jpaged.engine.cache.block_manager import BlockManager
 from jpaged.engine.cache.contents import Contents
@@ -32,7 +33,7 @@ from jpaged.engine.scheduler import Scheduler, schedule, schedule_drafts, should
 from jpaged.engine.sequence import Request, Status
 from jpaged.engine.shapes import choose_shapes, common_shapes
 from jpaged.engine.stats import Stats
-from jpaged.errors import ConfigError, RequestError
+from jpaged.errors import RequestError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,11 +89,7 @@ class Engine:
         self.drafter = drafter_of(config)
         self.replicas = self._new_replicas(num_replicas)
         blocks = self.replicas[0].blocks
-        if self.drafter is not None and not blocks.can_rewind:
-            raise ConfigError(
-                f"speculative={config.speculative!r}: this model keeps a state a sequence, which "
-                "cannot go back to before a guess that was wrong"
-            )
+        check_combination(Facts(config=config, has_state=not blocks.can_rewind))
         self._router = Router(
             num_replicas, blocks.cache, remembered=num_replicas * blocks.num_blocks
         )

@@ -7,13 +7,15 @@ import dataclasses
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, Self
 
 from jpaged.checks import at_least, positive, read_json
-from jpaged.errors import ConfigError
+from jpaged.errors import ConfigError, UnsupportedError
 from jpaged.models.alike import Alike
+from jpaged.models.draft_head import HeadConfig
 from jpaged.models.hf_config import read_hf, write_hf
 from jpaged.models.layers.attention import AttentionConfig
+from jpaged.models.layers.embedding import EMBED
 from jpaged.models.layers.experts import ExpertsConfig
 from jpaged.models.layers.layer import LayerConfig
 from jpaged.models.layers.mlp import Activation, MLPConfig
@@ -24,7 +26,6 @@ from jpaged.models.record import Record
 from jpaged.models.rope_scaling import RopeScaling
 
 UNSET: Any = object()  # of a switch that nobody named
-EMBED = ParamSpec("embed.weight", "V, E", "model.embed_tokens.weight", "normal", "V")
 LM_HEAD = ParamSpec("lm_head.weight", "V, E", "lm_head.weight", "normal", "V")
 
 
@@ -35,8 +36,9 @@ class ModelConfig:
 
     Layers that are alike can be described by switches instead (see models.alike.Alike): by
     ModelConfig(num_layers=2, num_heads=4, ..., qk_norm=True), and dataclasses.replace(config,
-    qk_norm=False) changes them in every layer. They are read as attributes too: config.num_heads is
-    what all layers have, and an AttributeError where layers differ.
+    qk_norm=False) changes them in every layer. `config.switches` reads them back where layers are
+    alike. The sizes that most models have once, such as config.num_heads, are properties too, which
+    raise AttributeError where layers differ.
 
     Compared by value, without `eos_token_ids`: they ride along and change no shape and no number.
     """
@@ -52,9 +54,8 @@ class ModelConfig:
     embedding_multiplier: float = 1.0
     logits_scaling: float = 1.0  # logits are divided by it
     final_logit_softcapping: float | None = None  # c: a logit z becomes c * tanh(z / c)
+    draft_head: HeadConfig | None = None  # an EAGLE-3 head, which guesses for another model
     eos_token_ids: tuple[int, ...] = dataclasses.field(default=(), compare=False)
-    # Whether it guesses for another model, as a HeadConfig of models/eagle.py does.
-    is_head: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -70,6 +71,7 @@ class ModelConfig:
         embedding_multiplier: float = 1.0,
         logits_scaling: float = 1.0,
         final_logit_softcapping: float | None = None,
+        draft_head: HeadConfig | None = None,
         eos_token_ids: tuple[int, ...] = (),
         intermediate_size: int = UNSET,
         num_layers: int = UNSET,
@@ -124,6 +126,8 @@ class ModelConfig:
         values["layers"] = tuple(values["layers"])
         if not values["layers"]:
             raise ConfigError("layers=(): a model has at least one")
+        if draft_head is not None and len(values["layers"]) != 1:
+            raise ConfigError(f"{len(values['layers'])} layers: an EAGLE-3 head has one")
         values["norm"] = values["norm"] or values["layers"][0].norm
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -156,15 +160,10 @@ class ModelConfig:
         """The switches that describe the layers; ConfigError where none do."""
         return Alike.of(self.layers)
 
-    if not TYPE_CHECKING:  # type checkers would take any name then; they read `switches`
-
-        def __getattr__(self, name: str) -> Any:
-            if name not in SWITCHES:
-                raise AttributeError(f"{type(self).__name__} has no {name!r}")
-            try:
-                return getattr(self.switches, name)
-            except ConfigError as e:
-                raise AttributeError(f"{name!r} of a model: {e}") from e
+    @property
+    def is_head(self) -> bool:
+        """Whether it is an EAGLE-3 head, which guesses for another model."""
+        return self.draft_head is not None
 
     @property
     def num_layers(self) -> int:
@@ -266,10 +265,14 @@ class ModelConfig:
     @property
     def sizes(self) -> dict[str, int]:
         """The sizes of the model's own axes by their letters."""
-        return {"V": self.vocab_size, "E": self.hidden_size}
+        sizes = {"V": self.vocab_size, "E": self.hidden_size}
+        return sizes if self.draft_head is None else sizes | self.draft_head.sizes
 
     def params(self) -> Iterator[ParamSpec]:
         """Its parameters in the order of the forward pass, under the names that most files have."""
+        if self.draft_head is not None:
+            yield from self.draft_head.params(self.sizes, self.layer_params(), self.norm.init)
+            return
         yield EMBED.placed(self.sizes)
         yield from self.layer_params()
         yield ParamSpec("norm.scale", "E", "model.norm.weight", self.norm.init).placed(self.sizes)
@@ -284,13 +287,25 @@ class ModelConfig:
 
     def keeps(self) -> tuple[tuple[Record, ...], ...]:
         """What the cache holds for each layer."""
-        return tuple(layer.keeps() for layer in self.layers)
+        records = tuple(layer.keeps() for layer in self.layers)
+        if self.draft_head is None:
+            return records
+        ((record,),) = records
+        return ((self.draft_head.keeps(record, self.hidden_size),),)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the cache holds a state a sequence for some layer."""
+        return any(record.per == "block" for records in self.keeps() for record in records)
 
     def scratch(self, step: StepSizes) -> Scratch:
         """What a step allocates for all layers."""
         layers = [layer.scratch(step) for layer in self.layers]
         shared = max(layer.shared for layer in layers)
-        return Scratch(shared=shared, kept=sum(layer.kept for layer in layers))
+        scratch = Scratch(shared=shared, kept=sum(layer.kept for layer in layers))
+        if self.draft_head is None:
+            return scratch
+        return scratch + self.draft_head.scratch(step, self.hidden_size, self.vocab_size)
 
     @classmethod
     def coerce(cls, config: "ModelConfig | Mapping[str, Any] | str | os.PathLike[str]") -> Self:
@@ -317,7 +332,11 @@ class ModelConfig:
         return cls(**read_hf(raw))
 
     def to_hf(self) -> dict[str, Any]:
-        """The config.json that `from_hf` reads back to an equal ModelConfig."""
+        """The config.json that `from_hf` reads back to an equal ModelConfig. UnsupportedError for
+        an EAGLE-3 head.
+        """
+        if self.draft_head is not None:
+            raise UnsupportedError("the config.json of an EAGLE-3 head is not written")
         return write_hf(self)
 
 

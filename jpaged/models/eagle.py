@@ -6,8 +6,8 @@ layer gave for entry p takes the place of the hidden states of position p + 1.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,9 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jpaged.combinations import Facts, check_combination
-from jpaged.errors import ConfigError, UnsupportedError
-from jpaged.models.config import EMBED, ModelConfig
+from jpaged.errors import ConfigError
+from jpaged.models.config import ModelConfig
+from jpaged.models.draft_head import STATES, HeadConfig
 from jpaged.models.forward import Forward, bind, bind_layers
 from jpaged.models.kv_view import KVView, Place
 from jpaged.models.layers.attention import Attention
@@ -26,114 +27,25 @@ from jpaged.models.layers.layer import Layer
 from jpaged.models.layers.linear import Linear, StepContext
 from jpaged.models.layers.norm import RMSNorm
 from jpaged.models.layers.rope import Rotary
-from jpaged.models.layers.scratch import Scratch, StepSizes
-from jpaged.models.param_spec import ParamSpec
 from jpaged.models.params import parameters
-from jpaged.models.record import Field, Record
 from jpaged.models.trees import to_tree
 
-STATES = 3  # hidden states of a position that `fc` joins
-TARGET_HIDDEN = "target_hidden"  # in the cache: what `fc` made of the model's at each position
 
-
-@dataclasses.dataclass(frozen=True, init=False, repr=False)
-class HeadConfig(ModelConfig):
-    """The architecture of a head, and of the model that it is for what it must know.
-
-    target_hidden_size: of the model. aux_layers: those whose inputs it takes, one past the last
-    being what comes out of that; () is the published default: 2, half of the layers, all but 3.
-    draft_vocab_size: tokens that it can guess, draft_tokens: their ids as int32 bytes, b"" where
-    they are all that the model has. own_embed, own_lm_head: those of the model serve where it has
-    none. norm_before_residual: what attention is added to is normed.
+def fitted(config: ModelConfig, target: ModelConfig) -> ModelConfig:
+    """Return the config of a head with the layers of a model that it takes; ConfigError where the
+    head is not for that model.
     """
-
-    target_hidden_size: int
-    draft_vocab_size: int
-    aux_layers: tuple[int, ...]
-    draft_tokens: bytes
-    own_embed: bool
-    own_lm_head: bool
-    norm_before_residual: bool
-    is_head: ClassVar[bool] = True
-
-    def __init__(
-        self,
-        *,
-        target_hidden_size: int,
-        draft_vocab_size: int,
-        aux_layers: tuple[int, ...] = (),
-        draft_tokens: bytes = b"",
-        own_embed: bool = False,
-        own_lm_head: bool = True,
-        norm_before_residual: bool = False,
-        **model: Any,
-    ):
-        """model: what ModelConfig takes, of one layer."""
-        super().__init__(**model)
-        values = {
-            "target_hidden_size": target_hidden_size,
-            "draft_vocab_size": draft_vocab_size,
-            "aux_layers": aux_layers,
-            "draft_tokens": draft_tokens,
-            "own_embed": own_embed,
-            "own_lm_head": own_lm_head,
-            "norm_before_residual": norm_before_residual,
-        }
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        sizes = {"A": STATES * self.target_hidden_size, "W": self.draft_vocab_size}
-        return super().sizes | sizes
-
-    def params(self) -> Iterator[ParamSpec]:
-        yield ParamSpec("fc.weight", "E, A", "fc.weight").placed(self.sizes)
-        if self.own_embed:
-            yield EMBED.placed(self.sizes)
-        yield from self.layer_params()
-        yield ParamSpec("norm.scale", "E", "model.norm.weight", self.norm.init).placed(self.sizes)
-        if self.own_lm_head:
-            yield ParamSpec("lm_head.weight", "W, E", "lm_head.weight").placed(self.sizes)
-
-    def layer_params(self) -> Iterator[ParamSpec]:
-        """Its attention takes an embedding and a hidden state, each normed, side by side."""
-        for spec in super().layer_params():
-            if spec.name == "layers.{i}.attention.qkv":
-                norm = ParamSpec("hidden_norm.scale", "E", "hidden_norm.weight", self.norm.init)
-                yield norm.placed(self.sizes, spec.layer)
-                assert not isinstance(spec.source, str)
-                parts = (p._replace(axes=p.axes.replace("E", "E+E")) for p in spec.source)
-                spec = dataclasses.replace(spec, axes="K G+2 D, E+E", source=tuple(parts))
-            yield spec
-
-    def keeps(self) -> tuple[tuple[Record, ...], ...]:
-        ((record,),) = super().keeps()
-        hidden = Field(TARGET_HIDDEN, (self.hidden_size,))
-        return ((dataclasses.replace(record, fields=(*record.fields, hidden)),),)
-
-    def scratch(self, step: StepSizes) -> Scratch:
-        """Return what a step allocates for it: the model's hidden states, joined ones, and pairs;
-        guesses over the whole vocabulary, and which entry is the first in a slot.
-        """
-        widest = 2 * STATES * self.target_hidden_size + 8 * self.hidden_size
-        guesses = 4 * step.sequences * (self.vocab_size + step.tokens)
-        return super().scratch(step) + Scratch(shared=step.rows * 2 * widest + guesses)
-
-    def to_hf(self) -> dict[str, Any]:
-        raise UnsupportedError("the config.json of an EAGLE-3 head is not written")
-
-
-def fitted(head: HeadConfig, target: ModelConfig) -> HeadConfig:
-    """The head with the layers that it takes of a model; ConfigError where it is not for that."""
-    check_combination(Facts(model=target, draft=head))
+    head = config.draft_head
+    assert head is not None
+    check_combination(Facts(model=target, draft=config))
     layers = head.aux_layers or (2, target.num_layers // 2, target.num_layers - 3)
     if len(layers) != STATES or not all(0 <= i <= target.num_layers for i in layers):
         raise ConfigError(
             f"EAGLE-3 head: hidden states of layers {layers}: must be {STATES} of the model's "
             f"{target.num_layers} (eagle_aux_hidden_state_layer_ids of its config.json)"
         )
-    return dataclasses.replace(head, aux_layers=tuple(layers))
+    head = dataclasses.replace(head, aux_layers=tuple(layers))
+    return dataclasses.replace(config, draft_head=head)
 
 
 @jax.tree_util.register_dataclass
@@ -152,6 +64,7 @@ class Head:
     norm: RMSNorm
     head: Linear | None
     config: HeadConfig = dataclasses.field(metadata={"static": True})
+    vocab_size: int = dataclasses.field(metadata={"static": True})  # of the model
 
     @property
     def dtype(self) -> DTypeLike:
@@ -210,7 +123,7 @@ class Head:
             return logits
         tokens_W = np.frombuffer(self.config.draft_tokens, np.int32)
         # A gather: XLA:CPU scatters one value at a time.
-        place_V = np.full(self.config.vocab_size, len(tokens_W), np.int32)
+        place_V = np.full(self.vocab_size, len(tokens_W), np.int32)
         place_V[tokens_W] = np.arange(len(tokens_W))
         none = jnp.full((*logits.shape[:-1], 1), -jnp.inf, jnp.float32)
         return jnp.take(jnp.concatenate([logits, none], axis=-1), place_V, axis=-1)
@@ -218,22 +131,25 @@ class Head:
 
 def bind_any(config: ModelConfig, tree: Mapping[str, Any]) -> Forward | Head:
     """Return the modules of a model, or of a head: see forward.bind."""
-    return bind_head(config, tree) if isinstance(config, HeadConfig) else bind(config, tree)
+    return bind_head(config, tree) if config.is_head else bind(config, tree)
 
 
-def bind_head(config: HeadConfig, tree: Mapping[str, Any]) -> Head:
+def bind_head(config: ModelConfig, tree: Mapping[str, Any]) -> Head:
     """Return the head whose parameters are the leaves of a canonical tree; no array is copied."""
+    head = config.draft_head
+    assert head is not None
     weights = parameters(config, to_tree(tree))
     norm = RMSNorm.of(config.norm, weights["norm.scale"])
     hidden_norm = RMSNorm.of(config.norm, weights["layers.0.hidden_norm.scale"])
     assert norm is not None and hidden_norm is not None
     (layer,) = bind_layers(config, weights)
     return Head(
-        config=config,
+        config=head,
+        vocab_size=config.vocab_size,
         fc=Linear.of(weights["fc.weight"]),
-        embed=Embedding.of(weights["embed.weight"]) if config.own_embed else None,
+        embed=Embedding.of(weights["embed.weight"]) if head.has_embed else None,
         hidden_norm=hidden_norm,
         layer=layer,
         norm=norm,
-        head=Linear.of(weights["lm_head.weight"]) if config.own_lm_head else None,
+        head=Linear.of(weights["lm_head.weight"]) if head.has_lm_head else None,
     )

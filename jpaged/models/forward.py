@@ -15,10 +15,10 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from jpaged.models.config import EMBED, LM_HEAD, ModelConfig
+from jpaged.models.config import LM_HEAD, ModelConfig
 from jpaged.models.kv_groups import dense_view, kv_places
 from jpaged.models.kv_view import KVView, Place
-from jpaged.models.layers.embedding import Embedding
+from jpaged.models.layers.embedding import EMBED, Embedding
 from jpaged.models.layers.layer import Layer, scaled
 from jpaged.models.layers.linear import Linear, StepContext
 from jpaged.models.layers.norm import RMSNorm

@@ -1,27 +1,35 @@
 """Groups of layers that share one block table and one pool."""
 
 import dataclasses
+import math
 
 import jax.numpy as jnp
 from jax import Array
 
 from jpaged.models.config import ModelConfig
-from jpaged.models.kv_view import DenseKV
+from jpaged.models.kv_view import DenseKV, FirstState
+from jpaged.models.layers.attention import AttentionConfig
+from jpaged.models.layers.layer import LayerConfig
 from jpaged.models.record import Record
+from jpaged.models.rows import Rows
+
+# A step reads the state after the token before it: the last two tokens are all that is looked at.
+STATE_WINDOW = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVGroup:
-    """Layers with equal record, window and query heads: one array and one block table hold them.
+    """Layers with equal record, window and query heads: one pool and one block table hold them.
 
     layers: their indices in the model, ascending. window: tokens that a query sees, itself
-    included; None is all of them. num_heads: of queries, which a kernel is made for.
+    included; None is all of them. num_heads: of queries, which a kernel is made for; None where the
+    record is a state, which no kernel of attention reads.
     """
 
     layers: tuple[int, ...]
     record: Record
     window: int | None
-    num_heads: int
+    num_heads: int | None
 
     @property
     def num_kv_heads(self) -> int:
@@ -41,16 +49,22 @@ class KVGroup:
 
 def kv_groups(config: ModelConfig) -> tuple[KVGroup, ...]:
     """The groups of a model, in the order of their first layers."""
-    layers: dict[tuple[Record, int | None, int], list[int]] = {}
+    layers: dict[tuple[Record, int | None, int | None], list[int]] = {}
     for i, (layer, records) in enumerate(zip(config.layers, config.keeps(), strict=True)):
-        if layer.mixer is not None:
-            for record in records:
-                key = (record, layer.mixer.window, layer.mixer.num_heads)
-                layers.setdefault(key, []).append(i)
+        for record in records:
+            layers.setdefault((record, *_reach_of(layer, record)), []).append(i)
     return tuple(
         KVGroup(layers=tuple(members), record=record, window=window, num_heads=heads)
         for (record, window, heads), members in layers.items()
     )
+
+
+def _reach_of(layer: LayerConfig, record: Record) -> tuple[int | None, int | None]:
+    """Return the window of what a layer keeps, and the heads that look at it."""
+    if record.per == "block":
+        return STATE_WINDOW, None
+    assert isinstance(layer.mixer, AttentionConfig), "what is kept of each token is attended to"
+    return layer.mixer.window, layer.mixer.num_heads
 
 
 def kv_places(config: ModelConfig) -> list[tuple[tuple[int, int], ...]]:
@@ -64,13 +78,24 @@ def kv_places(config: ModelConfig) -> list[tuple[tuple[int, int], ...]]:
 
 def dense_view(config: ModelConfig, x: Array) -> DenseKV:
     """The view of a model in training, of tokens whose embeddings are x [..., T, E]."""
-    groups = kv_groups(config)
+    batch, length = x.shape[:-2], x.shape[-2]
 
-    def zeros(group: KVGroup) -> tuple[Array, Array]:
+    def keys_and_values(group: KVGroup) -> tuple[Array, Array]:
         widths = (group.head_dim, group.value_dim)
         k, v = ((*x.shape[:-1], group.num_kv_heads, width) for width in widths)
         return jnp.zeros(k, x.dtype), jnp.zeros(v, x.dtype)
 
+    def first_state(group: KVGroup) -> FirstState:
+        rows = math.prod(batch)
+        zeros = {
+            field.name: jnp.zeros((rows, *field.shape), field.dtype or x.dtype)
+            for field in group.record.fields
+        }
+        return FirstState(zeros=zeros, rows=Rows.of_batch(rows, length))
+
     # Not None: layers are traced once, whether one of their group has written before or not.
-    newest = tuple(map(zeros, groups))
+    newest = tuple(
+        first_state(group) if group.record.per == "block" else keys_and_values(group)
+        for group in kv_groups(config)
+    )
     return DenseKV(newest=newest)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.models.layers.heads import Heads
+from jpaged.models.rows import Rows
 from kernels_pallas.paged_attention.interface import AttentionOptions
 
 
@@ -21,8 +22,19 @@ class Place:
     index: Any
 
 
+type State = dict[str, jax.Array]  # arrays [S, *field.shape] by the names of a record's fields
+
+
 class KVView(Protocol):
-    """The keys and values that the tokens of a step see; threaded through the layers."""
+    """What the cache holds for the tokens of a step; threaded through the layers.
+
+    Attention writes and attends. A mixer with a state, whose record is one per block, takes that of
+    each row before the step and keeps the one after it:
+
+        old, rows = kv.state(place), kv.rows(place)
+        y, new = scan(u, old, rows)
+        kv = kv.with_state(place, new)
+    """
 
     def write(self, place: Place, qkv: Any, heads: Heads) -> tuple[Any, Self]:
         """Keep these tokens' keys and values: q, k, v = heads(qkv). Returns q [..., H, D] and the
@@ -38,17 +50,46 @@ class KVView(Protocol):
         """
         ...
 
+    def rows(self, place: Place) -> Rows:
+        """Return how the tokens split into rows, for a mixer with a state. Its arrays [..., T, C]
+        are packed tokens once their leading axes are one: a dense batch is as many rows of T.
+        """
+        ...
+
+    def state(self, place: Place) -> State:
+        """Return what was kept at a place after the token before each row's first: arrays [S,
+        *field.shape] by the names of the record's fields. Zeros for a row that begins a sequence,
+        and for padding. A mesh splits the axes that a field names: those are a device's share.
+        """
+        ...
+
+    def with_state(self, place: Place, new: State) -> Self:
+        """Return the view that keeps the states after each row's last token: every field of the
+        record, in its dtype. Rows of padding keep nothing, whatever `new` has for them.
+        """
+        ...
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FirstState:
+    """The state that every row of a dense batch begins with: zeros. rows: of the batch."""
+
+    zeros: State
+    rows: Rows
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DenseKV:
-    """The keys and values of the tokens at hand and no others, for training: causal by index.
+    """The keys and values of the tokens at hand and no others, for training: causal by index. Every
+    sequence begins at its first token, and no state outlives the call.
 
-    newest: the keys and values [..., T, K, D] that were last written in each group.
-    `kv_groups.dense_view` makes an empty one.
+    newest: by group, the keys and values [..., T, K, D] that were last written, or the first state
+    of a mixer with one. `kv_groups.dense_view` makes an empty one.
     """
 
-    newest: tuple[tuple[Any, Any], ...]
+    newest: tuple[tuple[Any, Any] | FirstState, ...]
 
     def write(self, place: Place, qkv: Any, heads: Heads) -> tuple[Any, Self]:
         """See KVView."""
@@ -61,7 +102,9 @@ class DenseKV:
         """See KVView: jax's reference attention, differentiable, its softmax in f32. The layer
         reads what the last layer of its group wrote.
         """
-        k, v = self.newest[place.group]
+        written = self.newest[place.group]
+        assert not isinstance(written, FirstState)
+        k, v = written
         if options.soft_cap is not None or sinks is not None:
             return _attention(q, k, v, options, sinks)
         local = None if options.window is None else (options.window - 1, 0)
@@ -69,6 +112,24 @@ class DenseKV:
             return jax.nn.dot_product_attention(
                 q, k, v, scale=options.scale, is_causal=True, local_window_size=local
             )
+
+    def rows(self, place: Place) -> Rows:
+        """See KVView."""
+        return self._first(place).rows
+
+    def state(self, place: Place) -> State:
+        """See KVView: zeros."""
+        return self._first(place).zeros
+
+    def with_state(self, place: Place, new: State) -> Self:
+        """See KVView: nothing is kept."""
+        assert new.keys() == self._first(place).zeros.keys()
+        return self
+
+    def _first(self, place: Place) -> FirstState:
+        first = self.newest[place.group]
+        assert isinstance(first, FirstState), "this group keeps keys and values"
+        return first
 
 
 def _attention(q: Any, k: Any, v: Any, options: AttentionOptions, sinks: Any) -> Any:

@@ -5,9 +5,11 @@ bf16 decode on CPU reads them along their rows.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 from jax.sharding import PartitionSpec
 
 type MeshAxis = str | tuple[str, ...]  # one axis of a mesh, or several as if they were one
@@ -19,11 +21,14 @@ class Part(NamedTuple):
 
     name: "q" of "layers.{i}.attention.qkv" is the part "layers.{i}.attention.q". axes: of the part
     within our tensor; the parts are concatenated along the one axis on which they differ.
+    interleaved: how many of the first rows of each head (the last of its output axes) a Hugging
+    Face file holds in pairs: its rows 2i and 2i + 1 are our rows i and interleaved/2 + i.
     """
 
     name: str
     axes: str
     hf_name: str
+    interleaved: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +133,19 @@ class ParamSpec:
             sum(int(term) if term.isdecimal() else sizes[term] for term in token.split("+"))
             for token in tokens_of(axes)
         )
+
+    def row_order(self, part: Part) -> np.ndarray | None:
+        """Return the number that each row of a part has in a Hugging Face file, where rows are all
+        outputs in C order; None where the file has them in our order.
+        """
+        if not part.interleaved:
+            return None
+        outputs = self.shape_of(part.axes.partition(",")[0])
+        head = np.arange(outputs[-1])
+        pairs = head[: part.interleaved].reshape(-1, 2)
+        head = np.concatenate([pairs[:, 0], pairs[:, 1], head[part.interleaved :]])
+        firsts = np.arange(0, math.prod(outputs), outputs[-1])
+        return (firsts[:, None] + head).reshape(-1)
 
     def split_letter(self, devices: int) -> str | None:
         """Return the axis that a mesh axis of this many devices splits, None if it cannot."""

@@ -20,7 +20,9 @@ class Field:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Record:
-    """What one place in the cache holds. per: a place is a token, or a whole block."""
+    """What one place in the cache holds. per: a place is a token, or a whole block, which holds the
+    state after the last of its tokens.
+    """
 
     fields: tuple[Field, ...]
     per: Literal["token", "block"] = "token"
@@ -28,3 +30,8 @@ class Record:
     def __getitem__(self, name: str) -> Field:
         """The field of a name."""
         return next(field for field in self.fields if field.name == name)
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether a kernel of attention reads and writes it: it has keys and values."""
+        return any(field.name == "keys" for field in self.fields)

@@ -9,6 +9,7 @@ ROPE_OPTIONS = {
     "llama3": ("low_freq_factor", "high_freq_factor"),
     "yarn": ("beta_fast", "beta_slow", "attention_factor", "truncate"),
     "longrope": ("attention_factor", "short_factor", "long_factor"),
+    "proportional": ("partial_rotary_factor",),
 }
 
 
@@ -17,10 +18,11 @@ class RopeScaling:
     """Frequency scaling of rotary embeddings.
 
     Source: linear (position interpolation, arXiv:2306.15595), yarn (arXiv:2309.00071), llama3
-    (Llama 3.1's config), longrope (arXiv:2402.13753).
+    (Llama 3.1's config), longrope (arXiv:2402.13753), proportional (Gemma 4: all dimensions of a
+    head are rotated, the last frequencies being 0).
     """
 
-    kind: Literal["linear", "llama3", "yarn", "longrope"]
+    kind: Literal["linear", "llama3", "yarn", "longrope", "proportional"]
     factor: float
     original_max_position: int
     low_freq_factor: float = 1.0  # llama3
@@ -31,3 +33,4 @@ class RopeScaling:
     truncate: bool = True  # yarn: round the correction range to whole dimensions
     short_factor: tuple[float, ...] = ()  # longrope, of each frequency: up to the original length
     long_factor: tuple[float, ...] = ()  # and beyond it
+    partial_rotary_factor: float = 1.0  # proportional: the share of frequencies that are not 0

@@ -94,7 +94,7 @@ class Kernel:
         if heads.rotary is not None:
             rotation = heads.rotary.cos, heads.rotary.sin
         with jax.named_scope("write_heads"):
-            return head_write.write_heads(
+            q_THD, written = head_write.write_heads(
                 qkv_TKXD,
                 pool,
                 layer,
@@ -105,6 +105,7 @@ class Kernel:
                 num_layers=num_layers,
                 interpret=self.interpret,
             )
+        return q_THD if heads.rotary is None else heads.rotary.scaled(q_THD), written
 
     def options(self, attention: AttentionOptions, num_layers: int) -> Options:
         """Return what a call of `module` is compiled for, over a pool of so many layers."""
@@ -123,15 +124,16 @@ def choose_kernel(
     device: Any,
     shards: int,
     *,
-    norms_whole: bool = False,
+    unfused: str | None = None,
 ) -> Kernel:
     """Return the kernel that config.attention names, or the fastest one that can run.
 
     group: the layers that it serves. config: resolved. dtype: of the model. shards: devices that
-    the heads are split over. norms_whole: a layer norms the queries, or keys, of all heads
-    together, which no kernel that prepares attention does. Raises UnsupportedError if the named
-    kernel cannot run. It may compile C++, so it is called when an engine starts (see choices.py).
+    the heads are split over. unfused: why no kernel can prepare attention in these layers. Raises
+    UnsupportedError if the named kernel cannot run. It may compile C++, so it is called when an
+    engine starts (see choices.py).
     """
+    assert group.num_heads is not None, "what these layers keep is no kernel's"
     kv = config.kv_cache_dtype
     shapes = Shapes(
         dtype=jnp.dtype(dtype),
@@ -147,7 +149,7 @@ def choose_kernel(
         reason = _unsupported(config.attention, shapes, device)
         check_combination(Facts(config=config, no_kernel=reason or ""))
         is_compiled = IMPLEMENTATIONS[config.attention].is_compiled_for(device.platform)
-        writes = _writes_heads(config.attention, norms_whole, shapes, device)
+        writes = _writes_heads(config.attention, unfused, shapes, device)
         return Kernel(
             name=config.attention, shapes=shapes, interpret=not is_compiled, writes_heads=writes
         )
@@ -158,25 +160,24 @@ def choose_kernel(
             if reason is None:
                 if refused and implementation.platforms is None and device.platform != "cpu":
                     _warn_of_xla(refused, device)
-                writes = _writes_heads(name, norms_whole, shapes, device)
+                writes = _writes_heads(name, unfused, shapes, device)
                 return Kernel(name=name, shapes=shapes, writes_heads=writes)
             log.info("attention='auto': not %s (%s)", name, reason)
             refused.append(f"{name}: {reason}")
     raise AssertionError("one of them runs everywhere")
 
 
-def _writes_heads(name: str, norms_whole: bool, shapes: Shapes, device: Any) -> bool:
+def _writes_heads(name: str, unfused: str | None, shapes: Shapes, device: Any) -> bool:
     """Return whether one kernel prepares attention: on CUDA, or if its kernels are interpreted.
 
-    Elsewhere there are no launches to save, and the bits of XLA's kernels are kept. norms_whole:
-    a layer norms all its heads together.
+    Elsewhere there are no launches to save, and the bits of XLA's kernels are kept. unfused: as in
+    choose_kernel.
     """
     if device.platform not in CUDA and IMPLEMENTATIONS[name].platforms != CUDA:
         return False
     head_write: Any = importlib.import_module("kernels_pallas.paged_attention.head_write")
-    reason = head_write.unsupported(shapes, IMPLEMENTATIONS[name].module().pool_layout)
-    if norms_whole:
-        reason = "norms over all heads together"
+    layout = IMPLEMENTATIONS[name].module().pool_layout
+    reason = unfused or head_write.unsupported(shapes, layout)
     if reason is not None:
         log.info("attention is prepared by XLA (%s)", reason)
     return reason is None

@@ -8,6 +8,7 @@ step is traced.
 import dataclasses
 import importlib
 import logging
+import math
 from typing import Any, Self
 
 import jax
@@ -17,9 +18,9 @@ from jpaged.combinations import Facts, check_combination
 from jpaged.config import EngineConfig
 from jpaged.models.config import ModelConfig
 from jpaged.models.kv_groups import kv_groups
+from jpaged.models.layers.attention import AttentionConfig
 from jpaged.models.layers.experts import ExpertsConfig
 from jpaged.models.layers.linear import ExpertProducts
-from jpaged.models.layers.mlp import MLPConfig
 from jpaged.models.param_spec import share
 from jpaged.models.quantized import is_quantized
 from jpaged.models.served import served_config, share_of
@@ -40,7 +41,8 @@ log = logging.getLogger("jpaged")
 class Choices:
     """What computes the steps of one model at one place; `choose` makes it.
 
-    attention: the kernel of each of kv_groups(model). products: the module that multiplies by
+    dtype: of the weights. attention: the kernel of each of kv_groups(model), None of one that keeps
+    states. products: the module that multiplies by
     weights; None is XLA. experts: the module that multiplies by a mixture's experts; None for a
     model without. one_pass: the kernel that sums over the vocabulary; None is XLA. in_fp8: the
     device has tensor cores for products of fp8 by fp8. is_batch_invariant: the bits of a row depend
@@ -48,7 +50,8 @@ class Choices:
     steps of one size. draft: the choices for the model that guesses ahead, if one does.
     """
 
-    attention: tuple[Kernel, ...]
+    dtype: Any
+    attention: tuple[Kernel | None, ...]
     products: NativeProducts | None = None
     experts: ExpertProducts | None = None
     one_pass: OnePass | None = None
@@ -60,7 +63,7 @@ class Choices:
         """Return the same choices for a resolved config with other rows and other determinism."""
         rows = config.max_num_seqs
         kernels = tuple(
-            dataclasses.replace(k, shapes=dataclasses.replace(k.shapes, num_rows=rows))
+            k and dataclasses.replace(k, shapes=dataclasses.replace(k.shapes, num_rows=rows))
             for k in self.attention
         )
         products = self.products
@@ -90,12 +93,13 @@ def choose(
     )
     mixture = _experts(served, device, dtype, shards, is_plain)
     kernels = tuple(
-        choose_kernel(
-            group, config, dtype, device, shards, norms_whole=norms_whole(served, group.layers)
-        )
+        choose_kernel(group, config, dtype, device, shards, unfused=unfused(served, group.layers))
+        if group.record.has_keys
+        else None
         for group in kv_groups(served)
     )
     return Choices(
+        dtype=dtype,
         attention=kernels,
         products=products,
         experts=None if mixture is None else mixture.module(),
@@ -106,28 +110,23 @@ def choose(
             and (mixture is None or mixture.is_batch_invariant())
             and not (config.max_loras and "experts" in config.lora_extra)
             and all(map(is_width_supported, _widths(share_of(model, shards))))
-            and all(kernel.is_batch_invariant for kernel in kernels)
+            # What a layer with a state computes between its products depends on the step's shape.
+            and all(kernel is not None and kernel.is_batch_invariant for kernel in kernels)
         ),
     )
 
 
-def norms_whole(model: ModelConfig, layers: tuple[int, ...]) -> bool:
-    """Return whether one of these layers norms the queries, or keys, of all heads together."""
-    mixers = [model.layers[i].mixer for i in layers]
-    return any(mixer is not None and mixer.qk_norm == "whole" for mixer in mixers)
+def unfused(model: ModelConfig, layers: tuple[int, ...]) -> str | None:
+    """Return why no kernel prepares attention in these layers; None: one can."""
+    mixers = (model.layers[i].mixer for i in layers)
+    reasons = (mixer.unfused for mixer in mixers if isinstance(mixer, AttentionConfig))
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def _widths(model: ModelConfig) -> list[int]:
     """Return the inputs of every kind of product in a device's share of a model."""
-    widths = [model.hidden_size]
-    for layer in model.layers:
-        if layer.mixer is not None:
-            widths.append(layer.mixer.num_heads * layer.mixer.head_dim)
-        if isinstance(layer.ffn, MLPConfig):
-            widths.append(layer.ffn.intermediate_size)
-        elif layer.ffn is not None:
-            widths.append(layer.ffn.shared_expert_size)
-    return widths
+    products = [x for x in model.params() if x.is_multiplied and x.sides[0][0] != "X"]
+    return [math.prod(spec.shape_of(" ".join(spec.sides[1]))) for spec in products]
 
 
 def choose_products(

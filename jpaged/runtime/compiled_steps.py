@@ -163,7 +163,7 @@ class CompiledSteps:
     @property
     def kv(self) -> tuple[Any, ...]:
         """The pools of all replicas, as ShapeDtypeStructs."""
-        return tuple(self._rows(pool, pool.shape[0]) for pool in self.setting.pools)
+        return tuple(self._rows(pool, pool.num_rows) for pool in self.setting.pools)
 
     @property
     def _kv_specs(self) -> tuple[Pool, ...]:

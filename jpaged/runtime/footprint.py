@@ -22,7 +22,7 @@ from jpaged.checks import read_json
 from jpaged.config import EngineConfig
 from jpaged.engine.shapes import DRAWS, PrefillShape, Shape, moved_blocks
 from jpaged.models.config import ModelConfig
-from jpaged.models.eagle import Head, HeadConfig, bind_any, fitted
+from jpaged.models.eagle import Head, bind_any, fitted
 from jpaged.models.forward import Forward
 from jpaged.models.hf_config import format_of
 from jpaged.models.hf_quantization import Format
@@ -81,7 +81,7 @@ def plan_memory(
     if draft is not None:
         guesses = ModelConfig.coerce(draft)
         own, kept_in = settings.dtype or stored_dtype(draft), settings.quantization
-        if isinstance(guesses, HeadConfig):
+        if guesses.is_head:
             guesses, own, kept_in = fitted(guesses, model), dtype, None
         form = form_of(served_config(guesses, where.axis_size), where, own, kept_in)
         drafts = guesses, form
@@ -238,7 +238,8 @@ def plan_within(
     largest = pool.of(most[widest])
     largest = largest if limits.pool is None else min(largest, limits.pool)
     is_cpu = probe.placement.device.platform == "cpu"
-    holds = is_cpu and not any(pool.kernel.interpret for pool in probe.pools)
+    kernels = [pool.kernel for pool in probe.pools if pool.kernel is not None]
+    holds = is_cpu and not any(kernel.interpret for kernel in kernels)
     if compiled and (not holds or weights + needs.total + largest > limits.total):
         needs = measured(probe, pool.block_bytes)
     return plan(config, limits, pool=pool, weights=weights, needs=needs)

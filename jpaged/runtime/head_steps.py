@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jpaged.models.eagle import TARGET_HIDDEN, Head
+from jpaged.models.draft_head import TARGET_HIDDEN
+from jpaged.models.eagle import Head
 from jpaged.models.forward import Forward
 from jpaged.models.layers.linear import StepContext
 from jpaged.runtime.kv_cache import Pool, num_rows

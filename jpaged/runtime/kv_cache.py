@@ -35,14 +35,14 @@ type Pool = dict[str, Any]  # arrays (or what stands for them) by the names of f
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PoolSpec:
-    """The pool of one group of layers, and the kernel that reads it.
+    """The pool of one group of layers, and the kernel that reads it: None for states.
 
     dtype: of queries, and of the pool unless kv_dtype names another, of 8 bits with scales. shards:
     devices that split fields are split over.
     """
 
     group: KVGroup
-    kernel: Kernel
+    kernel: Kernel | None
     num_blocks: int
     block_size: int
     dtype: jnp.dtype
@@ -60,7 +60,7 @@ class PoolSpec:
         the layer declares them, once a token or once a block.
         """
         own, fields = self.group.record, list[Field]()
-        if any(field.name == "keys" for field in own.fields):
+        if own.has_keys:
             fields += self._keys_and_values
         slots = (self.block_size,) if own.per == "token" else ()
         for field in own.fields:
@@ -72,6 +72,7 @@ class PoolSpec:
 
     @property
     def _keys_and_values(self) -> list[Field]:
+        assert self.kernel is not None
         layout, P = self.kernel.pool_layout, self.block_size
         kv = (P, self.shards * layout.rows, layout.width)
         fields = [Field("kv", kv, split=1, dtype=self.kv_dtype or self.dtype)]
@@ -83,9 +84,14 @@ class PoolSpec:
         return fields
 
     @property
+    def num_rows(self) -> int:
+        """Lg * N."""
+        return self.num_layers * self.num_blocks
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the keys and values."""
-        return (self.num_layers * self.num_blocks, *self.record["kv"].shape)
+        return (self.num_rows, *self.record["kv"].shape)
 
     def of_rows(self, rows: int) -> Pool:
         """Return the shapes of this many rows of the pool, as ShapeDtypeStructs."""
@@ -106,6 +112,7 @@ class PoolSpec:
         """The keys and values of a pool as its kernel takes them."""
         if self.kv_dtype is None:
             return pool["kv"]
+        assert self.kernel is not None
         return ScaledPool(pool["kv"], pool["scales"], self.kernel.pool_layout.slots_last)
 
     def written(self, pool: Pool, operand: Any) -> Pool:
@@ -133,20 +140,22 @@ class PoolSpec:
 
     @property
     def size(self) -> GroupSize:
-        return GroupSize(self.num_blocks, self.group.window, self.block_bytes)
+        group = self.group
+        return GroupSize(self.num_blocks, group.window, self.block_bytes, group.record.per)
 
 
 def pool_specs(
     model: ModelConfig,
     config: EngineConfig,
     where: Placement,
-    kernels: Sequence[Kernel],
+    kernels: Sequence[Kernel | None],
     num_blocks: int,
+    dtype: Any,
 ) -> tuple[PoolSpec, ...]:
     """Return the pools of a model for a resolved config.
 
-    kernels: one for each of kv_groups(model). num_blocks: of the group that reaches furthest back;
-    others need no more than can be in use.
+    kernels: one for each of kv_groups(model), None for states. num_blocks: of the group that
+    reaches furthest back; others need no more than can be in use. dtype: of the weights.
     """
     most, widest = most_blocks(model, config), widest_group(model, config)
     return tuple(
@@ -155,8 +164,8 @@ def pool_specs(
             kernel=kernel,
             num_blocks=num_blocks if i == widest else min(num_blocks, most[i]),
             block_size=config.block_size,
-            dtype=jnp.dtype(kernel.shapes.dtype),
-            kv_dtype=kernel.shapes.kv_dtype,
+            dtype=jnp.dtype(dtype),
+            kv_dtype=None if kernel is None else kernel.shapes.kv_dtype,
             shards=where.axis_size,
         )
         for i, (group, kernel) in enumerate(zip(kv_groups(model), kernels, strict=True))
@@ -164,12 +173,18 @@ def pool_specs(
 
 
 def most_blocks(model: ModelConfig, config: EngineConfig) -> list[int]:
-    """Of each group, the blocks that can be in use at once."""
+    """Return how many blocks of each group can be in use at once. Of states there is one more a
+    row, to be found again once its sequence has gone on or ended.
+    """
     assert config.decode_steps is not None
     size, most = config.block_size, []
     for group in kv_groups(model):
         a_row, chunks = config.max_blocks_per_seq, 0
-        if group.window is not None:
+        if group.record.per == "block":
+            # The state that a step reads, those that it writes (a chunk writes one, tokens that are
+            # drawn ahead one a block), and the one that stays.
+            a_row = min(1 + -(-(config.decode_steps - 1) // size) + 1, a_row) + 1
+        elif group.window is not None:
             # What a row still sees, the block that it writes, as many as it may draw ahead; and
             # what one prefill writes.
             ahead = 2 + -(-config.decode_steps // size)
@@ -190,8 +205,10 @@ def _whole(config: EngineConfig) -> int:
 
 
 def reach(group: KVGroup, config: EngineConfig) -> int:
-    """Tokens of a sequence that a group keeps (resolved configs only)."""
+    """Tokens of a sequence that a group keeps (resolved configs only); 0 for a state of all."""
     assert config.max_model_len is not None
+    if group.record.per == "block":
+        return 0
     window = group.window
     return config.max_model_len if window is None else min(window, config.max_model_len)
 

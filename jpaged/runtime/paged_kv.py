@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jpaged.models.kv_view import Place
+from jpaged.models.kv_view import Place, State
 from jpaged.models.layers.heads import Heads
+from jpaged.models.rows import Rows
 from jpaged.runtime.kv_cache import Pool, PoolSpec, num_rows
 from kernels_pallas.paged_attention.interface import AttentionOptions
 
@@ -29,6 +30,20 @@ class GroupView:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class StateView:
+    """What all layers of a group with states share in a step.
+
+    read_S: the block whose state each row begins with; any for a row that begins a sequence.
+    written_S: the block that keeps its state after the step; -1 for padding.
+    """
+
+    rows: Rows
+    read_S: Array
+    written_S: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PagedKV:
     """A KVView over block tables; threaded through the layers and returned with the pools updated
     in place.
@@ -38,7 +53,7 @@ class PagedKV:
     """
 
     pools: tuple[Pool, ...]
-    groups: tuple[GroupView, ...]
+    groups: tuple[GroupView | StateView, ...]
     context_lens_S: Array
     query_start_loc_S1: Array
     specs: tuple[PoolSpec, ...] = dataclasses.field(metadata={"static": True})
@@ -46,7 +61,8 @@ class PagedKV:
 
     def write(self, place: Place, qkv: Array, heads: Heads) -> tuple[Array, Self]:
         """See models.kv_view.KVView."""
-        at, spec, view = place.group, self.specs[place.group], self.groups[place.group]
+        at, (spec, view) = place.group, self._keys_at(place)
+        assert spec.kernel is not None
         q, written = spec.kernel.write(
             qkv,
             heads,
@@ -55,13 +71,12 @@ class PagedKV:
             view.slot_mapping_T,
             num_layers=spec.num_layers,
         )
-        pool = spec.written(self.pools[at], written)
-        pools = (*self.pools[:at], pool, *self.pools[at + 1 :])
-        return q, dataclasses.replace(self, pools=pools)
+        return q, self._with_pool(at, spec.written(self.pools[at], written))
 
     def attend(self, place: Place, q: Array, options: AttentionOptions, sinks: Any = None) -> Array:
         """See models.kv_view.KVView."""
-        spec, view = self.specs[place.group], self.groups[place.group]
+        spec, view = self._keys_at(place)
+        assert spec.kernel is not None
         assert options.window == spec.group.window, "what was prepared is for the group's window"
         kernel, pool = spec.kernel, spec.operand(self.pools[place.group])
         rows = (view.block_table_SM, self.context_lens_S)
@@ -71,6 +86,60 @@ class PagedKV:
                 return kernel.module.decode(q, pool, place.index, *rows, **call)
             rows = (*rows, self.query_start_loc_S1, view.prepared)
             return kernel.module.prefill(q, pool, place.index, *rows, **call)
+
+    def rows(self, place: Place) -> Rows:
+        """See models.kv_view.KVView."""
+        return self._states_at(place).rows
+
+    def state(self, place: Place) -> State:
+        """See models.kv_view.KVView."""
+        view, pool = self._states_at(place), self.pools[place.group]
+        read_S = self._row_of(place, view.read_S)
+        begins_S = view.rows.first_S == 0
+
+        def read(field: Array) -> Array:
+            old = jnp.take(field, read_S, axis=0, mode="clip")
+            is_first = begins_S.reshape((-1,) + (1,) * (old.ndim - 1))
+            return jnp.where(is_first, jnp.zeros_like(old), old)
+
+        with jax.named_scope("read_state"):
+            # Apart from the write, so that no fusion reads the pool that it writes.
+            return jax.lax.optimization_barrier({name: read(x) for name, x in pool.items()})
+
+    def with_state(self, place: Place, new: State) -> Self:
+        """See models.kv_view.KVView."""
+        view, pool = self._states_at(place), self.pools[place.group]
+        assert new.keys() == pool.keys(), f"{sorted(new)} in place of {sorted(pool)}"
+        written_S = self._row_of(place, view.written_S)
+
+        def write(field: Array, state: Array) -> Array:
+            assert state.dtype == field.dtype, f"{state.dtype} in place of {field.dtype}"
+            return field.at[written_S].set(state, mode="drop", unique_indices=True)
+
+        with jax.named_scope("write_state"):
+            written = {name: write(pool[name], state) for name, state in new.items()}
+        return self._with_pool(place.group, written)
+
+    def _row_of(self, place: Place, block_S: Array) -> Array:
+        """Return a pool's rows that hold blocks of a layer: for -1 distinct ones past its end."""
+        rows = num_rows(self.pools[place.group])
+        row_S = place.index * (rows // self.specs[place.group].num_layers) + block_S
+        past_S = rows + jnp.arange(row_S.shape[0], dtype=jnp.int32)
+        return jnp.where(block_S < 0, past_S, row_S)
+
+    def _with_pool(self, at: int, pool: Pool) -> Self:
+        pools = (*self.pools[:at], pool, *self.pools[at + 1 :])
+        return dataclasses.replace(self, pools=pools)
+
+    def _keys_at(self, place: Place) -> tuple[PoolSpec, GroupView]:
+        view = self.groups[place.group]
+        assert isinstance(view, GroupView), "this group keeps states"
+        return self.specs[place.group], view
+
+    def _states_at(self, place: Place) -> StateView:
+        view = self.groups[place.group]
+        assert isinstance(view, StateView), "this group keeps keys and values"
+        return view
 
 
 class Packed(NamedTuple):
@@ -95,13 +164,19 @@ def view_of(
     is_decode: bool,
 ) -> PagedKV:
     """Return the view of a step over packed tokens at these rows and positions (-1: padding)."""
-    groups = []
-    rows = (packed.query_start_loc_S1, packed.context_lens_S)
+    starts_and_lens = (packed.query_start_loc_S1, packed.context_lens_S)
+    rows: Rows | None = None
+    groups: list[GroupView | StateView] = []
     for spec, pool, table_SM in zip(specs, pools, packed.block_tables_GSM, strict=True):
+        if spec.group.record.per == "block":
+            rows = rows or rows_of(*starts_and_lens, row_T, is_decode=is_decode)
+            groups.append(_state_view(rows, packed.context_lens_S, table_SM, spec.block_size))
+            continue
         prepared = None
         if not is_decode:
+            assert spec.kernel is not None
             prepared = spec.kernel.module.prepare(
-                *rows,
+                *starts_and_lens,
                 num_tokens=row_T.shape[0],
                 shapes=spec.kernel.shapes,
                 window=spec.group.window,
@@ -116,6 +191,34 @@ def view_of(
         query_start_loc_S1=packed.query_start_loc_S1,
         specs=specs,
         is_decode=is_decode,
+    )
+
+
+def rows_of(start_loc_S1: Array, context_lens_S: Array, row_T: Array, *, is_decode: bool) -> Rows:
+    """Return the rows of a step's packed tokens."""
+    lens_S = start_loc_S1[1:] - start_loc_S1[:-1]
+    return Rows(
+        start_loc_S1=start_loc_S1,
+        first_S=jnp.maximum(context_lens_S - lens_S, 0),
+        row_T=row_T,
+        length=1 if is_decode else None,
+    )
+
+
+def _state_view(rows: Rows, context_lens_S: Array, table_SM: Array, size: int) -> StateView:
+    """Return the blocks that a step's states are read from and written to: see engine.cache.kinds.
+    size: tokens of a block.
+    """
+
+    def block_of(position_S: Array) -> Array:
+        entry_S = jnp.maximum(position_S, 0) // size
+        return jnp.take_along_axis(table_SM, entry_S[:, None], axis=1, mode="clip")[:, 0]
+
+    is_real_S = (context_lens_S > 0) & (rows.lens_S > 0)
+    return StateView(
+        rows=rows,
+        read_S=block_of(rows.first_S - 1),
+        written_S=jnp.where(is_real_S, block_of(context_lens_S - 1), -1),
     )
 
 

@@ -27,6 +27,7 @@ def resolve(
     """
     processes = count_of(where.mesh)
     check_combination(Facts(config=config, devices=where.axis_size, processes=processes))
+    check_combination(Facts(config=config, has_state=model.has_state))
     on_cpu = where.device.platform == "cpu"
     resolved = config.resolve(model, batch_invariant=True, on_cpu=on_cpu)
     choices = choose(model, resolved, where, dtype, is_plain and not config.quantization)

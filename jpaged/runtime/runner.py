@@ -382,7 +382,7 @@ class Runner:
         """Return what was compiled and moved so far."""
         seconds = self.steps.seconds.copy()  # at once: other threads add to it
         return {
-            "attention": self.pools[0].kernel.name,
+            "attention": next((p.kernel.name for p in self.pools if p.kernel is not None), None),
             "quantized_activations": activations_of(self.steps.setting.choices, self.params),
             "num_compiles": len(seconds),
             "compile_time_s": sum(seconds.values()),
@@ -423,7 +423,9 @@ def _setting(
     return StepSetting(
         model=served,
         config=config,
-        pools=pool_specs(served, config, placement, choices.attention, config.num_blocks),
+        pools=pool_specs(
+            served, config, placement, choices.attention, config.num_blocks, choices.dtype
+        ),
         choices=choices,
         tensor_axis=axis,
         axis_size=placement.axis_size,

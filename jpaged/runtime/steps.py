@@ -20,7 +20,7 @@ from jpaged.engine.layout import CONTROLS, input_sections, output_sections
 from jpaged.engine.packing import PAD_TOKEN
 from jpaged.engine.shapes import DecodeShape, DraftShape, PrefillShape, Shape
 from jpaged.models.config import ModelConfig
-from jpaged.models.eagle import Head, HeadConfig
+from jpaged.models.eagle import Head
 from jpaged.models.forward import Forward
 from jpaged.models.layers.linear import StepContext
 from jpaged.models.layers.low_rank import AdapterTable
@@ -88,8 +88,8 @@ class StepSetting:
     @property
     def taps(self) -> tuple[int, ...]:
         """Layers whose inputs a head takes (models/eagle.py)."""
-        head = None if self.draft is None else self.draft.model
-        return head.aux_layers if isinstance(head, HeadConfig) else ()
+        head = None if self.draft is None else self.draft.model.draft_head
+        return () if head is None else head.aux_layers
 
     @property
     def mask_words(self) -> int:

@@ -20,7 +20,7 @@ from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
 from jpaged.models.eagle import bind_any
-from jpaged.models.param_spec import MeshAxis, ParamSpec
+from jpaged.models.param_spec import MeshAxis, ParamSpec, tokens_of
 from jpaged.models.params import (
     DONATED,
     TENSOR_AXES,
@@ -121,7 +121,7 @@ def placement(params: Params, config: EngineConfig, mesh: Mesh | None) -> Placem
     axis = config.tensor_axis
     check_combination(Facts(config=config, mesh_axes=mesh.axis_names))
     if axis == "auto":
-        axis = _kv_axis(params, mesh) or next(
+        axis = _head_axis(params, mesh) or next(
             (name for name in TENSOR_AXES if name in mesh.axis_names), None
         )
     devices = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
@@ -324,15 +324,19 @@ def _names(dtypes: Iterable[Any]) -> str:
     return " and ".join(sorted({str(dtype) for dtype in dtypes}))
 
 
-def _kv_axis(params: Params, mesh: Mesh) -> MeshAxis | None:
-    """Return the mesh axis, or axes, that the KV heads of the first layer are split over."""
-    sharding = getattr(params["layers"]["0"]["attention"]["qkv"], "sharding", None)
-    spec = (
-        sharding.spec
-        if isinstance(sharding, NamedSharding) and sharding.mesh.axis_names == mesh.axis_names
-        else ()
-    )
-    axes = spec[0] if spec else None
+def _head_axis(params: Params, mesh: Mesh) -> MeshAxis | None:
+    """Return the mesh axis, or axes, that the heads of the first layer are split over."""
+    specs = params.config.layer_params()
+    first, letter = next(((x, x.split) for x in specs if x.split is not None), (None, ""))
+    if first is None:
+        return None
+    leaf: Any = params
+    for key in first.at(first.name).split("."):
+        leaf = leaf[key]
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.axis_names != mesh.axis_names:
+        return None
+    axes = dict(enumerate(sharding.spec)).get(tokens_of(first.axes).index(letter))
     return axes[0] if isinstance(axes, tuple) and len(axes) == 1 else axes or None
 
 

@@ -47,6 +47,7 @@ def test_the_engine_imports_nothing_of_the_device(file: Path):
         "jpaged.engine",
         "jpaged.config",
         "jpaged.checks",
+        "jpaged.combinations",
         "jpaged.errors",
         "jpaged.sampling_params",
         "jpaged.search",

@@ -72,7 +72,7 @@ def test_paged_equals_dense(model_config: ModelConfig) -> None:
     kernels = choose(model_config, settings, where, jnp.float32).attention
     specs = tuple(
         dataclasses.replace(spec, num_blocks=12)
-        for spec in pool_specs(model_config, settings, where, kernels, 12)
+        for spec in pool_specs(model_config, settings, where, kernels, 12, jnp.float32)
     )
     pools = tuple(filled(spec, 7.0) for spec in specs)
 

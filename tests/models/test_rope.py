@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig, RopeScaling
 from jpaged.models.layers.rope import RopeConfig, inverse_frequencies, rotate, rotation
 from tests.tiny import CONFIG
@@ -113,6 +114,17 @@ def test_longrope_by_the_length() -> None:
         scaled, factor = inverse_frequencies(c, length=length)
         np.testing.assert_allclose(scaled, plain / np.array(factors[name]), rtol=1e-6)
         assert factor == 1.5
+
+
+def test_proportional_leaves_the_last_dimensions_of_a_half_as_they_are() -> None:
+    scaling: dict[str, Any] = {"kind": "proportional", "factor": 2.0, "original_max_position": 64}
+    plain, _ = inverse_frequencies(config(dim=24))
+    scaled, factor = inverse_frequencies(config(dim=24, **scaling, partial_rotary_factor=0.3))
+    assert factor == 1.0 and scaled.shape == (12,)
+    np.testing.assert_allclose(scaled[:3], plain[:3] / 2, rtol=1e-7)  # of 24 * 0.3 = 7.2, 3 pairs
+    assert not scaled[3:].any()
+    with pytest.raises(ConfigError, match=r"partial_rotary_factor=1\.5"):
+        config(dim=24, **scaling, partial_rotary_factor=1.5)
 
 
 def test_local_layers_have_a_base_of_their_own() -> None:

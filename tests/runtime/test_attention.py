@@ -16,7 +16,7 @@ from jpaged import LLM, EngineConfig, SamplingParams, UnsupportedError
 from jpaged.models.config import ModelConfig
 from jpaged.models.kv_groups import kv_groups
 from jpaged.runtime.attention import Kernel, choose_kernel
-from jpaged.runtime.choices import norms_whole
+from jpaged.runtime.choices import unfused
 from kernels_cpu.library import unavailable
 from tests.tiny import config, make_params, make_prompts
 
@@ -49,7 +49,7 @@ def choose(
         jnp.dtype(dtype),
         device,
         shards,
-        norms_whole=norms_whole(model, group.layers),
+        unfused=unfused(model, group.layers),
     )
 
 
@@ -292,7 +292,7 @@ def test_a_group_is_asked_about_the_norms_of_its_layers_alone() -> None:
             jnp.dtype(jnp.bfloat16),
             HOPPER,
             1,
-            norms_whole=norms_whole(model, group.layers),
+            unfused=unfused(model, group.layers),
         )
         for group in kv_groups(model)
     ]

@@ -144,7 +144,7 @@ def pools(model: ModelConfig, dtype: Any, num_blocks: int, **changes: Any) -> tu
     changes = {"block_size": 4, "max_num_seqs": 4} | changes
     settings = EngineConfig(**changes).resolve(model)
     kernels = choose(model, settings, where, dtype).attention
-    return kv_cache.pool_specs(model, settings, where, kernels, num_blocks)
+    return kv_cache.pool_specs(model, settings, where, kernels, num_blocks, dtype)
 
 
 def test_block_bytes() -> None:

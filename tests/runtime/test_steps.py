@@ -27,6 +27,7 @@ from jpaged.runtime.runner import Runner
 from kernels_cpu.library import unavailable
 from kernels_cpu.rates import Rates
 from tests.hlo import forbid_donation, in_place
+from tests.recurrent import HYBRID
 from tests.tiny import CONFIG, config, engine, make_params
 
 ONE_DEVICE = Placement(mesh=None, axis=None, device=jax.devices()[0])
@@ -56,7 +57,7 @@ def make_steps(
     settings = engine(num_blocks=num_blocks[0], mixed=mixed).resolve(model)
     params = bind(model, make_params(0, model, dtype))
     choices = choose(model, settings, ONE_DEVICE, dtype)
-    specs = pool_specs(model, settings, ONE_DEVICE, choices.attention, num_blocks[0])
+    specs = pool_specs(model, settings, ONE_DEVICE, choices.attention, num_blocks[0], dtype)
     pools = (
         dataclasses.replace(spec, num_blocks=number)
         for spec, number in zip(specs, num_blocks, strict=False)
@@ -71,7 +72,7 @@ def make_steps(
 def step_of(bucket: Shape, *, mixed: bool = False) -> Any:
     """A bucket of the tiny model, to call the parts of its step."""
     settings = engine(mixed=mixed).resolve(CONFIG)
-    choices = Choices(attention=())
+    choices = Choices(dtype=jnp.dtype(jnp.float32), attention=())
     setting = steps.StepSetting(model=CONFIG, config=settings, pools=(), choices=choices)
     return steps._Step(bucket, setting)
 
@@ -98,7 +99,12 @@ KINDS = [
     pytest.param("prefill prompt", TWO_GROUPS, True, marks=SLOW, id="prompt mixed of two groups"),
     pytest.param("decode full", TWO_GROUPS, False, marks=MIDDLE, id="decode full of two groups"),
     pytest.param("decode 4 steps", TWO_GROUPS, False, id="decode 4 steps of two groups"),
+    pytest.param("prefill", HYBRID, True, id="prefill mixed with states"),
+    pytest.param("decode 4 steps", HYBRID, False, id="decode 4 steps with states"),
 ]
+
+
+FIELDS = {TWO_GROUPS: [["kv"], ["kv"]], HYBRID: [["state", "inputs"], ["kv"]]}
 
 
 @pytest.mark.parametrize(("name", "model", "mixed"), KINDS)
@@ -106,7 +112,7 @@ def test_the_pools_are_updated_in_place(name: str, model: ModelConfig, mixed: bo
     step, pools = compiled(name, MANY, model, mixed)
     copies, is_small = in_place(step, pools)
     assert copies == [] and is_small
-    assert len(pools) == (2 if model is TWO_GROUPS else 1)
+    assert [list(pool.of_rows(1)) for pool in pools] == FIELDS.get(model, [["kv"]])
 
 
 @pytest.mark.middle
@@ -135,17 +141,24 @@ def test_so_it_is_under_the_cpu_kernels(name: str, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("name", "mixed"), [("decode", False), pytest.param("prefill", True, marks=MIDDLE)]
+    ("name", "model", "mixed"),
+    [
+        pytest.param("decode", TWO_GROUPS, False, id="decode"),
+        pytest.param("prefill", TWO_GROUPS, True, marks=MIDDLE, id="prefill"),
+        pytest.param("prefill", HYBRID, True, id="prefill with states"),
+        pytest.param("decode 4 steps", HYBRID, False, marks=MIDDLE, id="decode with states"),
+    ],
 )
 def test_without_donation_a_copy_of_each_shows(
-    monkeypatch: pytest.MonkeyPatch, name: str, mixed: bool
+    monkeypatch: pytest.MonkeyPatch, name: str, model: ModelConfig, mixed: bool
 ) -> None:
     """The control: what the test above looks for is there when the pools must survive."""
     forbid_donation(monkeypatch)
-    table = make_steps(MANY, TWO_GROUPS, mixed=mixed)
+    table = make_steps(MANY, model, mixed=mixed)
     bucket = dataclasses.replace(BUCKETS[name], tables=2)
     copies, is_small = in_place(table.lower(bucket).compile(), table.setting.pools)
-    assert len(copies) == 2 and all(" copy(" in copy for copy in copies) and not is_small
+    fields = sum(map(len, FIELDS[model]))
+    assert len(copies) == fields and all(" copy(" in copy for copy in copies) and not is_small
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from jpaged.errors import ConfigError
+from jpaged.models.alike import Alike
 from jpaged.models.rope_scaling import ROPE_OPTIONS, RopeScaling
 
 SIZES = {  # of models.alike.Alike, in a config.json
@@ -85,22 +86,24 @@ class Switches:
     def write(self, config: Any) -> dict[str, Any]:
         """See Description."""
         theirs = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
-        raw: dict[str, Any] = {name: getattr(config, ours) for ours, name in SIZES.items()}
-        raw[self.activation] = theirs.get(config.activation, "silu")
-        raw |= {key: getattr(config, names[0]) for key, names in self.keys.items()}
-        raw |= {name: getattr(config, name) for name in self.numbers}
-        raw |= self._write_rope(config)
+        alike = config.switches
+        raw: dict[str, Any] = {name: getattr(alike, ours) for ours, name in SIZES.items()}
+        raw[self.activation] = theirs.get(alike.activation, "silu")
+        raw |= {key: getattr(alike, names[0]) for key, names in self.keys.items()}
+        arguments = vars(config) | vars(alike)
+        raw |= {name: arguments[name] for name in self.numbers}
+        raw |= self._write_rope(alike, config.max_position_embeddings)
         if self.experts is not None:
-            raw |= {theirs: getattr(config, ours) for ours, theirs in self.experts.sizes.items()}
+            raw |= {theirs: getattr(alike, ours) for ours, theirs in self.experts.sizes.items()}
             if self.experts.has_dense_layers:
-                raw |= {"mlp_only_layers": list(config.dense_layers), "decoder_sparse_step": 1}
-        window = next((w for w in config.sliding_windows if w), None)
+                raw |= {"mlp_only_layers": list(alike.dense_layers), "decoder_sparse_step": 1}
+        window = next((w for w in alike.sliding_windows if w), None)
         if window and self.windows != "none":
             raw |= {"use_sliding_window": True, "sliding_window": window}
         elif self.windows == "every layer":
             raw["sliding_window"] = None
         if self.windows == "by layer":
-            windows = config.sliding_windows or (None,) * config.num_layers
+            windows = alike.sliding_windows or (None,) * alike.num_layers
             raw["layer_types"] = [
                 "sliding_attention" if window else "full_attention" for window in windows
             ]
@@ -111,6 +114,8 @@ class Switches:
         local = rope.get("sliding_attention") if self.rope_by_kind else None
         rope = rope["full_attention"] if self.rope_by_kind else rope
         fraction = rope.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
+        if rope["rope_type"] == "proportional":
+            fraction = 1.0  # there it is an option of the scaling
         if fraction != 1.0 and not self.partial_rotary:
             raise ConfigError(f"rope_parameters={rope}: partial rotary is not supported")
         fields: dict[str, Any] = {
@@ -133,26 +138,26 @@ class Switches:
                 fields["local_rope_theta"] = theta
         return fields
 
-    def _write_rope(self, config: Any) -> dict[str, Any]:
-        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    def _write_rope(self, alike: Alike, max_position: int) -> dict[str, Any]:
+        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": alike.rope_theta}
         original: dict[str, Any] = {}
-        if s := config.rope_scaling:
+        if s := alike.rope_scaling:
             rope |= {"rope_type": s.kind, "factor": s.factor}
-            if s.kind != "linear" or s.original_max_position != config.max_position_embeddings:
+            if s.kind != "linear" or s.original_max_position != max_position:
                 original = {"original_max_position_embeddings": s.original_max_position}
             rope |= {name: getattr(s, name) for name in ROPE_OPTIONS[s.kind]} | original
-        if config.partial_rotary_factor != 1.0:
-            rope["partial_rotary_factor"] = config.partial_rotary_factor
+        if alike.partial_rotary_factor != 1.0:
+            rope["partial_rotary_factor"] = alike.partial_rotary_factor
         if self.rope_by_kind:
-            theta = config.local_rope_theta or config.rope_theta
+            theta = alike.local_rope_theta or alike.rope_theta
             local = {"rope_type": "default", "rope_theta": theta}
             rope = {"full_attention": rope, "sliding_attention": local}
         raw: dict[str, Any] = {"rope_parameters": rope}
-        if config.rope_scaling and config.rope_scaling.kind == "longrope":
+        if alike.rope_scaling and alike.rope_scaling.kind == "longrope":
             raw |= original  # there it counts
         if self.no_rope:
             raw[self.no_rope] = [
-                int(i not in config.no_rope_layers) for i in range(config.num_layers)
+                int(i not in alike.no_rope_layers) for i in range(alike.num_layers)
             ]
         return raw
 

@@ -39,7 +39,8 @@ class AttentionConfig:
     nothing. Scores are multiplied by multiplier; where that is None, divided by the root of
     query_pre_attn_scalar, by default D. soft_cap: c, a score s becomes c * tanh(s / c). sinks: each
     head has one more score, a parameter, which takes its share of the softmax alone. qk_norm:
-    queries and keys are normed, each head by itself or all heads together.
+    queries and keys are normed, each head by itself or all heads together; qk_norm_after_rope: once
+    they are rotated.
     """
 
     num_heads: int
@@ -54,6 +55,7 @@ class AttentionConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: Literal["head", "whole"] | None = None
+    qk_norm_after_rope: bool = False
     norm: NormConfig = PLAIN_NORM
 
     def __post_init__(self) -> None:
@@ -87,6 +89,15 @@ class AttentionConfig:
         return AttentionOptions(scale=self.scale, soft_cap=self.soft_cap, window=self.window)
 
     @property
+    def unfused(self) -> str | None:
+        """Why no kernel can norm, rotate and write its queries and keys at once; None: one can."""
+        if self.qk_norm == "whole":
+            return "norms over all heads together"
+        if self.qk_norm is not None and self.qk_norm_after_rope:
+            return "norms after the rotation"
+        return None
+
+    @property
     def sizes(self) -> dict[str, int]:
         """The sizes of its axes by their letters."""
         return {"K": self.num_kv_heads, "G": self.group_size, "D": self.head_dim}
@@ -97,9 +108,10 @@ class AttentionConfig:
         and V.
         """
         q_norm, k_norm = "self_attn.q_norm.weight", "self_attn.k_norm.weight"
-        specs = [ParamSpec("attention.qkv", "K G+2 D, E", QKV, "normal", "K")]
+        specs = [ParamSpec("attention.qkv", "K G+2 D, E", self._as_stored(QKV), "normal", "K")]
         if self.qkv_bias:
-            specs.append(ParamSpec("attention.qkv_bias", "K G+2 D", QKV_BIAS, "zeros", "K"))
+            source = self._as_stored(QKV_BIAS)
+            specs.append(ParamSpec("attention.qkv_bias", "K G+2 D", source, "zeros", "K"))
         if self.qk_norm is not None:
             axes, split = ("K ", "K") if self.qk_norm == "whole" else ("", None)
             q_axes, init = axes and f"{axes}G ", self.norm.init
@@ -114,6 +126,14 @@ class AttentionConfig:
         if self.out_bias:
             specs.append(ParamSpec("attention.out_bias", "E", "self_attn.o_proj.bias", "zeros"))
         return tuple(specs)
+
+    def _as_stored(self, qkv: tuple[Part, Part, Part]) -> tuple[Part, ...]:
+        """The parts of queries, keys and values in the order of rows that files have."""
+        if self.rope is None or not self.rope.interleaved:
+            return qkv
+        q, k, v = qkv
+        pairs = self.rope.dim
+        return q._replace(interleaved=pairs), k._replace(interleaved=pairs), v
 
     def keeps(self) -> tuple[Record, ...]:
         """What the cache holds of each token for it."""
@@ -179,7 +199,13 @@ class Attention:
         """x [..., E]; rotary: of config.rope. places: where the cache holds what `keeps` says."""
         (place,) = places
         mean_over = None if self.q_norm is None else step.axis_over(self.q_norm.split)
-        heads = Heads(q_norm=self.q_norm, k_norm=self.k_norm, rotary=rotary, mean_over=mean_over)
+        heads = Heads(
+            q_norm=self.q_norm,
+            k_norm=self.k_norm,
+            rotary=rotary,
+            mean_over=mean_over,
+            norms_after=self.config.qk_norm_after_rope,
+        )
         with jax.named_scope("qkv"):
             qkv = self.qkv(x, step)
         q, kv = kv.write(place, qkv, heads)  # q, k, v = heads(qkv), of which k and v are kept

@@ -8,8 +8,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from jpaged.models.layers.linear import StepContext
-from jpaged.models.param_spec import Parameter
+from jpaged.models.param_spec import Parameter, ParamSpec
 from jpaged.models.quantized import QuantizedWeight
+
+EMBED = ParamSpec("embed.weight", "V, E", "model.embed_tokens.weight", "normal", "V")
 
 
 @jax.tree_util.register_dataclass

@@ -15,21 +15,30 @@ from jpaged.models.param_spec import MeshAxis
 class Heads:
     """Queries and keys are normed, then rotated by their positions; None: they are not.
 
-    mean_over: the mesh axis over which norms of all heads together are split. A backend may fuse
-    all of this with the write to the cache; this is the reference.
+    mean_over: the mesh axis over which norms of all heads together are split. norms_after: they are
+    normed once they are rotated. A backend may fuse all of this with the write to the cache; this
+    is the reference.
     """
 
     q_norm: RMSNorm | None
     k_norm: RMSNorm | None
     rotary: Rotary | None
     mean_over: MeshAxis | None = dataclasses.field(default=None, metadata={"static": True})
+    norms_after: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def __call__(self, qkv: Array) -> tuple[Array, Array, Array]:
         """q [..., H, D], k and v [..., K, D] of the product [..., K, G+2, D]."""
         q, k, v = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]  # [K, G, D], [K, D], [K, D]
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q, self.mean_over), self.k_norm(k, self.mean_over)
+        if not self.norms_after:
+            q, k = self._normed(q, k)
         if self.rotary is not None:
             with jax.named_scope("rope"):
                 q, k = self.rotary(q, k)
+        if self.norms_after:
+            q, k = self._normed(q, k)
         return q.reshape(*q.shape[:-3], -1, q.shape[-1]), k, v
+
+    def _normed(self, q: Array, k: Array) -> tuple[Array, Array]:
+        if self.q_norm is None or self.k_norm is None:
+            return q, k
+        return self.q_norm(q, self.mean_over), self.k_norm(k, self.mean_over)

@@ -9,26 +9,53 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jpaged.checks import positive
+from jpaged.checks import at_least, positive
 from jpaged.errors import ConfigError
 from jpaged.models.rope_scaling import RopeScaling
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QueryScaling:
+    """A factor on rotated queries that grows with their position p (Ministral 3, which has it from
+    Llama 4): 1 + beta * ln(1 + floor(p / length)).
+    """
+
+    beta: float
+    length: int
+
+    def __post_init__(self) -> None:
+        at_least(1, self, "length")
+
+    def factors(self, positions: Array) -> Array:
+        """The factors of integer positions [...], in f32."""
+        passed = jnp.floor(positions.astype(jnp.float32) / jnp.float32(self.length))
+        return 1 + jnp.float32(self.beta) * jnp.log(1 + passed)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeConfig:
     """The rotation of a head's queries and keys. dim: how many of its dimensions are rotated, the
     first ones. theta: the base of their frequencies.
+
+    interleaved: Hugging Face files hold the rotated pairs side by side, (2i, 2i + 1). We rotate
+    (i, i + dim/2): the rows of the projections are put in that order as they are read.
     """
 
     dim: int
     theta: float = 10000.0
     scaling: RopeScaling | None = None
+    interleaved: bool = False
+    query_scaling: QueryScaling | None = None
 
     def __post_init__(self) -> None:
         positive(rope_theta=self.theta)
         if self.dim % 2:
             raise ConfigError(f"{self.dim} dimensions of a head are rotated: must be even")
-        if (s := self.scaling) and s.kind == "longrope":
+        s = self.scaling
+        if s is not None and s.kind == "proportional" and not 0 < s.partial_rotary_factor <= 1:
+            share = s.partial_rotary_factor
+            raise ConfigError(f"partial_rotary_factor={share}: must be in (0, 1]")
+        if s is not None and s.kind == "longrope":
             for factors in (s.short_factor, s.long_factor):
                 if len(factors) != self.dim // 2:
                     raise ConfigError(
@@ -63,6 +90,9 @@ def inverse_frequencies(rope: RopeConfig, length: int = 0) -> tuple[np.ndarray, 
         inv = inv / np.asarray(
             s.long_factor if length > s.original_max_position else s.short_factor
         )
+    elif s.kind == "proportional":
+        turning = int(s.partial_rotary_factor * dim // 2)
+        inv = np.where(np.arange(dim // 2) < turning, inv / s.factor, 0.0)
     else:
         inv = _yarn(inv, s, dim, base)
     return inv.astype(np.float32), s.attention_factor
@@ -115,19 +145,32 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rotary:
-    """The rotation of a step's tokens by their positions: one for all layers of a RopeConfig."""
+    """The rotation of a step's tokens by their positions: one for all layers of a RopeConfig.
+
+    query_scale: factors f32 [...] on rotated queries, or None.
+    """
 
     cos: Array
     sin: Array
+    query_scale: Array | None = None
 
     @classmethod
     def at(cls, rope: RopeConfig, positions: Array, length: int) -> Self:
         """The rotation of integer positions [...]; length as `inverse_frequencies` takes it."""
         cos, sin = rotation(rope, positions, length)
+        scale = None if rope.query_scaling is None else rope.query_scaling.factors(positions)
         # Without the barrier each layer would work the angles out again.
-        cos, sin = jax.lax.optimization_barrier((cos, sin))
-        return cls(cos=cos, sin=sin)
+        cos, sin, scale = jax.lax.optimization_barrier((cos, sin, scale))
+        return cls(cos=cos, sin=sin, query_scale=scale)
 
     def __call__(self, q: Array, k: Array) -> tuple[Array, Array]:
-        """q and k [..., heads, D], rotated."""
-        return rotate(q, self.cos, self.sin), rotate(k, self.cos, self.sin)
+        """q and k [..., heads, D], rotated; q scaled too."""
+        q, k = rotate(q, self.cos, self.sin), rotate(k, self.cos, self.sin)
+        return self.scaled(q), k
+
+    def scaled(self, q: Array) -> Array:
+        """Rotated queries [..., D] times their factors, which are rounded to the queries' dtype."""
+        if self.query_scale is None:
+            return q
+        scale = self.query_scale.astype(q.dtype)
+        return q * scale.reshape(scale.shape + (1,) * (q.ndim - scale.ndim))

@@ -9,7 +9,7 @@ from jpaged.engine.cache.block_manager import BlockManager
 from jpaged.engine.cache.blocks import GONE, GroupSize
 from jpaged.engine.integrity import check_blocks
 from jpaged.engine.sequence import Sequence
-from jpaged.errors import ConfigError
+from jpaged.errors import UnsupportedError
 from jpaged.sampling_params import SamplingParams
 from tests.engine.host import Host
 from tests.engine.mock import expected, generated
@@ -139,5 +139,5 @@ def test_a_long_prompt_needs_two_states(depth: int, windows: Any):
 
 def test_no_guesses_where_a_state_cannot_go_back():
     guesses = {"method": "ngram", "num_tokens": 3}
-    with pytest.raises(ConfigError, match=r"speculative=.*keeps a state a sequence"):
+    with pytest.raises(UnsupportedError, match=r"speculative.*keeps a state a sequence"):
         Host(1, (None, "state"), speculative=guesses)

@@ -1,0 +1,219 @@
+"""Layers that keep a state a sequence, beside layers of attention: whatever happens to a sequence,
+its tokens are the dense model's.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from jpaged import LLM, Params, RequestOutput, SamplingParams
+from jpaged.errors import UnsupportedError
+from tests.hlo import filled
+from tests.recurrent import HYBRID
+from tests.tiny import (
+    assert_idle,
+    dense_greedy,
+    dense_logprobs,
+    engine,
+    engine_of,
+    make_params,
+    make_prompts,
+    tokens_of,
+)
+
+PARAMS = make_params(0, HYBRID)
+# Too few blocks for the prompts below at once.
+ROWS: dict[str, Any] = {"max_num_seqs": 12, "seq_buckets": (12,), "max_logprobs": 12}
+CROWDED = engine(num_blocks=24, **ROWS)
+PROMPTS = make_prompts(5, 21, 40, 33)
+SHORT = make_prompts(3, 2, 4, 3, 1, 2)  # admitted with a block each, of which they need more later
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+SWAP: dict[str, Any] = {"swap_space_gib": 0.01, "swap_min_tokens": 0}
+
+
+@functools.cache
+def llm_of(**changes: Any) -> LLM:
+    """The one LLM of these settings in this file."""
+    return LLM(PARAMS, **vars(dataclasses.replace(CROWDED, **changes)))
+
+
+@functools.cache
+def dense(prompt: tuple[int, ...], count: int) -> list[int]:
+    params = Params(PARAMS, dataclasses.replace(HYBRID, eos_token_ids=()))
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens += dense_greedy(params, tokens, 1)
+    return tokens[len(prompt) :]
+
+
+def checked(llm: LLM) -> dict[str, RequestOutput]:
+    """Run to the end, all that must hold checked after each step."""
+    found: dict[str, RequestOutput] = {}
+    while llm.has_unfinished():
+        found |= {output.request_id: output for output in llm.step()}
+        for replica in engine_of(llm.session).replicas:
+            replica.check_integrity()
+    assert_idle(llm)
+    return found
+
+
+def run(llm: LLM, prompts: Any, sampling: SamplingParams = GREEDY) -> list[RequestOutput]:
+    ids = [llm.add_request(prompt, sampling) for prompt in prompts]
+    found = checked(llm)
+    return [found[i] for i in ids]
+
+
+def check(prompts: list[list[int]], outputs: list[RequestOutput], atol: float = 1e-4) -> None:
+    """Tokens and logprobs of every completion are the dense model's."""
+    for prompt, output in zip(prompts, outputs, strict=True):
+        for completion in output.outputs:
+            tokens = completion.token_ids
+            assert tokens == dense(tuple(prompt), len(tokens))
+            expected = dense_logprobs(PARAMS, prompt + tokens)[len(prompt) - 1 : -1]
+            expected = expected[range(len(tokens)), tokens]
+            np.testing.assert_allclose(completion.token_logprobs, expected, atol=atol)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "recomputed": {},
+    "swapped": SWAP,
+    "4 steps": {"decode_steps": 4},
+    "mixed": {"mixed": True},
+    "chunks of 7": {"max_num_batched_tokens": 7, "token_buckets": (7,), "mixed": True},
+    "no prefix cache": {"enable_prefix_caching": False},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_dense_models_tokens(way: str) -> None:
+    """Chunks of 16 tokens, rows that come and go, preemptions; then once more over warm blocks."""
+    llm = llm_of(**WAYS[way])
+    llm.reset_prefix_cache()
+    before = llm.stats()
+    prompts = [*SHORT, *PROMPTS]
+    check(prompts, run(llm, prompts))
+    kind = "preemptions_swapped" if way == "swapped" else "preemptions_recomputed"
+    assert llm.stats()[kind] > before[kind]
+    check(PROMPTS[2:3], run(llm, PROMPTS[2:3]))
+    again = run(llm, PROMPTS[2:3])
+    check(PROMPTS[2:3], again)
+    assert (again[0].num_cached_tokens > 0) == (way != "no prefix cache")
+
+
+def test_a_hit_at_every_block() -> None:
+    """A prompt is found again up to where a chunk of it ended: at its last whole block, and where
+    another prompt parted from it.
+    """
+    llm, (prompt,) = llm_of(), make_prompts(32, seed=1)
+    llm.reset_prefix_cache()
+    hits = []
+    for shared in (32, 28, 24, 20, 16, 12, 8, 4, 2):
+        for other in (91, 92):  # the first leaves a state where it parts, the second finds it
+            tokens = prompt[:shared] + [other] * (40 - shared)
+            output = run(llm, [tokens])
+            check([tokens], output)
+            hits.append(output[0].num_cached_tokens)
+    assert hits[0] == 0 and hits[1::2] == [32, 28, 24, 20, 16, 12, 8, 4, 0]
+
+
+def test_forks_and_beams() -> None:
+    """Samples of a prompt share its state, which each copies before it goes on."""
+    llm = llm_of()
+    llm.reset_prefix_cache()
+    outputs = run(llm, PROMPTS[1:3], dataclasses.replace(GREEDY, n=4))
+    assert [len(output.outputs) for output in outputs] == [4, 4]
+    check(PROMPTS[1:3], outputs)
+    prompt = PROMPTS[1]
+    (output,) = llm.beam_search([prompt], beam_width=3, max_tokens=10, use_tqdm=False)
+    assert_idle(llm)
+    assert len(output.outputs) == 3
+    for completion in output.outputs:
+        tokens = completion.token_ids
+        expected = dense_logprobs(PARAMS, prompt + tokens)[len(prompt) - 1 : -1]
+        expected = expected[range(len(tokens)), tokens]
+        np.testing.assert_allclose(completion.token_logprobs, expected, atol=1e-4)
+
+
+def test_a_snapshot_in_the_middle() -> None:
+    llm = llm_of(**SWAP)
+    llm.reset_prefix_cache()
+    ids = [llm.add_request(prompt, GREEDY) for prompt in PROMPTS]
+    for _ in range(7):
+        llm.step()
+    snapshot = llm.snapshot()
+    for _ in range(2):
+        found = checked(llm)
+        check(PROMPTS, [found[i] for i in ids])
+        run(llm, make_prompts(50))  # other states in these blocks
+        llm.restore(snapshot)
+    for i in ids:
+        llm.abort(i)
+    checked(llm)
+
+
+def test_scores() -> None:
+    """Of prompts that are scored chunk by chunk, the later chunks too."""
+    llm = llm_of()
+    for prompt, scores in zip(PROMPTS, llm.score(PROMPTS), strict=True):
+        expected = dense_logprobs(PARAMS, prompt)[range(len(prompt) - 1), prompt[1:]]
+        np.testing.assert_allclose(scores, expected, atol=1e-4)
+
+
+def test_a_pool_of_nan() -> None:
+    """What nothing has written is never read: a sequence begins from zeros."""
+    llm = llm_of()
+    llm.reset_prefix_cache()
+    expected = run(llm, PROMPTS[2:3])
+    llm.reset_prefix_cache()
+    runner = llm.session.runner
+    assert runner._state is not None
+    kv = tuple(filled(pool, jnp.nan) for pool in runner.pools)
+    runner._state = dataclasses.replace(runner._state, kv=kv)
+    output = run(llm, PROMPTS[2:3])
+    runner.release()
+    assert tokens_of(output) == tokens_of(expected)
+
+
+@pytest.mark.parametrize(
+    ("axes", "settings"),
+    [({"tp": 2}, {}), ({"dp": 2}, {"data_parallel_size": 2, "num_blocks": 12})],
+    ids=["tp", "dp"],
+)
+def test_on_two_devices(axes: dict[str, int], settings: dict[str, Any]) -> None:
+    """Heads of the state are split, or sequences go to two replicas; one of them is preempted."""
+    mesh = Mesh(np.array(jax.devices()[:2]), tuple(axes))
+    llm = LLM(PARAMS, mesh=mesh, **vars(dataclasses.replace(CROWDED, **settings)))
+    check(PROMPTS, run(llm, PROMPTS))
+    check(PROMPTS[1:3], run(llm, PROMPTS[1:3], dataclasses.replace(GREEDY, n=2)))
+    llm.close()
+
+
+def test_keys_in_8_bits_beside_states() -> None:
+    """A state keeps its dtype: the same model with attention alone is as far off."""
+    llm = llm_of(kv_cache_dtype="int8")
+    (state, keys) = llm.session.runner.pools
+    dtypes = [{n: str(x.dtype) for n, x in p.of_rows(1).items()} for p in (state, keys)]
+    assert dtypes == [
+        {"state": "float32", "inputs": "float32"},
+        {"kv": "int8", "scales": "float32"},
+    ]
+    for prompt, output in zip(PROMPTS, run(llm, PROMPTS), strict=True):
+        tokens = output.outputs[0].token_ids
+        expected = dense_logprobs(PARAMS, prompt + tokens)[len(prompt) - 1 : -1]
+        expected = expected[range(len(tokens)), tokens]
+        np.testing.assert_allclose(output.outputs[0].token_logprobs, expected, atol=0.2)
+
+
+def test_nothing_is_guessed_ahead() -> None:
+    """A model with states takes no guesses, and none guesses for another."""
+    with pytest.raises(UnsupportedError, match=r"speculative: method='ngram': this model keeps a"):
+        LLM(PARAMS, **vars(engine(speculative={"method": "ngram"})))
+    drafts: dict[str, Any] = vars(engine()) | {"speculative": {"method": "draft", "model": PARAMS}}
+    with pytest.raises(UnsupportedError, match=r"speculative: method='draft': this model keeps a"):
+        LLM(make_params(), **drafts).generate(PROMPTS, GREEDY)
