@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from jax.typing import DTypeLike
+
 from jpaged.checkpoint.load import load_params
 from jpaged.combinations import Facts, check_combination
 from jpaged.config import EngineConfig, has_draft_model
@@ -70,7 +72,11 @@ def _fitted(params: Params, target: ModelConfig) -> Params:
 
 
 def draft_model(
-    draft: Params | None, target: ModelConfig, config: EngineConfig, where: Placement, dtype: Any
+    draft: Params | None,
+    target: ModelConfig,
+    config: EngineConfig,
+    where: Placement,
+    dtype: DTypeLike,
 ) -> DraftModel | None:
     """What guesses for a model by a resolved config; None where no model does. draft: weights, None
     reads those of the config's folder. dtype: of the model. ConfigError where it cannot guess for

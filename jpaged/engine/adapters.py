@@ -17,7 +17,7 @@ class AdapterVersion:
     rank: int
     data: Any = dataclasses.field(repr=False)
 
-    def __deepcopy__(self, memo: Mapping[int, Any]) -> "AdapterVersion":
+    def __deepcopy__(self, memo: Mapping[int, object]) -> "AdapterVersion":
         return self  # never changed: a snapshot shares it
 
     @property

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as List
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jpaged.combinations import Facts, check_combination
 from jpaged.config import EngineConfig
@@ -33,6 +33,7 @@ from jpaged.engine.scheduler import Scheduler, schedule, schedule_drafts, should
 from jpaged.engine.sequence import Request, Status
 from jpaged.engine.shapes import choose_shapes, common_shapes
 from jpaged.engine.stats import Stats
+from jpaged.engine.types import BlockData, BlocksHandle, Report, StepHandle
 from jpaged.errors import RequestError
 
 
@@ -44,7 +45,7 @@ class EngineState:
     replicas: tuple[Scheduler, ...]
     placed: dict[str, int]  # the replica of each request
     block_ids: list[list[list[int]]]
-    blocks: list[Any]
+    blocks: list[list[list[BlockData]]]
 
 
 class Read(NamedTuple):
@@ -52,7 +53,7 @@ class Read(NamedTuple):
 
     replica: int
     moves: List[Move]
-    handle: Any
+    handle: BlocksHandle
 
 
 @dataclasses.dataclass
@@ -63,7 +64,7 @@ class Dispatched:
 
     plans: List[Plan]
     whole: Plan
-    handle: Any
+    handle: StepHandle
     started: float
     rows: int | None
     reads: List[Read]
@@ -245,7 +246,7 @@ class Engine:
             # The adapters' tables may be gone, as the weights are.
             replica.queues.adapters.load_again()
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> Report:
         """Return the totals of Stats, what follows from them, and the blocks in use now."""
         drafts = {} if self.drafter is None else self.drafter.report()
         totals = self.stats.report() | drafts | _summed([r.report() for r in self.replicas])
@@ -430,7 +431,7 @@ class Engine:
         )
 
 
-def _summed(reports: list[dict[str, Any]]) -> dict[str, Any]:
+def _summed(reports: list[Report]) -> Report:
     """Add up what the replicas report."""
     groups = [
         {"window": each[0]["window"]}

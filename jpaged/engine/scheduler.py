@@ -8,7 +8,6 @@ once. Rows that wait for the host are left out until their request has steered t
 from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as List
-from typing import Any
 
 from jpaged.engine import integrity
 from jpaged.engine.cache.block_manager import BlockManager
@@ -17,6 +16,7 @@ from jpaged.engine.drafting import Drafter
 from jpaged.engine.plan import Phase, Plan, PlanEntry, dispatch
 from jpaged.engine.queues import Queues
 from jpaged.engine.sequence import Sequence, Status
+from jpaged.engine.types import Report
 
 # Rows that decode for each token that a step of runs saves, at most: below that it is the slower.
 LEAST_RUN = 4
@@ -116,7 +116,7 @@ class Scheduler:
             entries = PrefillPlanner(self.queues, budget).plan()
         return entries
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> Report:
         """Return the blocks that there are and those in use, and how many sequences run and
         wait.
         """

@@ -55,7 +55,7 @@ class Shape:
         return False
 
     @property
-    def order(self) -> tuple[Any, ...]:
+    def order(self) -> tuple[str, int, int, str]:
         """A key to sort by: the smallest of a phase first."""
         return self.phase, self.tokens, self.rows, str(self)
 
