@@ -84,7 +84,7 @@ class Scheduler:
         those for blocks.
         """
         running = self.queues.running
-        return bool(running) and not any(seq.in_flight or seq.can_decode for seq in running)
+        return bool(running) and not [s for s in running if s.in_flight or s.can_decode]
 
     def trim(self) -> None:
         """Give back the blocks that the windows of the last plan's sequences have left."""

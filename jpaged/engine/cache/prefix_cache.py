@@ -77,7 +77,8 @@ class PrefixCache:
             if content is None:
                 break
             found = [group.matched(content) for group in self.groups]
-            if any(x is None and g.window is None for x, g in zip(found, self.groups, strict=True)):
+            pairs = zip(found, self.groups, strict=True)
+            if [group for x, group in pairs if x is None and group.window is None]:
                 break
             num_known, parent = i + 1, content
             contents.append(content)
