@@ -11,7 +11,7 @@ request (max_logprobs, max_n) are checked by SamplingParams.validate.
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from jpaged.errors import ConfigError, JpagedError, RequestError, UnsupportedError
@@ -43,8 +43,13 @@ class Facts:
 
     weight: the name of one parameter. inputs: how many inputs of it a device has. group: how many
     of them share a scale; 1 where that sets no limit. form: the form (int8, int4, fp8) that it was
-    loaded in. served_form: the form that it is to be served in.
+    loaded in. served_form: the form that it is to be served in. uneven_split: how its values or
+    scales would split into unequal shares, "" where shares are equal.
     is_rearranged: so many devices need copies of its KV heads, or padding of its vocabulary.
+
+    linear_dtypes: the dtypes of all weights of products. dtypes: of all weights, in order.
+    built_dtypes: those that steps were compiled for. keeps_forms: whether every weight lies in the
+    form that steps were compiled for.
 
     adapter_rank, adapter_changes: of an adapter. draws_masked, scores_masked: a request wants
     tokens of a given form, or the scores of such a text.
@@ -71,7 +76,12 @@ class Facts:
     group: int | None = None
     form: str | None = None
     served_form: str | None = None
+    uneven_split: str | None = None
     is_rearranged: bool | None = None
+    linear_dtypes: Collection[str] | None = None
+    dtypes: Sequence[str] | None = None
+    built_dtypes: Sequence[str] | None = None
+    keeps_forms: bool | None = None
     adapter_rank: int | None = None
     adapter_changes: Collection[str] | None = None
     draws_masked: bool | None = None
@@ -295,6 +305,49 @@ def quantized_weights_split_as_they_are(weight: str, form: str, is_rearranged: b
             "dequantize=True)"
         )
     return None
+
+
+@_rule("tensor_parallel_size", "load_params(dequantize=...)")
+def quantized_weights_split_evenly(weight: str, form: str, uneven_split: str) -> str | None:
+    """The devices that share the model divide values and scales of weights in 8 or 4 bits."""
+    if uneven_split:
+        return (
+            f"{weight} in {form}: {uneven_split}: fewer devices, or load_params(..., "
+            "dequantize=True)"
+        )
+    return None
+
+
+@_rule("dtype", "load_params")
+def weights_of_products_have_one_dtype(linear_dtypes: Collection[str]) -> str | None:
+    """The weights of products are of one dtype, or `dtype` makes them so."""
+    if len(linear_dtypes) > 1:
+        return f"linear weights in {_names(linear_dtypes)}: pass dtype= to serve them in one"
+    return None
+
+
+@_rule("dtype", "update_params")
+def new_weights_keep_their_dtypes(dtypes: Sequence[str], built_dtypes: Sequence[str]) -> str | None:
+    """Weights that take the place of others have their dtypes, or `dtype` gives them."""
+    if dtypes != built_dtypes:
+        built = f"this engine was built for {_names(built_dtypes)}"
+        return f"params in {_names(dtypes)}; {built}: pass dtype= to it"
+    return None
+
+
+@_rule("quantization", "load_params(dequantize=...)", "update_params")
+def new_weights_keep_their_forms(keeps_forms: bool) -> str | None:
+    """Weights that take the place of others lie in the same forms, or `quantization` makes them."""
+    if not keeps_forms:
+        return (
+            "params whose weights lie in other forms than those that this engine was built for: "
+            "pass quantization= to it, or load them with dequantize=True"
+        )
+    return None
+
+
+def _names(dtypes: Collection[str]) -> str:
+    return " and ".join(sorted(set(dtypes)))
 
 
 # Devices

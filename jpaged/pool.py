@@ -14,9 +14,8 @@ from jpaged.runtime.choices import Choices
 from jpaged.runtime.footprint import plan_pool
 from jpaged.runtime.memory import Needs
 from jpaged.runtime.mesh import Placement
-from jpaged.runtime.processes import are_many, least
+from jpaged.runtime.processes import are_many, least, peers_of
 from jpaged.runtime.runner import DraftOf, Runner
-from jpaged.runtime.shared_runner import SharedRunner
 from jpaged.runtime.step_table import warmup
 from jpaged.types import PyTree
 
@@ -101,9 +100,11 @@ class Pool:
         assert self._served is not None, "bind weights first"
         num_blocks = num_blocks or self._most_blocks(self._served)
         config = dataclasses.replace(self.config, num_blocks=num_blocks)
-        kind = SharedRunner if are_many(self._where.mesh) else Runner
-        served = self._served
-        runner = kind(self._model, config, self._where, served.params, served.draft, self._choices)
+        served, where = self._served, self._where
+        peers = peers_of(where.mesh, config.peer_timeout_s)
+        runner = Runner(
+            self._model, config, where, served.params, served.draft, self._choices, peers
+        )
         runner.weight_version = served.version
         if config.strict:
             warmup(runner.steps)

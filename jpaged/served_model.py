@@ -8,6 +8,7 @@ import jax
 from jax.sharding import Mesh
 
 from jpaged.adapters import Adapters, check_fits, grown
+from jpaged.combinations import Facts, check_combination
 from jpaged.config import EngineConfig
 from jpaged.drafts import draft_model, no_head
 from jpaged.engine.adapters import AdapterVersion
@@ -74,8 +75,8 @@ class ServedModel:
         """
         if draft is None:
             return None
-        if self.draft is None:
-            raise ConfigError("draft weights need speculative={'method': 'draft' or 'eagle'}")
+        check_combination(Facts(config=self.pool.config, has_draft_weights=True))
+        assert self.draft is not None
         return self.draft.accept(draft)
 
     def bind(self, params: Params, *, donate: bool = False, draft: Params | None = None) -> None:

@@ -16,6 +16,21 @@ ffi::Error Parse(const char* what, std::string_view name, const std::string_view
   return ffi::Error::InvalidArgument(std::string(what) + " '" + std::string(name) + "' is not known");
 }
 
+// Returns an error that says which width is wrong, if one is: kernels take the weight's inputs by 32.
+ffi::Error CheckWidths(const Quantized& w, ffi::Span<const int64_t> values, size_t zeros) {
+  auto error = [&](const char* problem) {
+    return ffi::Error::InvalidArgument("a weight of N=" + std::to_string(w.N) + ", E=" + std::to_string(w.E) +
+                                       " with scales of S=" + std::to_string(w.S) + ": " + problem);
+  };
+  if (w.E <= 0 || w.E % kPacked != 0) return error("E must be a multiple of 32");
+  if (w.S <= 0 || w.E % w.S != 0) return error("S must divide E");
+  if (w.form == Form::kInt4 && (w.E / w.S) % kPacked != 0) return error("a scale of int4 must be of whole 32s");
+  int64_t width = w.form == Form::kInt4 ? w.E / 2 : w.E;
+  if (values.size() != 2 || values[0] != w.N || values[1] != width) return error("its values have another shape");
+  if (zeros != 0 && zeros != static_cast<size_t>(w.N * w.S)) return error("its zeros have another shape than its scales");
+  return ffi::Error::Success();
+}
+
 ffi::Error Product(ffi::ThreadPool pool, Bf16<2> x, ffi::AnyBuffer values, Float32<2> scales, Float32<2> zeros, Int32<0> count,
                    ffi::Result<Float32<2>> y, std::string_view form, std::string_view activations) {
   Quantized w{};
@@ -26,6 +41,8 @@ ffi::Error Product(ffi::ThreadPool pool, Bf16<2> x, ffi::AnyBuffer values, Float
   w.values = values.untyped_data(), w.scales = scales.typed_data();
   w.zeros = zeros.element_count() > 0 ? zeros.typed_data() : nullptr;
   w.N = scales.dimensions()[0], w.E = x.dimensions()[1], w.S = scales.dimensions()[1];
+  error = CheckWidths(w, values.dimensions(), zeros.element_count());
+  if (error.failure()) return error;
   int64_t all = x.dimensions()[0], T = std::clamp<int64_t>(count.typed_data()[0], 0, all);
   std::memset(y->typed_data() + T * w.N, 0, (all - T) * w.N * sizeof(float));
   if (T > 0) Multiply(pool, Data(x), w, chosen, y->typed_data(), T);

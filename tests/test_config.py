@@ -247,7 +247,7 @@ def test_coerce(tmp_path: Path) -> None:
         (
             {},
             r"architecture 'None'.*; supported are Qwen3ForCausalLM, Qwen2ForCausalLM, "
-            r"LlamaForCausalLM, MistralForCausalLM, Gemma3ForCausalLM",
+            r"LlamaForCausalLM, MistralForCausalLM, Mistral3ForConditionalGeneration, Gemma3",
         ),
         (hf("gpt2"), "architecture 'gpt2'"),
         (
@@ -277,8 +277,8 @@ def test_coerce(tmp_path: Path) -> None:
         ),
         (hf("phi3", rope_scaling=LONGROPE | {"short_factor": [1.0]}), "short_factor"),
         (hf("llama", partial_rotary_factor=0.5), "partial"),
-        (hf("llama", rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "rope_type='dynamic'"),
-        (hf("llama", rope_scaling=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}), "mscale"),
+        (hf("llama", rope_scaling={"rope_type": "axial", "factor": 2.0}), "rope_type='axial'"),
+        (hf("llama", rope_scaling=YARN | {"mscale": "1", "mscale_all_dim": 1.0}), "mscale': '1'"),
         (hf("llama", rope_scaling=YARN | {"factor": "4"}), "'4'"),
         (hf("llama", rope_scaling="yarn"), "rope_parameters"),
         (hf("llama", rope_scaling={"rope_type": "linear"}), "factor"),

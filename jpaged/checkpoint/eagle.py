@@ -61,9 +61,9 @@ def read_head(folder: Path, raw: Mapping[str, Any]) -> ModelConfig:
     names = head_entries(entries)
     plain = {"architectures": [FAMILIES[kind].architecture], "tie_word_embeddings": False}
     fields = read_hf({**layer, **plain})
-    if fields["num_layers"] != 1:
-        raise UnsupportedError(f"EAGLE-3 head of {fields['num_layers']} layers: only of one")
-    if any(fields["sliding_windows"]):
+    if len(fields["layers"]) != 1:
+        raise UnsupportedError(f"EAGLE-3 head of {len(fields['layers'])} layers: only of one")
+    if fields["layers"][0].mixer.window is not None:
         raise UnsupportedError("EAGLE-3 head with a sliding window: that is not built")
     draft_vocab = raw.get("draft_vocab_size") or fields["vocab_size"]
     fields |= {"qk_norm": "model.layers.0.self_attn.q_norm.weight" in names, "eos_token_ids": ()}

@@ -40,10 +40,10 @@ RAW = {  # by a file's code, or numpy's name where this project reads it as plai
     **{"I32": np.dtype(np.int32), "I64": np.dtype(np.int64)},
 }
 # Not wanted, and no misfit either. Old checkpoints hold the first, which is computed; some tied
-# ones hold the second; the third is a scale of activations, which stay as they are.
-IGNORED = re.compile(r"rotary_emb\.inv_freq$|^lm_head\.weight$|\.input_scale$")
+# ones hold the second; the last are scales of activations, which stay as they are.
+IGNORED = re.compile(r"rotary_emb\.inv_freq$|^lm_head\.weight$|\.(input|activation)_scale$")
 # Names of two versions of transformers for the parts of a model of text and images.
-OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
+OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|visual)\.")
 OF_TEXT = re.compile(r"^(?:language_model\.(?=model\.|lm_head)|(model\.)language_model\.)")
 log = logging.getLogger("jpaged")
 
@@ -74,11 +74,15 @@ def hf_weights(folder: Path, config: ModelConfig) -> dict[str, Weight]:
         )
     elif FAMILIES[config.family].text_of is not None:
         entries = _text_entries(entries)
+    family = FAMILIES[config.family]
+    if family.unread is not None:
+        unread = re.compile(family.unread.replace("{L}", str(config.num_layers)))
+        entries = {name: e for name, e in entries.items() if not unread.match(name)}
     names = stored_names(config)
     stacked: dict[str, list[Piece]] = {}
     wanted: dict[str, tuple[int, ...]] = {}
-    if FAMILIES[config.family].stacked_experts:
-        stacked, wanted = stacked_pieces(entries, config)
+    if family.stacked_experts is not None:
+        stacked, wanted = stacked_pieces(entries, config, family.stacked_experts)
         names = {ours: tensors for ours, tensors in names.items() if ours not in stacked}
     for stored in (stored for tensors in names.values() for stored in tensors):
         rows = stored.first + stored.shape[0]  # the last part of a tensor ends it
@@ -97,12 +101,13 @@ def hf_weights(folder: Path, config: ModelConfig) -> dict[str, Weight]:
             sizes[name] = wanted.pop(name)
             wanted |= {key: size for key, (size, _) in tensors.items()}
             allowed |= {key: codes for key, (_, codes) in tensors.items()}
-    stored = {
-        name: (e.shape, "bfloat16" if e.dtype in allowed.get(name, ()) else e.dtype)
-        for name, e in entries.items()
-        if name in wanted or not IGNORED.search(name)
-    }
-    check_fit(folder, stored, wanted)
+    held: dict[str, tuple[tuple[int, ...], str]] = {}
+    for name, entry in entries.items():
+        if name in wanted or not IGNORED.search(name):
+            is_read = entry.dtype in allowed.get(name, ())
+            shape = _squeezed(entry.shape, wanted.get(name))
+            held[name] = shape, "bfloat16" if is_read else entry.dtype
+    check_fit(folder, held, wanted)
     reader = reader_of(quantization, entries, read_raw) if quantization else None
 
     def piece(stored: Stored) -> Piece:
@@ -152,6 +157,14 @@ def _text_entries(entries: dict[str, Entry]) -> dict[str, Entry]:
             "the text part is loaded: %d tensors of images are not", len(entries) - len(tensors)
         )
     return tensors
+
+
+def _squeezed(shape: tuple[int, ...], wanted: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Return the shape of a file's tensor, without axes of one that come before that of a vector
+    (ERNIE's choosing biases have one).
+    """
+    is_vector = wanted is not None and len(wanted) == 1 and set(shape[:-1]) == {1}
+    return shape[-1:] if is_vector else shape
 
 
 class Stored(NamedTuple):

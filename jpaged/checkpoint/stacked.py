@@ -1,5 +1,5 @@
-"""Experts of a layer that a Hugging Face file holds in one tensor, as GPT-OSS's does: rows of gate
-and up alternate, transposed in bfloat16 or as they are in mxfp4.
+"""Experts of a layer that a Hugging Face file holds in one tensor, as StackedExperts says. Those of
+GPT-OSS have alternate rows of gate and up, transposed in bfloat16 or as they are in mxfp4.
 """
 
 import functools
@@ -13,6 +13,7 @@ from jpaged.checkpoint.quantized import quantized_piece
 from jpaged.checkpoint.tensors import DTYPES
 from jpaged.errors import CheckpointError
 from jpaged.models.config import ModelConfig
+from jpaged.models.families.family import StackedExperts
 from jpaged.models.hf_quantization import Mxfp4
 from jpaged.models.layers.experts import ExpertsConfig
 from jpaged.models.quantized import QuantizedWeight
@@ -22,7 +23,7 @@ BLOCK = 32  # numbers of mxfp4 that share a scale: 16 bytes, in each the lower h
 
 
 def stacked_pieces(
-    entries: Mapping[str, Any], config: ModelConfig
+    entries: Mapping[str, Any], config: ModelConfig, form: StackedExperts
 ) -> tuple[dict[str, list[Piece]], dict[str, tuple[int, ...]]]:
     """Return the pieces of the experts' canonical tensors, one for each expert, and the shapes that
     the file's tensors must have.
@@ -37,13 +38,14 @@ def stacked_pieces(
             continue
         num, width = layer.ffn.num_experts, layer.ffn.expert_size
         for name, inputs, outputs in (("gate_up", hidden, 2 * width), ("down", width, hidden)):
-            theirs = f"model.layers.{number}.mlp.experts.{name}_proj"
+            theirs = f"model.layers.{number}.{form.node}.{name}_proj"
+            alternate = form.alternate and name == "gate_up"
             ours = f"layers.{number}.mlp.experts.{name}"
             if f"{theirs}_blocks" in entries:
                 groups = (num, outputs, inputs // BLOCK)
                 shapes = {f"{theirs}_blocks": (*groups, BLOCK // 2), f"{theirs}_scales": groups}
                 reads = [
-                    functools.partial(_mxfp4, entries, theirs, shapes, x, name == "gate_up")
+                    functools.partial(_mxfp4, entries, theirs, shapes, x, alternate)
                     for x in range(num)
                 ]
                 pieces[ours] = [
@@ -51,16 +53,19 @@ def stacked_pieces(
                     for x, read in enumerate(reads)
                 ]
             else:
-                shapes = {theirs: (num, inputs, outputs)}
-                fill = functools.partial(_fill, theirs, entries.get(theirs), (inputs, outputs))
+                one = (inputs, outputs) if form.transposed else (outputs, inputs)
+                shapes = {theirs: (num, *one)}
+                fill = functools.partial(_fill, theirs, entries.get(theirs), one, form)
                 pieces[ours] = [
                     _piece(_dtype(entries, theirs), functools.partial(fill, x), slice(x, x + 1))
                     for x in range(num)
                 ]
-            bias = f"{theirs}_bias"
-            fill = functools.partial(_fill_bias, bias, entries.get(bias), (num, outputs))
-            pieces[f"{ours}_bias"] = [_piece(_dtype(entries, bias), fill, slice(None))]
-            wanted |= shapes | {bias: (num, outputs)}
+            wanted |= shapes
+            if layer.ffn.bias:
+                bias = f"{theirs}_bias"
+                fill = functools.partial(_fill_bias, bias, entries.get(bias), (num, outputs), form)
+                pieces[f"{ours}_bias"] = [_piece(_dtype(entries, bias), fill, slice(None))]
+                wanted |= {bias: (num, outputs)}
     return pieces, wanted
 
 
@@ -93,23 +98,33 @@ def _mxfp4(
     return jax.tree.map(lambda array: array[order], weight)
 
 
-def _fill(name: str, entry: Any, shape: tuple[int, ...], x: int, out: np.ndarray) -> None:
-    """Fill one expert's weights, gate_up [1, 2, I, E] or down [1, E, I], transposed in the file."""
-    _put(name, _read(name, entry, shape, DTYPES[entry.dtype], x).T, out[0])
+def _fill(
+    name: str,
+    entry: Any,
+    shape: tuple[int, ...],
+    form: StackedExperts,
+    x: int,
+    out: np.ndarray,
+) -> None:
+    """Fill one expert's weights, gate_up [1, 2, I, E] or down [1, E, I]."""
+    rows = _read(name, entry, shape, DTYPES[entry.dtype], x)
+    _put(name, rows.T if form.transposed else rows, form, out[0])
 
 
-def _fill_bias(name: str, entry: Any, shape: tuple[int, ...], out: np.ndarray) -> None:
+def _fill_bias(
+    name: str, entry: Any, shape: tuple[int, ...], form: StackedExperts, out: np.ndarray
+) -> None:
     """Fill the biases of all experts, [X, 2, I] or [X, E]."""
     bias = _read(name, entry, shape, DTYPES[entry.dtype])
     for x in range(shape[0]):
-        _put(name, bias[x], out[x])
+        _put(name, bias[x], form, out[x])
 
 
-def _put(name: str, rows: np.ndarray, out: np.ndarray) -> None:
-    """Store rows; where `out` has an axis more, they are alternate rows of gate and up."""
-    if out.ndim > rows.ndim:
+def _put(name: str, rows: np.ndarray, form: StackedExperts, out: np.ndarray) -> None:
+    """Store rows; where `out` has an axis more, they are those of gate and up."""
+    if out.ndim > rows.ndim and form.alternate:
         rows = rows.reshape(-1, 2, *rows.shape[1:]).swapaxes(0, 1)
-    store(name, rows, out)
+    store(name, rows.reshape(out.shape), out)
 
 
 def _read(

@@ -158,7 +158,10 @@ class Engine:
                 self._prepare_drafts(self.drafter, started)
             plans = self._plan()
             if plans:
-                self._dispatch(plans, started)
+                batch, reads = self._pack(plans), self._start_moves(plans)
+                blocks_in_use = sum([r.blocks.num_used for r in self.replicas])
+                self.stats.count(joined(plans), batch, blocks_in_use)
+                self.in_flight.add(plans, batch, self.runner.dispatch(batch), started, reads)
             elif self.in_flight:
                 self._commit_oldest(started)
             while self.in_flight.is_full:
@@ -289,17 +292,6 @@ class Engine:
         chosen = [choose_shapes(plan, self.config) for plan in plans if plan.entries]
         buckets = self.runner.fit(common_shapes(chosen, self.config))
         return join([pack(plan, self.config, buckets) for plan in plans], self.config)
-
-    def _dispatch(self, plans: list[Plan], started: float) -> None:
-        """Dispatch a step, all but a draw under masks."""
-        batch, whole = self._pack(plans), joined(plans)
-        self.stats.count(whole, batch, sum([r.blocks.num_used for r in self.replicas]))
-        reads = self._start_moves(plans)
-        rows = batch.sample.rows if batch.sample is not None and batch.sample.masked else None
-        handle = self.runner.dispatch(batch)
-        self.in_flight.steps.append(Dispatched(plans, whole, handle, started, rows, reads))
-        if whole.verifies:
-            self._drain(started)  # where each row goes on is known then
 
     def _start_moves(self, plans: List[Plan]) -> list[Read]:
         """Move the blocks that these plans need, before their step is dispatched. Returns the reads
@@ -460,11 +452,26 @@ class InFlight:
         """Whether the device is at, or comes to, one of prompts."""
         return any(plan.phase == "prefill" for step in self.steps for plan in step.plans)
 
+    def add(
+        self,
+        plans: List[Plan],
+        batch: Batch,
+        handle: StepHandle,
+        started: float,
+        reads: List[Read],
+    ) -> None:
+        """Take a step that was dispatched, all but a draw under masks."""
+        rows = batch.sample.rows if batch.sample is not None and batch.sample.masked else None
+        self.steps.append(Dispatched(plans, joined(plans), handle, started, rows, reads))
+
     @property
     def is_full(self) -> bool:
-        """Whether the oldest is to be committed before the next is dispatched: a draw that waits
-        for its masks does so for the one before it.
+        """Whether the oldest is to be committed before the next is dispatched. A draw that waits
+        for its masks does so for the one before it; after a step with guesses all are committed,
+        since where its rows go on is known only then.
         """
+        if not self.steps or self.steps[-1].whole.verifies:
+            return bool(self.steps)
         waits = bool([step for step in self.steps if step.rows is not None])
         return len(self.steps) >= (min(self.depth, 2) if waits else self.depth)
 

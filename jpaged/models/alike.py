@@ -1,5 +1,8 @@
 """Alike: layers of attention that are alike, or differ only by window, rope and experts, as one set
 of switches: how most families of models are described, and their config.json's too.
+
+A field of a layer's config needs no switch here: `rope`, `attention`, `experts` and `router` have
+all that no switch sets, and keep it where switches change.
 """
 
 import dataclasses
@@ -14,12 +17,30 @@ from jpaged.models.layers.layer import LayerConfig
 from jpaged.models.layers.mlp import Activation, MLPConfig
 from jpaged.models.layers.norm import NormConfig
 from jpaged.models.layers.rope import RopeConfig
+from jpaged.models.layers.router import RouterConfig
 from jpaged.models.rope_scaling import RopeScaling
+
+type Options = tuple[tuple[str, Any], ...]  # fields of a config, and their values
+
+# Fields of a layer's configs that switches set.
+OF_ROPE = ("dim", "theta", "scaling")
+OF_ATTENTION = (
+    *("num_heads", "num_kv_heads", "head_dim", "window", "rope", "multiplier", "norm"),
+    *("query_pre_attn_scalar", "soft_cap", "sinks", "qkv_bias", "out_bias", "qk_norm"),
+)
+OF_EXPERTS = (
+    *("num_experts", "experts_per_token", "expert_size", "shared_expert_size"),
+    *("bias", "activation", "router"),
+)
+OF_ROUTER = ("normalized",)
+OPTIONS = ("rope", "attention", "experts", "router")  # fields of Alike with all the others
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Alike:
-    """The switches. `layers` makes the layers, `of` reads them back."""
+    """The switches, and other fields of all layers' configs. `layers` makes the layers, `of` reads
+    all of it back.
+    """
 
     intermediate_size: int  # F
     num_layers: int  # L
@@ -55,6 +76,10 @@ class Alike:
     norm_topk_prob: bool = False  # the weights of a token's experts sum up to 1
     dense_layers: tuple[int, ...] = ()  # those of a mixture that have an MLP
     sliding_windows: tuple[int | None, ...] = ()  # one a layer; () is full attention everywhere
+    rope: Options = ()
+    attention: Options = ()
+    experts: Options = ()
+    router: Options = ()
 
     def __post_init__(self) -> None:
         at_least(1, self, "num_layers", "intermediate_size")
@@ -99,6 +124,7 @@ class Alike:
             dim=int(self.head_dim * self.partial_rotary_factor),
             theta=self.rope_theta,
             scaling=self.rope_scaling,
+            **dict(self.rope),
         )
         if window is not None and self.local_rope_theta is not None:
             rope = dataclasses.replace(rope, theta=self.local_rope_theta, scaling=None)
@@ -116,6 +142,7 @@ class Alike:
             out_bias=self.out_bias,
             qk_norm="whole" if self.qk_norm_whole else "head" if self.qk_norm else None,
             norm=self.norm,
+            **dict(self.attention),
         )
 
     def _ffn(self, i: int) -> MLPConfig | ExpertsConfig:
@@ -131,8 +158,9 @@ class Alike:
             expert_size=self.expert_size,
             shared_expert_size=self.shared_expert_size,
             bias=self.expert_bias,
-            norm_topk_prob=self.norm_topk_prob,
+            router=RouterConfig(normalized=self.norm_topk_prob, **dict(self.router)),
             activation=self.activation,
+            **dict(self.experts),
         )
 
     @classmethod
@@ -157,8 +185,10 @@ class Alike:
                 "expert_size": first.expert_size,
                 "shared_expert_size": first.shared_expert_size,
                 "expert_bias": first.bias,
-                "norm_topk_prob": first.norm_topk_prob,
+                "norm_topk_prob": first.router.normalized,
                 "dense_layers": tuple(mlps),
+                "experts": _options(first, OF_EXPERTS),
+                "router": _options(first.router, OF_ROUTER),
             }
         windows = tuple(mixer.window for mixer in mixers)
         switches = cls(
@@ -184,12 +214,20 @@ class Alike:
             query_pre_attn_scalar=mixer.query_pre_attn_scalar,
             attn_logit_softcapping=mixer.soft_cap,
             sliding_windows=windows if any(windows) else (),
+            attention=_options(mixer, OF_ATTENTION),
             **others,
         )
         for i, (layer, again) in enumerate(zip(layers, switches.layers(), strict=True)):
             if layer != again:
                 raise ConfigError(f"layer {i} differs from the others: read config.layers")
         return switches
+
+
+def _options(config: Any, switched: Sequence[str]) -> Options:
+    """Return the fields of a config that no switch sets, where they are not at their defaults."""
+    fields = [field for field in dataclasses.fields(config) if field.name not in switched]
+    values = [(field, getattr(config, field.name)) for field in fields]
+    return tuple((field.name, value) for field, value in values if value != field.default)
 
 
 def _rope(mixers: Iterable[AttentionConfig]) -> dict[str, Any]:
@@ -207,4 +245,5 @@ def _rope(mixers: Iterable[AttentionConfig]) -> dict[str, Any]:
         "local_rope_theta": None if local in (None, rope) else local.theta,
         "partial_rotary_factor": rope.dim / mixers[0].head_dim,
         "no_rope_layers": tuple(i for i, mixer in enumerate(mixers) if mixer.rope is None),
+        "rope": _options(rope, OF_ROPE),
     }

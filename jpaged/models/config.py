@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from jpaged.checks import at_least, positive, read_json
 from jpaged.errors import ConfigError, UnsupportedError
-from jpaged.models.alike import Alike
+from jpaged.models.alike import OPTIONS, Alike
 from jpaged.models.draft_head import HeadConfig
 from jpaged.models.hf_config import read_hf, write_hf
 from jpaged.models.layers.attention import AttentionConfig
@@ -340,7 +340,7 @@ class ModelConfig:
         return write_hf(self)
 
 
-SWITCHES = tuple(field.name for field in dataclasses.fields(Alike))
+SWITCHES = tuple(f.name for f in dataclasses.fields(Alike) if f.name not in OPTIONS)
 NEEDED = tuple(
     field.name for field in dataclasses.fields(Alike) if field.default is dataclasses.MISSING
 )

@@ -59,23 +59,31 @@ def format_of(raw: Mapping[str, Any]) -> Format | None:
     """The format of weights that are not plain; ConfigError for one that is not read."""
     raw = _text_part(raw)
     family = FAMILIES.get(str(raw.get("model_type")))
-    are_stacked = family is not None and family.stacked_experts
+    are_stacked = family is not None and family.stacked_experts is not None
     return read_format(raw.get("quantization_config"), are_stacked=are_stacked)
 
 
 def _text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """The config of the text part where it is a model of text and images; else as it is."""
+    parts = [f for f in FAMILIES.values() if f.text_of and f.text_of[0] == raw.get("model_type")]
+    text = raw.get("text_config", raw)  # older files have its keys beside those of images
+    if not parts or not isinstance(text, Mapping):
+        return raw
     named = raw.get("architectures") or [None]
-    for family in FAMILIES.values():
-        if family.text_of is None or raw.get("model_type") != family.text_of[0]:
-            continue
-        text = raw.get("text_config")
-        if not isinstance(text, Mapping) or named[0] not in (None, family.text_of[1]):
-            continue
-        shared = ("eos_token_id", "tie_word_embeddings", "quantization_config")
-        names = {"model_type": family.model_type, "architectures": [family.architecture]}
-        return {**text, **{key: raw[key] for key in shared if key in raw}, **names}
-    return raw
+    parts = [f for f in parts if f.text_of and named[0] in (None, f.text_of[1])]
+    if not parts:
+        return raw
+    model_type = parts[0].model_type if len(parts) == 1 else text.get("model_type")
+    family = next((family for family in parts if family.model_type == model_type), None)
+    if family is None:
+        built = ", ".join(family.model_type for family in parts)
+        raise ConfigError(
+            f"text_config of {raw['model_type']}: model_type={model_type!r} is not supported "
+            f"({built} are)"
+        )
+    shared = ("eos_token_id", "tie_word_embeddings", "quantization_config")
+    names = {"model_type": family.model_type, "architectures": [family.architecture]}
+    return {**text, **{key: raw[key] for key in shared if key in raw}, **names}
 
 
 def write_hf(config: Any) -> dict[str, Any]:

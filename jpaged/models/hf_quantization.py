@@ -160,20 +160,23 @@ class PackedInts(Format):
         return self.weight(numbers, scales, None if zeros is None else _f32(zeros))
 
 
+# Both multiply the weight: transformers calls the factor the inverse of what divided it.
+SCALE_NAMES = ("weight_scale", "weight_scale_inv")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scaled(Format):
-    """Weights of 8 bits under their plain name, with scales beside them under `scale_name`, one for
-    the whole tensor, for each output, group or block.
+    """Weights of 8 bits under their plain name, with scales beside them under one of SCALE_NAMES,
+    one for the whole tensor, for each output, group or block.
 
     code: the dtype of the weight in the file.
     """
 
     code: str
-    scale_name: str = "weight_scale"
 
     def tensors(self, base: str, N: int, E: int, names: Mapping[str, Any]) -> Tensors | None:
-        scale = f"{base}.{self.scale_name}"
-        if scale not in names:
+        scale = self._scale(base, names)
+        if scale is None:
             return None
         shape = names[scale].shape
         if self.block is not None:
@@ -185,12 +188,17 @@ class Scaled(Format):
     def read(
         self, read: Read, base: str, N: int, E: int, names: Mapping[str, Any]
     ) -> QuantizedWeight:
-        scales, groups = _f32(read(f"{base}.{self.scale_name}")), self._groups(E)
+        scale, groups = self._scale(base, names), self._groups(E)
+        assert scale is not None
+        scales = _f32(read(scale))
         if self.block is not None:
             scales = np.repeat(scales, self.block[0], axis=0)[:N]
             groups = -(-E // self.block[1])
         rows = scales.reshape(-1, scales.shape[-1] if scales.ndim == 2 else 1)
         return self.weight(read(f"{base}.weight"), np.broadcast_to(rows, (N, groups)))
+
+    def _scale(self, base: str, names: Mapping[str, Any]) -> str | None:
+        return next((f"{base}.{name}" for name in SCALE_NAMES if f"{base}.{name}" in names), None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -264,7 +272,7 @@ def _fp8(raw: Mapping[str, Any]) -> Format:
     if (size := raw.get("weight_block_size")) is None:
         return Scaled(form=FP8, code="F8_E4M3")
     block = (size[0], size[1])
-    return Scaled(form=FP8, code="F8_E4M3", block=block, scale_name="weight_scale_inv")
+    return Scaled(form=FP8, code="F8_E4M3", block=block)
 
 
 def _awq(raw: Mapping[str, Any]) -> Format:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.models.layers.heads import Heads
-from jpaged.models.rows import Rows
+from jpaged.models.rows import Rows, Slots, State
 from kernels_pallas.paged_attention.interface import AttentionOptions
 
 
@@ -20,9 +20,6 @@ class Place:
 
     group: int = dataclasses.field(metadata={"static": True})
     index: Any
-
-
-type State = dict[str, jax.Array]  # arrays [S, *field.shape] by the names of a record's fields
 
 
 class KVView(Protocol):
@@ -67,6 +64,14 @@ class KVView(Protocol):
         """Return the view that keeps the states after each row's last token: every field of the
         record, in its dtype. Rows of padding keep nothing, whatever `new` has for them.
         """
+        ...
+
+    def slots(self, place: Place) -> Slots:
+        """Return where these states lie, for a kernel that changes them in place."""
+        ...
+
+    def with_slots(self, place: Place, pool: State) -> Self:
+        """Return the view after such a kernel. pool: that of `slots` with the rows' new states."""
         ...
 
 
@@ -125,6 +130,16 @@ class DenseKV:
         """See KVView: nothing is kept."""
         assert new.keys() == self._first(place).zeros.keys()
         return self
+
+    def slots(self, place: Place) -> Slots:
+        """See KVView: a slot a row."""
+        first = self._first(place)
+        slot_S = jnp.arange(first.rows.num_rows, dtype=jnp.int32)
+        return Slots(pool=first.zeros, read_S=slot_S, written_S=slot_S)
+
+    def with_slots(self, place: Place, pool: State) -> Self:
+        """See KVView: nothing is kept."""
+        return self.with_state(place, pool)
 
     def _first(self, place: Place) -> FirstState:
         first = self.newest[place.group]

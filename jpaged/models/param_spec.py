@@ -41,8 +41,9 @@ class ParamSpec:
     axis and all inputs another, and {x} is the number of an expert; or the parts that it is stored
     as. init: "normal" has a standard deviation of 0.02, "residual" that divided by the root of the
     number of residual additions. split: the letter of the axis that a tensor-parallel mesh axis
-    splits; None: every device holds the whole. layer: the number that replaces {i}. sizes: (letter,
-    size) pairs. `placed` sets the last two.
+    splits; None: every device holds the whole. in_f32: it is kept in f32, whatever the dtype of the
+    model. layer: the number that replaces {i}. sizes: (letter, size) pairs. `placed` sets the last
+    two.
     """
 
     name: str
@@ -50,6 +51,7 @@ class ParamSpec:
     source: str | tuple[Part, ...]
     init: Init = "normal"
     split: str | None = None
+    in_f32: bool = False
     layer: int | None = None
     sizes: tuple[tuple[str, int], ...] = ()
 

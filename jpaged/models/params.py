@@ -27,6 +27,7 @@ from jpaged.models.layers.attention import AttentionConfig
 from jpaged.models.layers.experts import ExpertsConfig
 from jpaged.models.layers.layer import LayerConfig
 from jpaged.models.layers.mlp import MLPConfig
+from jpaged.models.layers.router import RouterConfig
 from jpaged.models.param_spec import MeshAxis, Parameter, ParamSpec, Part
 
 if TYPE_CHECKING:
@@ -54,7 +55,12 @@ EVERYTHING = (
     LayerConfig(
         mixer=None,
         ffn=ExpertsConfig(
-            num_experts=1, experts_per_token=1, expert_size=1, shared_expert_size=1, bias=True
+            num_experts=1,
+            experts_per_token=1,
+            expert_size=1,
+            shared_expert_size=1,
+            bias=True,
+            router=RouterConfig(has_bias=True),
         ),
     ),
 )
@@ -116,11 +122,11 @@ def initial_tree(config: ModelConfig, rngs: "nnx.Rngs", dtype: DTypeLike) -> dic
     """Return the canonical tree with the values that training starts from."""
 
     def initial(spec: ParamSpec) -> Array:
-        shape = spec.shape
+        shape, kept = spec.shape, jnp.float32 if spec.in_f32 else dtype
         if spec.init in ("zeros", "ones"):
-            return jnp.full(shape, float(spec.init == "ones"), dtype)
+            return jnp.full(shape, float(spec.init == "ones"), kept)
         scale = 0.02 if spec.init == "normal" else 0.02 * (2 * config.num_layers) ** -0.5
-        return jax.random.normal(rngs.params(), shape, dtype) * jnp.asarray(scale, dtype)
+        return jax.random.normal(rngs.params(), shape, kept) * jnp.asarray(scale, kept)
 
     return nest({name: initial(spec) for name, spec in param_table(config).items()})
 

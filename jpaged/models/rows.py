@@ -1,4 +1,6 @@
-"""Rows: how the tokens of a step split into rows, each a part of one sequence."""
+"""Rows: how the tokens of a step split into rows, each a part of one sequence; and Slots: where the
+cache holds the states of these rows.
+"""
 
 import dataclasses
 from typing import Self
@@ -59,3 +61,41 @@ class Rows:
     def position_T(self) -> Array:
         """The position of each token in its sequence; arbitrary for padding."""
         return self.offset_T + jnp.take(self.first_S, self.row_T, mode="clip")
+
+
+type State = dict[str, Array]  # by the names of a record's fields
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Slots:
+    """The states of one layer, and of others that share its pool.
+
+    pool: arrays [slots, *field.shape]. read_S: int32, the slot of each row's state before its first
+    token here; past the end where the row begins its sequence, and the state is zeros. written_S:
+    the slot that takes its state after its last token; past the end where nothing does. No slot is
+    written twice, and none is written that another row reads.
+    """
+
+    pool: State
+    read_S: Array
+    written_S: Array
+
+    def read(self) -> State:
+        """Return the state before each row's first token: arrays [S, *field.shape]."""
+
+        def taken(field: Array) -> Array:
+            return jnp.take(field, self.read_S, axis=0, mode="fill", fill_value=0)
+
+        # Apart from the write, so that no fusion reads the pool that it writes.
+        return jax.lax.optimization_barrier({name: taken(x) for name, x in self.pool.items()})
+
+    def written(self, new: State) -> State:
+        """Return the pool with the state after each row's last token: every field, in its dtype."""
+        assert new.keys() == self.pool.keys(), f"{sorted(new)} in place of {sorted(self.pool)}"
+        kept: State = {}
+        for name, state in new.items():
+            field = self.pool[name]
+            assert state.dtype == field.dtype, f"{name}: {state.dtype} in place of {field.dtype}"
+            kept[name] = field.at[self.written_S].set(state, mode="drop", unique_indices=True)
+        return kept

@@ -151,6 +151,8 @@ class Weight:
     @property
     def wanted_dtype(self) -> np.dtype:
         """The dtype that it is served in."""
+        if self.spec.in_f32:
+            return np.dtype(np.float32)
         return self.source_dtype if self.dtype is None else jnp.dtype(self.dtype)
 
     @property

@@ -23,7 +23,7 @@ from jpaged.models.eagle import Head
 from jpaged.models.forward import Forward
 from jpaged.models.layers.linear import StepContext
 from jpaged.runtime.kv_cache import Pool, num_rows
-from jpaged.runtime.paged_kv import Packed, PagedKV, locate, slot_mapping, view_of
+from jpaged.runtime.paged_kv import GroupView, Packed, PagedKV, locate, slot_mapping, view_of
 from kernels_pallas.paged_attention.kv_write import write_kv
 
 
@@ -86,6 +86,7 @@ class HeadSteps:
         at = (packed, row_T, positions_T)
         view = view_of(self.setting.pools, (pool,), *at, is_decode=is_decode)
         (group,) = view.groups
+        assert isinstance(group, GroupView)
         slots_T = _once(group.slot_mapping_T, packed.query_start_loc_S1)
         group = dataclasses.replace(group, slot_mapping_T=slots_T)
         view = dataclasses.replace(view, groups=(group,))

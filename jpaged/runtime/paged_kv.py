@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jpaged.models.kv_view import Place, State
+from jpaged.models.kv_view import Place
 from jpaged.models.layers.heads import Heads
-from jpaged.models.rows import Rows
+from jpaged.models.rows import Rows, Slots, State
 from jpaged.runtime.kv_cache import Pool, PoolSpec, num_rows
 from kernels_pallas.paged_attention.interface import AttentionOptions
 
@@ -33,7 +33,7 @@ class GroupView:
 class StateView:
     """What all layers of a group with states share in a step.
 
-    read_S: the block whose state each row begins with; any for a row that begins a sequence.
+    read_S: the block whose state each row begins with; -1 for a row that begins a sequence.
     written_S: the block that keeps its state after the step; -1 for padding.
     """
 
@@ -93,39 +93,28 @@ class PagedKV:
 
     def state(self, place: Place) -> State:
         """See models.kv_view.KVView."""
-        view, pool = self._states_at(place), self.pools[place.group]
-        read_S = self._row_of(place, view.read_S)
-        begins_S = view.rows.first_S == 0
-
-        def read(field: Array) -> Array:
-            old = jnp.take(field, read_S, axis=0, mode="clip")
-            is_first = begins_S.reshape((-1,) + (1,) * (old.ndim - 1))
-            return jnp.where(is_first, jnp.zeros_like(old), old)
-
         with jax.named_scope("read_state"):
-            # Apart from the write, so that no fusion reads the pool that it writes.
-            return jax.lax.optimization_barrier({name: read(x) for name, x in pool.items()})
+            return self.slots(place).read()
 
     def with_state(self, place: Place, new: State) -> Self:
         """See models.kv_view.KVView."""
-        view, pool = self._states_at(place), self.pools[place.group]
-        assert new.keys() == pool.keys(), f"{sorted(new)} in place of {sorted(pool)}"
-        written_S = self._row_of(place, view.written_S)
-
-        def write(field: Array, state: Array) -> Array:
-            assert state.dtype == field.dtype, f"{state.dtype} in place of {field.dtype}"
-            return field.at[written_S].set(state, mode="drop", unique_indices=True)
-
         with jax.named_scope("write_state"):
-            written = {name: write(pool[name], state) for name, state in new.items()}
-        return self._with_pool(place.group, written)
+            return self._with_pool(place.group, self.slots(place).written(new))
 
-    def _row_of(self, place: Place, block_S: Array) -> Array:
-        """Return a pool's rows that hold blocks of a layer: for -1 distinct ones past its end."""
-        rows = num_rows(self.pools[place.group])
-        row_S = place.index * (rows // self.specs[place.group].num_layers) + block_S
-        past_S = rows + jnp.arange(row_S.shape[0], dtype=jnp.int32)
-        return jnp.where(block_S < 0, past_S, row_S)
+    def slots(self, place: Place) -> Slots:
+        """See models.kv_view.KVView."""
+        view, pool = self._states_at(place), self.pools[place.group]
+        rows, past_S = num_rows(pool), jnp.arange(view.read_S.shape[0], dtype=jnp.int32)
+        first = place.index * (rows // self.specs[place.group].num_layers)
+
+        def slot(block_S: Array) -> Array:
+            return jnp.where(block_S < 0, rows + past_S, first + block_S)
+
+        return Slots(pool=pool, read_S=slot(view.read_S), written_S=slot(view.written_S))
+
+    def with_slots(self, place: Place, pool: State) -> Self:
+        """See models.kv_view.KVView."""
+        return self._with_pool(place.group, pool)
 
     def _with_pool(self, at: int, pool: Pool) -> Self:
         pools = (*self.pools[:at], pool, *self.pools[at + 1 :])
@@ -217,7 +206,7 @@ def _state_view(rows: Rows, context_lens_S: Array, table_SM: Array, size: int) -
     is_real_S = (context_lens_S > 0) & (rows.lens_S > 0)
     return StateView(
         rows=rows,
-        read_S=block_of(rows.first_S - 1),
+        read_S=jnp.where(rows.first_S > 0, block_of(rows.first_S - 1), -1),
         written_S=jnp.where(is_real_S, block_of(context_lens_S - 1), -1),
     )
 

@@ -18,6 +18,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from jpaged.combinations import Facts, check_combination
 from jpaged.errors import ConfigError
 from jpaged.models.quantized import QuantizedWeight, is_quantized, partition, quantized
 from jpaged.models.weight import Change, Weight
@@ -94,12 +95,11 @@ class Placer:
     def _kept(self, weight: Weight) -> QuantizedWeight:
         """Return a quantised source in its form, where it is served."""
         source, parts = weight.source, self._parts(weight)
-        if not all(to is None or _divides(to, x.shape) for x, to in parts):
-            raise ConfigError(
-                f"{weight.name}: a weight of {source.shape} in {source.form.name} with scales of "
-                f"{source.scales.shape} does not split by {weight.split}: fewer devices, or "
-                "load_params(..., dequantize=True)"
-            )
+        divides = all(to is None or _divides(to, x.shape) for x, to in parts)
+        sizes = f"{source.shape} with scales of {source.scales.shape}"
+        uneven = "" if divides else f"{sizes} does not split by {weight.split}"
+        facts = Facts(weight=weight.name, form=source.form.name, uneven_split=uneven)
+        check_combination(facts)
         moved = [x if _lies(x, to) else self._moved(x, None, to) for x, to in parts]
         placed = jax.tree.unflatten(jax.tree.structure(source), jax.block_until_ready(moved))
         return dataclasses.replace(placed, dtype=weight.wanted_dtype)

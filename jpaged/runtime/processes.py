@@ -139,3 +139,8 @@ class Peers:
     def _work(self) -> None:
         while True:
             self._jobs.get()()
+
+
+def peers_of(mesh: Any, seconds: float) -> Peers | None:
+    """Return the Peers of a mesh that several processes share; None where one holds it alone."""
+    return Peers(mesh, seconds) if are_many(mesh) else None

@@ -26,7 +26,7 @@ from jpaged.runtime.device_state import COUNTS_CHUNK, DeviceState, RowState
 from jpaged.runtime.kv_cache import PoolSpec, pool_specs
 from jpaged.runtime.memory import explained
 from jpaged.runtime.mesh import Placement
-from jpaged.runtime.processes import put
+from jpaged.runtime.processes import Peers, put
 from jpaged.runtime.stand_ins import StandIns
 from jpaged.runtime.step_table import Usage
 from jpaged.runtime.steps import StepSetting, Uses, uses
@@ -69,7 +69,8 @@ class Runner:
     weight_version: of `params`, set with them; results carry it. For a runner that is to compile
     and never to run, ShapeDtypeStructs with shardings may stand in place of arrays. draft: model
     and modules of a draft model, which are to be replaced as `draft_params`. choices: what was
-    chosen for the model and the draft when the engine started; None chooses here.
+    chosen for the model and the draft when the engine started; None chooses here. peers: the other
+    processes that serve the model, which each step is compared with and waits for.
     """
 
     def __init__(
@@ -80,7 +81,9 @@ class Runner:
         params: Forward,
         draft: DraftOf | None = None,
         choices: Choices | None = None,
+        peers: Peers | None = None,
     ):
+        self.peers = peers
         self.model, self.config, self.placement = model, config, placement
         self.params = params
         self.weight_version = 0
@@ -95,7 +98,7 @@ class Runner:
         self.pools = setting.pools
         self.steps = CompiledSteps(setting, placement, *map(_form, (params, self.draft_params)))
         self.stand_ins = StandIns(self.steps)
-        self.transfers = Transfers(placement)
+        self.transfers = Transfers(placement, peers)
         self.adapters = AdapterTables(setting.model, config, placement, params.dtype)
         self.usage: dict[Shape, Usage] = {}
         self._uses: dict[Shape, Uses] = {}  # of the steps that have run
@@ -131,9 +134,9 @@ class Runner:
 
     def fit(self, buckets: StepShapes) -> StepShapes:
         """Return what to run for these buckets: themselves if they are compiled, else see
-        StandIns.
+        StandIns. Over processes they run themselves: which steps are compiled may differ.
         """
-        if self.steps.is_sealed or not self._missing(buckets):
+        if self.steps.is_sealed or self.peers is not None or not self._missing(buckets):
             return buckets
         return self.stand_ins.fit(buckets)
 
@@ -143,41 +146,59 @@ class Runner:
         """
         with explained(self.config), self.transfers.sending():
             self._prepare(batch)
-            for replica, part in enumerate(batch.each):
-                for row, token_ids, prompt_len in part.counts:
-                    self._counts_RV = self._with_counts(replica, row, token_ids, prompt_len)
-                for slot, adapter in part.loads:
-                    self.adapters.load(replica, slot, adapter.data)
-            if batch.copies is not None:
-                self._copy_blocks(self.transfers.put(batch.copies))
-            packed, bucket = self.transfers.put(batch.packed), batch.bucket
-            step, arrays = self._step(bucket, batch.num_tokens, batch.padded_tokens)
-            state = self._lent(bucket)
-            if bucket.draws is None:
-                masks = () if batch.masks_TW is None else (self._put_masks(batch.masks_TW),)
-                kv, hidden, packed, scored = step(arrays, state.kv, state.rows, packed, *masks)
-                self._state = DeviceState(kv=kv, rows=state.rows)
-                handle = Handle(
-                    batch=batch,
-                    outs=() if scored is None else (scored,),
-                    done=hidden,
-                    undrawn=(hidden, packed),
-                    weight_version=self.weight_version,
-                )
-                draws_now = batch.sample is not None and not batch.sample.masked
-                return self._draw(handle) if draws_now else handle
-            if bucket.phase == "draft":
-                kv, out = step(arrays, state.kv, state.rows, packed)
-                self._state = DeviceState(kv=kv, rows=state.rows)
-            else:
-                state, out = step(arrays, state, packed)
-                self._take_back(state)
-            return Handle(batch=batch, outs=(out,), done=out, weight_version=self.weight_version)
+            if self.peers is None:
+                return self._dispatch(batch)
+            return self._dispatch_with(self.peers, batch)
+
+    def _dispatch_with(self, peers: Peers, batch: Batch) -> Handle:
+        def dispatch() -> Handle:
+            compared = peers.compare(*_what_must_agree(batch))
+            return dataclasses.replace(self._dispatch(batch), compared=compared)
+
+        return peers.call(dispatch, "dispatching a step")
 
     def draw(self, handle: Handle, masks_SW: np.ndarray) -> Handle:
-        """Start the draw of a step: see engine.masks. masks_SW: of the rows of all replicas."""
-        with explained(self.config), self.transfers.sending():
-            return self._draw(handle, self._put_masks(masks_SW))
+        """Start the draw of a step: see engine.masks. masks_SW: of the rows of all replicas; each
+        process makes the same masks of the same tokens, which are compared.
+        """
+
+        def start() -> Handle:
+            with explained(self.config), self.transfers.sending():
+                return self._draw(handle, self._put_masks(masks_SW))
+
+        return start() if self.peers is None else self.peers.call(start, "dispatching a draw")
+
+    def _dispatch(self, batch: Batch) -> Handle:
+        for replica, part in enumerate(batch.each):
+            for row, token_ids, prompt_len in part.counts:
+                self._counts_RV = self._with_counts(replica, row, token_ids, prompt_len)
+            for slot, adapter in part.loads:
+                self.adapters.load(replica, slot, adapter.data)
+        if batch.copies is not None:
+            self._copy_blocks(self.transfers.put(batch.copies))
+        packed, bucket = self.transfers.put(batch.packed), batch.bucket
+        step, arrays = self._step(bucket, batch.num_tokens, batch.padded_tokens)
+        state = self._lent(bucket)
+        if bucket.draws is None:
+            masks = () if batch.masks_TW is None else (self._put_masks(batch.masks_TW),)
+            kv, hidden, packed, scored = step(arrays, state.kv, state.rows, packed, *masks)
+            self._state = DeviceState(kv=kv, rows=state.rows)
+            handle = Handle(
+                batch=batch,
+                outs=() if scored is None else (scored,),
+                done=hidden,
+                undrawn=(hidden, packed),
+                weight_version=self.weight_version,
+            )
+            draws_now = batch.sample is not None and not batch.sample.masked
+            return self._draw(handle) if draws_now else handle
+        if bucket.phase == "draft":
+            kv, out = step(arrays, state.kv, state.rows, packed)
+            self._state = DeviceState(kv=kv, rows=state.rows)
+        else:
+            state, out = step(arrays, state, packed)
+            self._take_back(state)
+        return Handle(batch=batch, outs=(out,), done=out, weight_version=self.weight_version)
 
     def _draw(self, handle: Handle, *masks: Sent) -> Handle:
         batch, state = handle.batch, self._state
@@ -273,13 +294,17 @@ class Runner:
         """Wait for a step and return the result of each replica: one buffer is read, or two where a
         prefill scored its prompts too.
         """
-        with explained(self.config):
-            outs = self._fetch(handle)
-        return unpack(handle.batch, self.config, outs, weight_version=handle.weight_version)
 
-    def _fetch(self, handle: Handle) -> list[np.ndarray]:
-        handle.done.block_until_ready()
-        return [self.transfers.get(out) for out in handle.outs]
+        def wait() -> list[np.ndarray]:
+            if self.peers is not None:
+                assert handle.compared is not None
+                self.peers.check(handle.compared)
+            handle.done.block_until_ready()
+            return [self.transfers.get(out) for out in handle.outs]
+
+        with explained(self.config):
+            outs = wait() if self.peers is None else self.peers.call(wait, "waiting for a step")
+        return unpack(handle.batch, self.config, outs, weight_version=handle.weight_version)
 
     @property
     def shares_blocks(self) -> bool:
@@ -392,6 +417,15 @@ class Runner:
             "block_bytes": sum(pool.block_bytes for pool in self.pools),
             "data_parallel_size": self.placement.replicas,
         }
+
+
+def _what_must_agree(batch: Batch) -> tuple[bytes, ...]:
+    """Return all that a dispatch depends on, which is equal in all processes."""
+    counts = [part.counts for part in batch.each]
+    loads = [(slot, x.name, x.version) for part in batch.each for slot, x in part.loads]
+    rest = repr((batch.bucket, batch.sample, counts, loads)).encode()
+    copies = b"" if batch.copies is None else batch.copies.tobytes()
+    return batch.packed.tobytes(), copies, rest
 
 
 def _form(params: Any) -> Any:

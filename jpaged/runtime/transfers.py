@@ -19,15 +19,20 @@ class Transfers:
 
     What goes up has a part for each replica, one after the other along its first axis. To one
     device it goes with the call that it is an argument of, which is to be made while `sending`: at
-    a fifth of the host's time of a jax.device_put.
+    a fifth of the host's time of a jax.device_put. peers: the other processes that serve the model;
+    blocks then go to each process's own memory.
     """
 
-    def __init__(self, where: Placement):
-        self.where = where
+    def __init__(self, where: Placement, peers: Peers | None = None):
+        self.where, self._peers = where, peers
         self.ups = self.downs = 0
         self._each = where.sharding(where.each)
         self.with_calls = where.mesh is None
-        self._moves_whole = where.replicas == 1  # else each device's share by itself
+        # Else blocks move as the shares of devices.
+        self._moves_whole = where.replicas == 1 and peers is None
+        # Each process commits what all replicas drew, those of other processes among them.
+        gathers = where.replicas > 1 and peers is not None
+        self._gather = jax.jit(lambda x: x, out_shardings=where.replicated) if gathers else None
 
     def sending(self) -> AbstractContextManager[None]:
         """Lets calls take what `put` returned, whatever transfer guard their caller has set."""
@@ -50,13 +55,16 @@ class Transfers:
     def get(self, array: Array) -> np.ndarray:
         """Down, one transfer: at a third of the host's time of a jax.device_get."""
         self.downs += 1
+        array = array if self._gather is None else self._gather(array)
         with jax.transfer_guard_device_to_host("allow"):
             return np.asarray(array)
 
     @property
     def shares_blocks(self) -> bool:
-        """Whether put_blocks takes for any replica what get_blocks gave of another."""
-        return True
+        """Whether put_blocks takes for any replica what get_blocks gave of another. Over processes
+        it does not: a replica's shares are with the processes that have its devices.
+        """
+        return self._peers is None
 
     def put_blocks(self, blocks: Any, replica: int, pool: PoolSpec, count: int) -> Any:
         """Send so many blocks of a replica's pool up, as get_blocks gives them; the others' parts
@@ -86,7 +94,9 @@ class Transfers:
         if self._moves_whole:
             with jax.transfer_guard_device_to_host("allow"):
                 return jax.tree.map(np.asarray, blocks)
-        return self._shares(blocks, replica)
+        if self._peers is None:
+            return self._shares(blocks, replica)
+        return self._peers.call(lambda: self._shares(blocks, replica), "reading blocks")
 
     def _shares(self, blocks: Any, replica: int) -> Any:
         """Return the shares of a replica's devices, those of this process, in their order: another
@@ -111,25 +121,3 @@ class Transfers:
             )
             for name, x in whole.items()
         }
-
-
-class SharedTransfers(Transfers):
-    """Those of one process of several: blocks go to each process's own memory."""
-
-    def __init__(self, where: Placement, peers: Peers):
-        super().__init__(where)
-        self.peers = peers
-        self._moves_whole = False
-        self._whole = jax.jit(lambda x: x, out_shardings=where.replicated)
-
-    def get(self, array: Array) -> np.ndarray:
-        """Each process commits what all replicas drew, those of other processes among them."""
-        return super().get(self._whole(array) if self.where.replicas > 1 else array)
-
-    @property
-    def shares_blocks(self) -> bool:
-        return False  # a replica's shares are with the processes that have its devices
-
-    def get_blocks(self, blocks: Any, replica: int) -> Any:
-        got = super().get_blocks
-        return self.peers.call(lambda: got(blocks, replica), "reading blocks")

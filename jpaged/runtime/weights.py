@@ -175,7 +175,7 @@ class ServingWeights:
         self.moved_bytes, self.moved_seconds = 0, 0.0
         self._placer = Placer(where.sharding)
         # What the steps are compiled for, of every leaf as it is served.
-        self._dtypes: list[Any] | None = None
+        self._dtypes: list[str] | None = None
         self._structures: list[Any] | None = None
         self._refs: list[weakref.ref[jax.Array] | None] = []
         # The modules' leaves, for each our copy or the number of the caller's array that serves,
@@ -246,24 +246,21 @@ class ServingWeights:
         """
         leaves, specs = _leaves(params), _specs(params.config)
         dtypes = [self.dtype or jnp.dtype(leaf.dtype) for leaf in leaves]
-        linear = {dtype for dtype, spec in zip(dtypes, specs, strict=True) if spec.is_multiplied}
-        if len(linear) > 1:
-            raise ConfigError(
-                f"linear weights in {_names(linear)}: pass dtype= to serve them in one"
-            )
-        if self._dtypes not in (None, dtypes):
-            built = f"this engine was built for {_names(self._dtypes or [])}"
-            raise ConfigError(f"params in {_names(dtypes)}; {built}: pass dtype= to it")
+        names = [str(dtype) for dtype in dtypes]
+        pairs = zip(names, specs, strict=True)
+        linear = {name for name, spec in pairs if spec.is_multiplied}
         structures = [
             leaf.structure if is_quantized(leaf) and self.quantization is None else None
             for leaf in leaves
         ]
-        if self._structures not in (None, structures):
-            raise ConfigError(
-                "params whose weights lie in other forms than those that this engine was built "
-                "for: pass quantization= to it, or load them with dequantize=True"
-            )
-        self._dtypes, self._structures = dtypes, structures
+        facts = Facts(
+            linear_dtypes=linear,
+            dtypes=names,
+            built_dtypes=self._dtypes,
+            keeps_forms=self._structures in (None, structures),
+        )
+        check_combination(facts)
+        self._dtypes, self._structures = names, structures
 
     def _weights(self, params: Params) -> list[Weight]:
         """Return each leaf with what it is to become. ConfigError for one that cannot be served."""
@@ -318,10 +315,6 @@ def _specs(model: ModelConfig) -> tuple[ParamSpec, ...]:
     asks for them.
     """
     return tuple(jax.tree.leaves(nest(param_table(model))))
-
-
-def _names(dtypes: Iterable[Any]) -> str:
-    return " and ".join(sorted({str(dtype) for dtype in dtypes}))
 
 
 def _head_axis(params: Params, mesh: Mesh) -> MeshAxis | None:

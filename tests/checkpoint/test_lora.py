@@ -12,10 +12,11 @@ import pytest
 from safetensors.numpy import save_file
 
 import jpaged
-from jpaged import CheckpointError, ConfigError, Params
+from jpaged import CheckpointError, ConfigError, ModelConfig, Params
 from jpaged.checkpoint.hf import stored_names
 from jpaged.checkpoint.peft import load_adapter
 from jpaged.models.lora import Pairs, targets
+from tests.golden.configs import CONFIGS
 from tests.tiny import CONFIG, config, make_params
 
 RANK = 2
@@ -28,6 +29,7 @@ MIXTRAL = config(
     norm_topk_prob=True,
 )
 PHI = config(family="phi3", qk_norm=False)
+GLM = ModelConfig.from_hf(CONFIGS["glm4_g4_d32"])
 
 
 def write(folder: Path, tensors: dict[str, np.ndarray] | None = None, **changes: Any) -> Path:
@@ -65,6 +67,8 @@ def weights_of(params: Params) -> dict[str, np.ndarray]:
     for ours, places in stored_names(params.config).items():
         for place in places:
             part = flat[ours][place.fills].reshape(place.shape)
+            if place.order is not None:
+                part = part[np.argsort(place.order)]
             found.setdefault(place.name, []).append(part)
     return {name: np.concatenate(parts) for name, parts in found.items()}
 
@@ -77,6 +81,7 @@ def weights_of(params: Params) -> dict[str, np.ndarray]:
         (CONFIG, ("v_proj",), {"alpha_pattern": {"v_proj": 1}}, 0.5),
         (PHI, ("qkv_proj", "gate_up_proj"), {}, 1.5),  # one pair for what we have in parts
         (CONFIG, ("embed_tokens", "lm_head", "v_proj"), {}, 1.5),
+        (GLM, ("q_proj", "k_proj", "v_proj"), {}, 1.5),  # pairs of rope side by side
         (MIXTRAL, ("w1", "w2", "w3", "q_proj"), {"use_rslora": True}, 3 / 2**0.5),
         (MIXTRAL, ("experts.1.w3", "experts.0.w2"), {}, 1.5),  # of some experts alone
     ],

@@ -121,6 +121,13 @@ def fp8(rng: Any, N: int, E: int) -> Made:
     return {"weight": values, "weight_scale_inv": scales}, out
 
 
+def fp8_tensor(rng: Any, N: int, E: int) -> Made:
+    """Ministral 3's: one scale for all, and one of activations, which is not used."""
+    values, scale = floats(rng, N, E), rng.uniform(1e-3, 3e-3, ()).astype(np.float32)
+    tensors = {"weight": values, "weight_scale_inv": scale, "activation_scale": 2 * scale}
+    return tensors, values.astype(np.float64) * scale
+
+
 def compressed_fp8(rng: Any, N: int, E: int) -> Made:
     values, scales = floats(rng, N, E), rng.uniform(1e-3, 3e-3, (N, 1)).astype(np.float32)
     return {"weight": values, "weight_scale": scales}, values.astype(np.float64) * scales
@@ -140,6 +147,7 @@ def compressed(layout: str, bits: int, strategy: str, **more: Any) -> dict[str, 
 
 FORMATS: dict[str, tuple[Callable[..., Made], str, dict[str, Any]]] = {
     "fp8": (fp8, "fp8", {"quant_method": "fp8", "weight_block_size": [128, 128]}),
+    "fp8_tensor": (fp8_tensor, "fp8", {"quant_method": "fp8", "activation_scheme": "static"}),
     "awq": (awq, "int4", {"quant_method": "awq", "bits": 4, "group_size": GROUP}),
     "gptq": (gptq, "int4", {"quant_method": "gptq", "bits": 4, "group_size": GROUP}),
     "gptq_v2": (

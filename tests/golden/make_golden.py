@@ -40,6 +40,7 @@ ROWS = 10  # positions of a long prompt whose logits are kept
 ENOUGH_GAP = (
     0.02  # a thousand times float32's error: a right implementation cannot pick the other token
 )
+OF_IMAGES = ("model.vision_tower.", "model.multi_modal_projector.", "model.visual.")
 VARIETY = 8  # distinct tokens in a continuation
 TRIES = 100
 # What make_golden_beams.py and make_golden_seeds.py make, as names on the command line.
@@ -140,16 +141,17 @@ def build(config: dict[str, Any], tensors: dict[str, Any], dtype: Any) -> Any:
     import torch  # pyright: ignore[reportMissingImports]
     import transformers
 
-    cls = getattr(
-        transformers, config["architectures"][0]
-    )  # its config class writes into nested dicts: hence the copy
-    model = cls._from_config(
-        cls.config_class.from_dict(copy.deepcopy(config)), attn_implementation="eager"
-    ).eval()
+    kind = transformers.CONFIG_MAPPING[config["model_type"]]
+    # Its config class writes into nested dicts: hence the copy.
+    made = kind.from_dict(copy.deepcopy(config))
+    cls = getattr(transformers, config["architectures"][0], transformers.AutoModelForCausalLM)
+    make = cls.from_config if cls is transformers.AutoModelForCausalLM else cls._from_config
+    model = make(made, attn_implementation="eager").eval()
     state = fused_experts({k: torch.from_numpy(v) for k, v in tensors.items()})
     missing, unexpected = model.load_state_dict(state, strict=False)
+    missing = [name for name in missing if not name.startswith(OF_IMAGES)]
     tied = ["lm_head.weight"] if config["tie_word_embeddings"] else []
-    assert list(missing) == tied and not unexpected, (missing, unexpected)
+    assert missing == tied and not unexpected, (missing, unexpected)
     model.tie_weights()
     # Parameters only: the rotary frequencies are buffers, and from_pretrained leaves those in
     # float32 as well.
@@ -159,12 +161,17 @@ def build(config: dict[str, Any], tensors: dict[str, Any], dtype: Any) -> Any:
 
 
 def fused_experts(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Experts as transformers holds them: those of a layer in one tensor, gate and up together."""
+    """Experts as transformers holds them: those of a layer in one tensor, gate and up together,
+    outputs before inputs; and other parts of mixtures under its names.
+    """
     import torch  # pyright: ignore[reportMissingImports]
 
     state, experts = {}, {}
     for key, tensor in tensors.items():
         key = key.replace(".block_sparse_moe.", ".mlp.")
+        key = key.replace(".mlp.moe_statics.", ".mlp.gate.moe_statics.")
+        if ".language_model." in key and key.endswith(("gate_up_proj", "experts.down_proj")):
+            tensor = tensor.transpose(1, 2).contiguous()
         if found := re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.weight", key):
             node, x, name = found.groups()
             experts.setdefault(node, {})[int(x), name] = tensor
@@ -196,7 +203,8 @@ def choose_prompt(
     """
     eos = config["eos_token_id"]
     stop = set(eos) if isinstance(eos, list) else {eos}
-    usable = config["vocab_size"] - len(stop)  # the configs end their vocabulary with them
+    # The configs end their vocabulary with them.
+    usable = config.get("text_config", config)["vocab_size"] - len(stop)
     for attempt in range(TRIES):
         prompt = tokens(f"{name}/prompt/{length}/{attempt}", length, usable)
         ids, gap = list(prompt), float("inf")

@@ -5,6 +5,7 @@ arithmetic that has a name, which is the same on every processor.
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -191,3 +192,34 @@ def test_sizes_far_from_one(form: str, size: float, activations: str) -> None:
     exact = as_taken(scaled, form, activations) @ meant(w, activations).T
     allowed = 1e-3 * np.abs(exact).max(0) + 1e-30
     assert (np.abs(product(scaled, w, 3, activations) - exact) <= allowed).all()
+
+
+@pytest.mark.parametrize(
+    ("form", "values", "scales", "problem"),
+    [
+        ("int8", (4, 40), (4, 1), "E must be a multiple of 32"),
+        ("int4", (4, 20), (4, 1), "E must be a multiple of 32"),
+        ("int8", (4, 64), (4, 3), "S must divide E"),
+        ("int4", (4, 32), (4, 4), "a scale of int4 must be of whole 32s"),
+        ("int4", (4, 64), (4, 1), "its values have another shape"),
+        ("fp8", (5, 64), (4, 1), "its values have another shape"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_errors(
+    form: str, values: tuple[int, ...], scales: tuple[int, ...], problem: str
+) -> None:
+    """The product itself checks them: a width that it cannot divide would end the process."""
+    width = 40 if "E must" in problem else 64
+    x = jnp.ones((2, width), jnp.bfloat16)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=problem):
+        native.linear(x, jnp.zeros(values, jnp.int8), jnp.ones(scales), form, 2).block_until_ready()
+
+
+def test_zeros_are_of_the_shape_of_scales() -> None:
+    x, values, scales = (
+        jnp.ones((2, 64), jnp.bfloat16),
+        jnp.zeros((4, 32), jnp.int8),
+        jnp.ones((4, 2)),
+    )
+    with pytest.raises(jax.errors.JaxRuntimeError, match="its zeros have another shape"):
+        native.linear(x, values, scales, "int4", 2, jnp.zeros((4, 1))).block_until_ready()

@@ -15,9 +15,12 @@ import pytest
 from jpaged import LLM, EngineConfig, SamplingParams, UnsupportedError
 from jpaged.models.config import ModelConfig
 from jpaged.models.kv_groups import kv_groups
+from jpaged.models.layers.heads import Heads
+from jpaged.models.layers.rope import QueryScaling, RopeConfig, Rotary
 from jpaged.runtime.attention import Kernel, choose_kernel
 from jpaged.runtime.choices import unfused
 from kernels_cpu.library import unavailable
+from kernels_pallas.paged_attention.interface import Shapes
 from tests.tiny import config, make_params, make_prompts
 
 MODEL = config(head_dim=64, num_heads=4, num_kv_heads=2, num_layers=2)
@@ -276,6 +279,28 @@ def test_f32_on_the_tpu_kernel() -> None:
         for a in ("xla", "tpu")
     ]
     assert tokens[0] == tokens[1]
+
+
+def test_queries_are_scaled_where_one_kernel_prepares_attention() -> None:
+    """As where XLA does; keys are not."""
+    T, K, G, D, P = 6, 2, 2, 32, 8
+    shapes = Shapes(dtype=jnp.float32, head_dim=D, block_size=P, num_heads=K * G, num_kv_heads=K)
+    scaling = QueryScaling(beta=0.7, length=3)
+    qkv = jnp.asarray(np.random.default_rng(0).standard_normal((T, K, G + 2, D)), jnp.float32)
+    pool, slots = jnp.zeros((2, P, 2 * K, D)), jnp.arange(T, dtype=jnp.int32)
+    wrote: list[list[np.ndarray]] = []
+    for query_scaling, writes_heads in ((scaling, True), (scaling, False), (None, False)):
+        rope = RopeConfig(dim=D, query_scaling=query_scaling)
+        heads = Heads(q_norm=None, k_norm=None, rotary=Rotary.at(rope, jnp.arange(T), 64))
+        kernel = Kernel(name="triton", shapes=shapes, interpret=True, writes_heads=writes_heads)
+        written = kernel.write(qkv, heads, pool, 0, slots, num_layers=1)
+        wrote.append([np.asarray(x) for x in written])
+    (fused_q, fused_kv), (q, kv), (plain_q, plain_kv) = wrote
+    np.testing.assert_allclose(fused_q, q, atol=1e-6)
+    np.testing.assert_allclose(fused_kv, kv, atol=1e-6)
+    np.testing.assert_array_equal(kv, plain_kv)
+    factors = 1 + 0.7 * np.log1p(np.arange(T) // 3)
+    np.testing.assert_allclose(q, plain_q * factors[:, None, None], rtol=1e-5)
 
 
 def test_a_group_is_asked_about_the_norms_of_its_layers_alone() -> None:

@@ -252,7 +252,7 @@ def test_experts_may_differ_by_layer() -> None:
     assert isinstance(second.ffn, ExpertsConfig)
     narrow = dataclasses.replace(second.ffn, expert_size=16, num_experts=2)
     model = dataclasses.replace(model, layers=(first, dataclasses.replace(second, ffn=narrow)))
-    with pytest.raises(AttributeError, match="by layer: read config.layers"):
+    with pytest.raises(AttributeError, match=r"by layer: read config\.layers"):
         _ = model.expert_size
     found = choices._experts(model, ONE_DEVICE.device, jnp.dtype(jnp.float32), 1, True)
     assert found is not None and found is choices._experts(

@@ -15,7 +15,7 @@ from jpaged.config import EngineConfig
 from jpaged.errors import JpagedError, PeerError
 from jpaged.integrations.batch.manifest import first_difference
 from jpaged.integrations.batch.source import BatchError
-from jpaged.runtime.processes import least
+from jpaged.runtime.processes import Peers, least
 
 Order = tuple[str, tuple[Any, ...], dict[str, Any]]
 IDLE_SHARE = 0.25  # of peer_timeout_s: how long the others are left without any order
@@ -91,7 +91,7 @@ class Leading:
     def __init__(self, llm: Any):
         self._llm = llm
         self._orders: list[Order] = []
-        self._peers = llm.session.runner.peers
+        self._peers: Peers = llm.session.runner.peers
         self._idle_s = IDLE_SHARE * llm.engine_config.peer_timeout_s
         self._sent = time.monotonic()
 
@@ -132,7 +132,7 @@ class Leading:
 
 def follow(llm: Any) -> None:
     """Do as the first process says, until it says that this is the end. Raises PeerError."""
-    peers = llm.session.runner.peers
+    peers: Peers = llm.session.runner.peers
     while True:
         for name, args, settings in peers.call(jpaged.broadcast, "waiting for orders"):
             if name == "end":

@@ -22,14 +22,30 @@ class Description(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class StackedExperts:
+    """How a file holds the experts of a layer in one tensor (checkpoint/stacked.py).
+
+    alternate: rows of gate and up alternate; otherwise all of gate come first. transposed: plain
+    tensors are [X, inputs, outputs]; otherwise [X, outputs, inputs]. node: what gate_up_proj and
+    down_proj are of, in a layer.
+    """
+
+    alternate: bool
+    transposed: bool
+    node: str = "mlp.experts"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
     """A Hugging Face `model_type`.
 
-    text_of: `model_type` and architecture of models of text and images whose text part, in their
-    `text_config`, this is. names: where a Hugging Face file of this family holds a part, by our
-    name of it, where that is not what the layer says (ParamSpec.source); parts of one tensor under
-    one name follow each other in it. stacked_experts: a file holds the experts of a layer in one
-    tensor (checkpoint/stacked.py).
+    text_of: `model_type` and architecture of models of text and images whose text part this is: in
+    their `text_config`, which says this family's model_type where parts of several families occur,
+    or with its keys beside those of images. names: where a Hugging Face file of this family holds a
+    part, by our name of it, where that is not what the layer says (ParamSpec.source); parts of one
+    tensor under one name follow each other in it. stacked_experts: a file holds the experts of a
+    layer in one tensor. unread: a regular expression of how names of tensors begin that no part of
+    the model takes, as layers that guess further tokens; {L} stands for the number of layers.
     """
 
     model_type: str
@@ -37,7 +53,8 @@ class Family:
     description: Description
     text_of: tuple[str, str] | None = None
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    stacked_experts: bool = False
+    stacked_experts: StackedExperts | None = None
+    unread: str | None = None
 
 
 LAYER, HF_LAYER = "layers.{i}.", "model.layers.{i}."

@@ -1,6 +1,6 @@
 """GPT-OSS."""
 
-from jpaged.models.families.family import Family, in_layers
+from jpaged.models.families.family import Family, StackedExperts, in_layers
 from jpaged.models.families.switches import BIASES, ExpertKeys, Switches
 
 GPT_OSS = Family(
@@ -25,5 +25,5 @@ GPT_OSS = Family(
         ),
     ),
     names=in_layers(mlp__router="mlp.router.weight"),
-    stacked_experts=True,
+    stacked_experts=StackedExperts(alternate=True, transposed=True),
 )

@@ -1,7 +1,9 @@
-"""Qwen 2 and 3, dense and mixtures of experts."""
+"""Qwen 2 and 3, dense and mixtures of experts, and the text parts of Qwen2.5-VL and Qwen3-VL: each
+token of text has one position on all axes of their rope, which is then an ordinary one.
+"""
 
-from jpaged.models.families.family import Family
-from jpaged.models.families.switches import BIASES, ExpertKeys, Switches
+from jpaged.models.families.family import Family, StackedExperts
+from jpaged.models.families.switches import BIASES, ExpertKeys, ListedDenseLayers, Switches
 
 QWEN2 = Family(
     model_type="qwen2",
@@ -27,7 +29,7 @@ QWEN2_MOE = Family(
         windows="by layer",
         experts=ExpertKeys(
             sizes=SIZES | {"shared_expert_size": "shared_expert_intermediate_size"},
-            has_dense_layers=True,
+            dense_layers=ListedDenseLayers(),
         ),
     ),
 )
@@ -38,6 +40,30 @@ QWEN3_MOE = Family(
         always={"qk_norm": True},
         keys=BIASES | {"norm_topk_prob": ("norm_topk_prob",)},
         windows="every layer",
-        experts=ExpertKeys(sizes=SIZES, has_dense_layers=True),
+        experts=ExpertKeys(sizes=SIZES, dense_layers=ListedDenseLayers()),
     ),
+)
+
+QWEN2_5_VL_TEXT = Family(
+    model_type="qwen2_5_vl_text",
+    architecture="Qwen2_5_VLTextModel",
+    description=QWEN2.description,
+    text_of=("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"),
+)
+QWEN3_VL_TEXT = Family(
+    model_type="qwen3_vl_text",
+    architecture="Qwen3VLTextModel",
+    description=Switches(always={"qk_norm": True}, keys=BIASES),
+    text_of=("qwen3_vl", "Qwen3VLForConditionalGeneration"),
+)
+QWEN3_VL_MOE_TEXT = Family(
+    model_type="qwen3_vl_moe_text",
+    architecture="Qwen3VLMoeTextModel",
+    description=Switches(
+        always={"qk_norm": True, "norm_topk_prob": True},
+        keys=BIASES,
+        experts=ExpertKeys(sizes=SIZES, dense_layers=ListedDenseLayers()),
+    ),
+    text_of=("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"),
+    stacked_experts=StackedExperts(alternate=False, transposed=True),
 )

@@ -3,10 +3,12 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from jpaged.errors import ConfigError
 from jpaged.models.alike import Alike
+from jpaged.models.layers.rope import QueryScaling
+from jpaged.models.layers.router import RouterConfig
 from jpaged.models.rope_scaling import ROPE_OPTIONS, RopeScaling
 
 SIZES = {  # of models.alike.Alike, in a config.json
@@ -20,39 +22,121 @@ SIZES = {  # of models.alike.Alike, in a config.json
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # a config.json's, and ours
 CLAMPED = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # of the activation of that name
 BIASES = {"attention_bias": ("qkv_bias", "out_bias")}
+MSCALES = ("mscale", "mscale_all_dim")
+ALIKE = tuple(field.name for field in dataclasses.fields(Alike))
+
+
+class DenseLayers(Protocol):
+    """How a config.json says which layers of a mixture have an MLP instead of experts."""
+
+    def read(self, hf: dict[str, Any]) -> tuple[int, ...]:
+        """Return those layers, ascending."""
+        ...
+
+    def write(self, layers: tuple[int, ...], num_layers: int) -> dict[str, Any]:
+        """Return what `read` reads back; ConfigError where nothing says it."""
+        ...
+
+
+class ListedDenseLayers:
+    """They are listed, or in the steps between those with experts."""
+
+    def read(self, hf: dict[str, Any]) -> tuple[int, ...]:
+        """See DenseLayers."""
+        step, listed = hf["decoder_sparse_step"], hf["mlp_only_layers"]
+        return tuple(i for i in range(hf["num_hidden_layers"]) if i in listed or (i + 1) % step)
+
+    def write(self, layers: tuple[int, ...], num_layers: int) -> dict[str, Any]:
+        """See DenseLayers."""
+        return {"mlp_only_layers": list(layers), "decoder_sparse_step": 1}
+
+
+class FirstDenseLayers:
+    """They are the first ones."""
+
+    def read(self, hf: dict[str, Any]) -> tuple[int, ...]:
+        """See DenseLayers."""
+        return tuple(range(min(hf["first_k_dense_replace"], hf["num_hidden_layers"])))
+
+    def write(self, layers: tuple[int, ...], num_layers: int) -> dict[str, Any]:
+        """See DenseLayers."""
+        if layers != tuple(range(len(layers))):
+            raise ConfigError(f"dense_layers={layers}: first_k_dense_replace says the first alone")
+        return {"first_k_dense_replace": len(layers)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertKeys:
     """What a config.json calls the sizes of a mixture of experts, by our names.
 
-    has_dense_layers: some layers may have an MLP instead (`mlp_only_layers`,
-    `decoder_sparse_step`).
+    num_shared: the key of how many experts of expert_size every token takes; they are one of that
+    many times the size. dense_layers: None where all layers have experts. router, experts: fields
+    of RouterConfig and ExpertsConfig that the family fixes; router_keys: the keys of those that
+    its config.json has, by our names.
     """
 
     sizes: Mapping[str, str]
-    has_dense_layers: bool = False
+    num_shared: str | None = None
+    dense_layers: DenseLayers | None = None
+    router: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    router_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    experts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def read(self, hf: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of Alike."""
+        if "num_local_experts" in hf:  # some config classes rename it
+            hf = {"num_experts": hf["num_local_experts"]} | hf
+        fields: dict[str, Any] = {ours: hf[name] for ours, name in self.sizes.items()}
+        if self.num_shared is not None:
+            fields["shared_expert_size"] = hf[self.num_shared] * fields["expert_size"]
+        if self.dense_layers is not None:
+            fields["dense_layers"] = self.dense_layers.read(hf)
+        keys = {ours: hf[name] for ours, name in self.router_keys.items()}
+        fields["router"] = tuple({**self.router, **keys}.items())
+        fields["experts"] = tuple(self.experts.items())
+        return fields
+
+    def write(self, alike: Alike) -> dict[str, Any]:
+        """Return what `read` reads back."""
+        raw = {theirs: getattr(alike, ours) for ours, theirs in self.sizes.items()}
+        if self.num_shared is not None:
+            count, rest = divmod(alike.shared_expert_size, alike.expert_size)
+            if rest:
+                sizes = f"shared_expert_size={alike.shared_expert_size}"
+                raise ConfigError(f"{sizes} is no multiple of expert_size={alike.expert_size}")
+            raw[self.num_shared] = count
+        if self.dense_layers is not None:
+            raw |= self.dense_layers.write(alike.dense_layers, alike.num_layers)
+        router = RouterConfig(**dict(alike.router))
+        return raw | {theirs: getattr(router, ours) for ours, theirs in self.router_keys.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Switches:
     """A family whose layers are alike (models/alike.py): its `Family.description`.
 
-    always: arguments of ModelConfig that the family fixes, whatever its config.json says. keys:
-    switches that it reads from its config.json, each with the arguments that it sets; numbers: what
-    it reads under the name that the argument has here. A key that the family's own transformers
-    code does not read is ignored here too. windows: of its layers; "by layer" is `layer_types`,
-    "every layer" one `sliding_window`. rope_by_kind: layers with a window have rope parameters of
-    their own. partial_rotary: part of a head may be rotated. no_rope: the key that lists a 0 for
-    each layer without rope. activation: the key of the MLP's. experts: of a mixture.
+    always: arguments of ModelConfig that the family fixes, whatever its config.json says.
+    attention, rope: fields of AttentionConfig and of RopeConfig that it fixes and that no argument
+    sets. keys: switches that it reads from its config.json, each with the arguments that it sets;
+    numbers: what it reads under the name that the argument has here. only: keys with the one value
+    that is supported, where a file has them. A key that the family's own transformers code does not
+    read is ignored here too, unless it is in `only`. windows: of its layers; "by layer" is
+    `layer_types`, "every layer" one `sliding_window`. rope_by_kind: layers with a window have rope
+    parameters of their own. partial_rotary: part of a head may be rotated. query_scaling: rotated
+    queries may be scaled by their position. no_rope: the key that lists a 0 for each layer without
+    rope. activation: the key of the MLP's. experts: of a mixture.
     """
 
     always: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    attention: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    rope: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     keys: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     numbers: tuple[str, ...] = ()
+    only: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     windows: Literal["none", "by layer", "every layer"] = "none"
     rope_by_kind: bool = False
     partial_rotary: bool = False
+    query_scaling: bool = False
     no_rope: str | None = None
     activation: str = "hidden_act"
     experts: ExpertKeys | None = None
@@ -68,18 +152,33 @@ class Switches:
             if values != tuple(CLAMPED.values()):
                 built = tuple(CLAMPED.values())
                 raise ConfigError(f"{', '.join(CLAMPED)}={values}: only {built} are")
+        for key, value in self.only.items():
+            if key in hf and hf[key] != value:
+                raise ConfigError(f"{key}={hf[key]!r} is not supported ({value!r} is)")
+        arguments = {**self.switches(hf), **self.always}
+        switches = {name: arguments.pop(name) for name in ALIKE if name in arguments}
+        alike = Alike(**switches)
+        return {"layers": alike.layers(), "norm": alike.norm, **arguments}
+
+    def switches(self, hf: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of ModelConfig and of Alike that a config.json with the family's
+        defaults says. ConfigError for what is not supported.
+        """
         windows = () if self.windows == "none" else _sliding_windows(hf)
         hf["head_dim"] = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
         set_by = {ours: bool(hf.get(key)) for key, names in self.keys.items() for ours in names}
         numbers = {name: hf[name] for name in self.numbers if hf.get(name) is not None}
+        experts = {} if self.experts is None else self.experts.read(hf)
+        if "intermediate_size" not in hf:  # no layer has an MLP
+            hf["intermediate_size"] = experts["expert_size"]
         return {
             **{ours: hf[theirs] for ours, theirs in SIZES.items()},
-            "activation": ACTIVATIONS[activation],
+            "activation": ACTIVATIONS[hf.get(self.activation) or "silu"],
             **set_by,
             **numbers,
-            **self.always,
             **self._read_rope(hf, windows),
-            **self._read_experts(hf),
+            **experts,
+            "attention": tuple(self.attention.items()),
             "sliding_windows": windows,
         }
 
@@ -94,9 +193,7 @@ class Switches:
         raw |= {name: arguments[name] for name in self.numbers}
         raw |= self._write_rope(alike, config.max_position_embeddings)
         if self.experts is not None:
-            raw |= {theirs: getattr(alike, ours) for ours, theirs in self.experts.sizes.items()}
-            if self.experts.has_dense_layers:
-                raw |= {"mlp_only_layers": list(alike.dense_layers), "decoder_sparse_step": 1}
+            raw |= self.experts.write(alike)
         window = next((w for w in alike.sliding_windows if w), None)
         if window and self.windows != "none":
             raw |= {"use_sliding_window": True, "sliding_window": window}
@@ -122,6 +219,7 @@ class Switches:
             "rope_theta": float(rope["rope_theta"] or 10000.0),
             "rope_scaling": _rope_scaling(rope, hf["max_position_embeddings"]),
             "partial_rotary_factor": float(fraction),
+            "rope": tuple({**self.rope, **self._read_query_scaling(rope)}.items()),
         }
         if self.no_rope:
             uses = hf[self.no_rope]
@@ -138,6 +236,18 @@ class Switches:
                 fields["local_rope_theta"] = theta
         return fields
 
+    def _read_query_scaling(self, rope: dict[str, Any]) -> dict[str, Any]:
+        beta = rope.get("llama_4_scaling_beta")
+        if not self.query_scaling or not beta:
+            return {}
+        length = rope.get("original_max_position_embeddings")
+        if not length:
+            raise ConfigError(
+                f"llama_4_scaling_beta={beta} without original_max_position_embeddings: the length "
+                "after which queries are scaled"
+            )
+        return {"query_scaling": QueryScaling(beta=float(beta), length=length)}
+
     def _write_rope(self, alike: Alike, max_position: int) -> dict[str, Any]:
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": alike.rope_theta}
         original: dict[str, Any] = {}
@@ -146,6 +256,9 @@ class Switches:
             if s.kind != "linear" or s.original_max_position != max_position:
                 original = {"original_max_position_embeddings": s.original_max_position}
             rope |= {name: getattr(s, name) for name in ROPE_OPTIONS[s.kind]} | original
+        if (scaling := dict(alike.rope).get("query_scaling")) is not None:
+            original = {"original_max_position_embeddings": scaling.length}
+            rope |= {"llama_4_scaling_beta": scaling.beta} | original
         if alike.partial_rotary_factor != 1.0:
             rope["partial_rotary_factor"] = alike.partial_rotary_factor
         if self.rope_by_kind:
@@ -161,24 +274,10 @@ class Switches:
             ]
         return raw
 
-    def _read_experts(self, hf: dict[str, Any]) -> dict[str, Any]:
-        if self.experts is None:
-            return {}
-        if "num_experts" not in hf:  # some config classes rename it
-            hf = hf | {"num_experts": hf["num_local_experts"]}
-        fields: dict[str, Any] = {ours: hf[name] for ours, name in self.experts.sizes.items()}
-        if self.experts.has_dense_layers:
-            step, layers = hf["decoder_sparse_step"], range(hf["num_hidden_layers"])
-            dense = [i for i in layers if i in hf["mlp_only_layers"] or (i + 1) % step]
-            fields["dense_layers"] = tuple(dense)
-        return fields
-
 
 def _rope_scaling(rope: dict[str, Any], max_position: int) -> RopeScaling | None:
     kind = rope["rope_type"]
-    if rope.get("mscale") or rope.get("mscale_all_dim"):
-        raise ConfigError(f"rope_parameters={rope}: mscale is not supported")
-    if kind == "default":
+    if kind in ("default", "dynamic"):  # dynamic is plain up to max_position_embeddings
         return None
     if kind not in ROPE_OPTIONS:
         raise ConfigError(
@@ -189,16 +288,28 @@ def _rope_scaling(rope: dict[str, Any], max_position: int) -> RopeScaling | None
     options["factor"] = factor = rope.get("factor") or max_position / original
     lists = {k: tuple(v) for k, v in options.items() if isinstance(v, list | tuple)}
     numbers = [(k, v) for k, v in options.items() if k not in lists]
+    if kind == "yarn":
+        numbers += [(k, rope[k]) for k in MSCALES if rope.get(k) is not None]
     numbers += [(k, v) for k, found in lists.items() for v in found]
     if bad := {k: v for k, v in numbers if not isinstance(v, int | float) or not math.isfinite(v)}:
         raise ConfigError(f"rope_parameters={bad}: must be numbers")
     options |= lists
     if "attention_factor" not in options and factor > 1:
         if kind == "yarn":
-            options["attention_factor"] = 0.1 * math.log(factor) + 1.0
+            options["attention_factor"] = _yarn_attention_factor(factor, rope)
         elif kind == "longrope":
             options["attention_factor"] = math.sqrt(1 + math.log(factor) / math.log(original))
     return RopeScaling(kind=kind, original_max_position=original, **options)
+
+
+def _yarn_attention_factor(factor: float, rope: dict[str, Any]) -> float:
+    """Return the factor on cos and sin of a file that does not say it."""
+
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0
+
+    above, below = (rope.get(key) for key in MSCALES)
+    return mscale(above) / mscale(below) if above and below else mscale(1.0)
 
 
 def _sliding_windows(hf: dict[str, Any]) -> tuple[int | None, ...]:

@@ -90,7 +90,7 @@ class AttentionConfig:
 
     @property
     def unfused(self) -> str | None:
-        """Why no kernel can norm, rotate and write its queries and keys at once; None: one can."""
+        """Say why no kernel can norm, rotate and write queries and keys at once; None: one can."""
         if self.qk_norm == "whole":
             return "norms over all heads together"
         if self.qk_norm is not None and self.qk_norm_after_rope:
@@ -128,7 +128,7 @@ class AttentionConfig:
         return tuple(specs)
 
     def _as_stored(self, qkv: tuple[Part, Part, Part]) -> tuple[Part, ...]:
-        """The parts of queries, keys and values in the order of rows that files have."""
+        """Return the parts of queries, keys and values in the order of rows that files have."""
         if self.rope is None or not self.rope.interleaved:
             return qkv
         q, k, v = qkv

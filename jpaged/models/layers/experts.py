@@ -12,6 +12,7 @@ from jpaged.checks import at_least
 from jpaged.errors import ConfigError
 from jpaged.models.layers.linear import Linear, Products, StepContext
 from jpaged.models.layers.mlp import MLP, Activation, gated
+from jpaged.models.layers.router import PLAIN_ROUTER, RouterConfig, route
 from jpaged.models.layers.scratch import Scratch, StepSizes
 from jpaged.models.param_spec import Parameters, ParamSpec, Part, share
 from jpaged.models.quantized import QuantizedWeight, is_quantized
@@ -27,6 +28,7 @@ BIASES = (
     Part("gate_bias", "X 1 I", "mlp.experts.gate_proj_bias"),
     Part("up_bias", "X 1 I", "mlp.experts.up_proj_bias"),
 )
+CHOOSING_BIAS = "mlp.choosing_bias"
 SHARED = (
     Part("gate", "1 R, E", "mlp.shared_expert.gate_proj.weight"),
     Part("up", "1 R, E", "mlp.shared_expert.up_proj.weight"),
@@ -38,16 +40,17 @@ class ExpertsConfig:
     """A mixture of num_experts X experts of expert_size I, of which each token takes
     experts_per_token, and of one of shared_expert_size R that every token takes (0: there is none).
 
-    bias: of the router and the experts. norm_topk_prob: the weights of a token's experts sum up to
-    1.
+    router: how a token's experts are chosen and weighed. shared_gate: what the shared expert gives
+    is weighed by a gate. bias: of the router and the experts.
     """
 
     num_experts: int
     experts_per_token: int
     expert_size: int
     shared_expert_size: int = 0
+    shared_gate: bool = True
+    router: RouterConfig = PLAIN_ROUTER
     bias: bool = False
-    norm_topk_prob: bool = False
     activation: Activation = "silu"
 
     def __post_init__(self) -> None:
@@ -56,6 +59,7 @@ class ExpertsConfig:
         if self.experts_per_token > self.num_experts:
             most = f"num_experts={self.num_experts}"
             raise ConfigError(f"experts_per_token={self.experts_per_token} of {most}")
+        self.router.check(self.num_experts, self.experts_per_token)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -65,6 +69,9 @@ class ExpertsConfig:
     def params(self) -> tuple[ParamSpec, ...]:
         """Its parameters, by names within a layer."""
         specs = [ParamSpec("mlp.router", "X, E", "mlp.gate.weight")]
+        if self.router.has_bias:
+            source = "mlp.gate.e_score_correction_bias"
+            specs.append(ParamSpec(CHOOSING_BIAS, "X", source, "zeros", in_f32=True))
         if self.bias:
             down_bias = "mlp.experts.down_proj_bias"
             specs += [
@@ -78,12 +85,14 @@ class ExpertsConfig:
             ParamSpec("mlp.experts.down", "X E, I", down, "residual", "I"),
         ]
         if self.shared_expert_size:
-            down, gate = "mlp.shared_expert.down_proj.weight", "mlp.shared_expert_gate.weight"
+            down = "mlp.shared_expert.down_proj.weight"
             specs += [
                 ParamSpec("mlp.shared.gate_up", "2 R, E", SHARED, "normal", "R"),
                 ParamSpec("mlp.shared.down", "E, R", down, "residual", "R"),
-                ParamSpec("mlp.shared_gate", "1, E", gate),
             ]
+            if self.shared_gate:
+                gate = "mlp.shared_expert_gate.weight"
+                specs.append(ParamSpec("mlp.shared_gate", "1, E", gate))
         return tuple(specs)
 
     def scratch(self, step: StepSizes) -> Scratch:
@@ -107,7 +116,7 @@ class ExpertsConfig:
         """The module of these parameters."""
         gate_up, down = weights["mlp.experts.gate_up"], weights["mlp.experts.down"]
         values = {name: parameter.value for name, parameter in weights.items()}
-        shared = None
+        shared, shared_gate = None, weights.get("mlp.shared_gate")
         if self.shared_expert_size:
             shared = MLP(
                 gate_up=Linear.of(weights["mlp.shared.gate_up"]),
@@ -116,12 +125,13 @@ class ExpertsConfig:
             )
         return Experts(
             router=Linear.of(weights["mlp.router"], weights.get("mlp.router_bias")),
+            choosing_bias=values.get(CHOOSING_BIAS),
             gate_up=gate_up.value,
             gate_up_bias=values.get("mlp.experts.gate_up_bias"),
             down=down.value,
             down_bias=values.get("mlp.experts.down_bias"),
             shared=shared,
-            shared_gate=Linear.of(weights["mlp.shared_gate"]) if shared is not None else None,
+            shared_gate=None if shared_gate is None else Linear.of(shared_gate),
             config=self,
         )
 
@@ -132,12 +142,14 @@ class Experts:
     """Each token through the few experts that its router scores highest (arXiv:1701.06538), and
     through one that is shared (arXiv:2401.06066), where there is one.
 
-    gate_up: [X, 2, I, E], its bias [X, 2, I] or None. down: [X, E, I], its bias [X, E] or None.
-    shared and shared_gate are None where no expert is shared. config: the width of an expert is
-    that on all devices together.
+    choosing_bias: f32 [X] or None. gate_up: [X, 2, I, E], its bias [X, 2, I] or None. down: [X, E,
+    I], its bias [X, E] or None. shared and shared_gate are None where no expert is shared, and
+    shared_gate also where what it gives is not weighed. config: the width of an expert is that on
+    all devices together.
     """
 
     router: Linear
+    choosing_bias: Array | None
     gate_up: Array | QuantizedWeight
     gate_up_bias: Array | None
     down: Array | QuantizedWeight
@@ -150,7 +162,9 @@ class Experts:
         """x [..., E]."""
         rows = x.reshape(-1, x.shape[-1])
         with jax.named_scope("router"):
-            chosen, weight = self._route(rows, step)
+            logits = self.router(rows, step, jnp.float32)
+            num = self.config.experts_per_token
+            chosen, weight = route(self.config.router, logits, self.choosing_bias, num)
         if step.num_rows is not None:  # padding chooses none
             is_real = jnp.arange(rows.shape[0]) < step.num_rows
             chosen = jnp.where(is_real[:, None], chosen, self.gate_up.shape[0])
@@ -189,19 +203,13 @@ class Experts:
         )
 
     def _shared(self, x: Array, step: StepContext, *, is_partial: bool) -> Array | float:
-        if self.shared is None or self.shared_gate is None:
+        if self.shared is None:
             return 0.0
         with jax.named_scope("shared_expert"):
-            gate = jax.nn.sigmoid(self.shared_gate(x, step, jnp.float32))
-            return gate * self.shared(x, step, jnp.float32, is_partial=is_partial)
-
-    def _route(self, x: Array, step: StepContext) -> tuple[Array, Array]:
-        """For each row its experts and their weights, in f32."""
-        scores = jax.nn.softmax(self.router(x, step, jnp.float32), axis=-1)
-        weight, chosen = jax.lax.top_k(scores, self.config.experts_per_token)
-        if self.config.norm_topk_prob:
-            weight = weight / jnp.sum(weight, axis=-1, keepdims=True)
-        return chosen, weight
+            y = self.shared(x, step, jnp.float32, is_partial=is_partial)
+            if self.shared_gate is None:
+                return y
+            return jax.nn.sigmoid(self.shared_gate(x, step, jnp.float32)) * y
 
 
 def _multiplied_by(products: Products, weights: ExpertWeights) -> ExpertWeights:

@@ -27,7 +27,7 @@ class QueryScaling:
         at_least(1, self, "length")
 
     def factors(self, positions: Array) -> Array:
-        """The factors of integer positions [...], in f32."""
+        """Return the factors of integer positions [...], in f32."""
         passed = jnp.floor(positions.astype(jnp.float32) / jnp.float32(self.length))
         return 1 + jnp.float32(self.beta) * jnp.log(1 + passed)
 
@@ -169,7 +169,7 @@ class Rotary:
         return self.scaled(q), k
 
     def scaled(self, q: Array) -> Array:
-        """Rotated queries [..., D] times their factors, which are rounded to the queries' dtype."""
+        """Return rotated queries [..., D] times their factors, rounded to the queries' dtype."""
         if self.query_scale is None:
             return q
         scale = self.query_scale.astype(q.dtype)
