@@ -3,7 +3,6 @@ are vLLM's.
 """
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -93,7 +92,7 @@ class SamplingParams:
             or self.repetition_penalty != 1.0
         )
 
-    @functools.cached_property  # asked for each row of each step
+    @property
     def draw(self) -> Literal["plain", "filtered", "full"]:
         """The least of the steps that can serve the request; see engine.shapes.Draws."""
         if self.has_penalties or self.logit_bias or self.min_tokens or self.logprobs is not None:
