@@ -47,8 +47,8 @@ def check_seed(value: object) -> None:
 def is_scalar(
     value: object, types: type | UnionType = int, kinds: str = "iu"
 ) -> TypeGuard[int | float]:
-    """Whether a value is of Python's types (bool is none of them), or a numpy or jax scalar of
-    these dtype kinds.
+    """Return whether a value is of Python's types (bool is none of them), or a numpy or jax scalar
+    of these dtype kinds.
     """
     if isinstance(value, types):
         return not isinstance(value, bool)
@@ -64,7 +64,7 @@ def at_least(least: int, config: object, *names: str) -> None:
 
 
 def read_json(path: Path, error: type[JpagedError] = ConfigError) -> JsonObject:
-    """A JSON object from a file; `error` names the file when it is missing or damaged."""
+    """Return a JSON object from a file; `error` names the file when it is missing or damaged."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -27,6 +27,7 @@ from jpaged.errors import CheckpointError, UnsupportedError
 from jpaged.models.config import ModelConfig
 from jpaged.models.families import FAMILIES
 from jpaged.models.hf_config import format_of
+from jpaged.models.layers.attention import AttentionConfig
 from jpaged.models.param_spec import ParamSpec
 from jpaged.models.params import param_table
 from jpaged.models.weight import Index, Piece, Weight, store
@@ -43,7 +44,11 @@ RAW = {  # by a file's code, or numpy's name where this project reads it as plai
 # ones hold the second; the last are scales of activations, which stay as they are.
 IGNORED = re.compile(r"rotary_emb\.inv_freq$|^lm_head\.weight$|\.(input|activation)_scale$")
 # Names of two versions of transformers for the parts of a model of text and images.
-OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|visual)\.")
+# And of images and sound.
+OF_IMAGES = re.compile(
+    r"(model\.)?(vision_tower|multi_modal_projector|visual|vision_embedder|embed_vision"
+    r"|audio_tower|embed_audio)\."
+)
 OF_TEXT = re.compile(r"^(?:language_model\.(?=model\.|lm_head)|(model\.)language_model\.)")
 log = logging.getLogger("jpaged")
 
@@ -74,9 +79,8 @@ def hf_weights(folder: Path, config: ModelConfig) -> dict[str, Weight]:
         )
     elif FAMILIES[config.family].text_of is not None:
         entries = _text_entries(entries)
-    family = FAMILIES[config.family]
-    if family.unread is not None:
-        unread = re.compile(family.unread.replace("{L}", str(config.num_layers)))
+    family, unread = FAMILIES[config.family], _unread(config)
+    if unread is not None:
         entries = {name: e for name, e in entries.items() if not unread.match(name)}
     names = stored_names(config)
     stacked: dict[str, list[Piece]] = {}
@@ -130,6 +134,18 @@ def hf_weights(folder: Path, config: ModelConfig) -> dict[str, Weight]:
         name: Weight(spec=spec, source=tuple(pieces[name]), folder=folder)
         for name, spec in param_table(config).items()
     }
+
+
+def _unread(config: ModelConfig) -> re.Pattern[str] | None:
+    """Return how names of tensors begin that no part of the model takes: those that the family
+    knows of, and keys and values of layers that read others'; None where there are none.
+    """
+    family = FAMILIES[config.family]
+    names = [family.unread.replace("{L}", str(config.num_layers))] if family.unread else []
+    for i, layer in enumerate(config.layers):
+        if isinstance(layer.mixer, AttentionConfig) and layer.mixer.keys_of is not None:
+            names.append(rf"model\.layers\.{i}\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")
+    return re.compile("|".join(names)) if names else None
 
 
 def head_entries(entries: dict[str, Entry]) -> dict[str, Entry]:

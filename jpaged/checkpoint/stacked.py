@@ -34,9 +34,10 @@ def stacked_pieces(
     wanted: dict[str, tuple[int, ...]] = {}
     hidden = config.hidden_size
     for number, layer in enumerate(config.layers):
-        if not isinstance(layer.ffn, ExpertsConfig):
+        experts = next((ffn for ffn in layer.ffns if isinstance(ffn, ExpertsConfig)), None)
+        if experts is None:
             continue
-        num, width = layer.ffn.num_experts, layer.ffn.expert_size
+        num, width = experts.num_experts, experts.expert_size
         for name, inputs, outputs in (("gate_up", hidden, 2 * width), ("down", width, hidden)):
             theirs = f"model.layers.{number}.{form.node}.{name}_proj"
             alternate = form.alternate and name == "gate_up"
@@ -61,7 +62,7 @@ def stacked_pieces(
                     for x in range(num)
                 ]
             wanted |= shapes
-            if layer.ffn.bias:
+            if experts.bias:
                 bias = f"{theirs}_bias"
                 fill = functools.partial(_fill_bias, bias, entries.get(bias), (num, outputs), form)
                 pieces[f"{ours}_bias"] = [_piece(_dtype(entries, bias), fill, slice(None))]

@@ -42,7 +42,7 @@ class AdapterSlots:
         self.loads: dict[int, AdapterVersion] = {}  # to be written before the next step, by slot
 
     def has_room(self, adapter: AdapterVersion) -> bool:
-        """Whether a row with this adapter can run now."""
+        """Return whether a row with this adapter can run now."""
         return adapter in self.places or len(self.users) < self.count
 
     def take(self, adapter: AdapterVersion) -> int:

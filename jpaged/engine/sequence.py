@@ -7,7 +7,7 @@ import enum
 from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as List
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jpaged.engine.adapters import AdapterVersion
 from jpaged.engine.constraint import Constraint, Text
@@ -91,7 +91,8 @@ class Sequence:
         self.key = key  # threefry key data of the request
         self.index = index  # which of the request's samples
         self.priority = int(sampling_params.priority)  # lower ones run sooner
-        self.draw = sampling_params.draw  # the least of the steps that can serve it
+        # The least of the steps that can serve it: see SamplingParams.draw.
+        self.draw: Literal["plain", "filtered", "full"] = sampling_params.draw
         self.adapter = adapter
         # Cached blocks are shared under one salt and one version of an adapter only.
         self.salt = b"" if salt is None else salt.encode()

@@ -17,7 +17,7 @@ from jpaged.models.hf_config import read_hf, write_hf
 from jpaged.models.layers.attention import AttentionConfig
 from jpaged.models.layers.embedding import EMBED
 from jpaged.models.layers.experts import ExpertsConfig
-from jpaged.models.layers.layer import LayerConfig
+from jpaged.models.layers.layer import LayerConfig, check_layers
 from jpaged.models.layers.mlp import Activation, MLPConfig
 from jpaged.models.layers.norm import PLAIN_NORM, NormConfig
 from jpaged.models.layers.scratch import Scratch, StepSizes
@@ -126,6 +126,7 @@ class ModelConfig:
         values["layers"] = tuple(values["layers"])
         if not values["layers"]:
             raise ConfigError("layers=(): a model has at least one")
+        check_layers(values["layers"])
         if draft_head is not None and len(values["layers"]) != 1:
             raise ConfigError(f"{len(values['layers'])} layers: an EAGLE-3 head has one")
         values["norm"] = values["norm"] or values["layers"][0].norm
@@ -227,8 +228,8 @@ class ModelConfig:
         return windows if any(windows) else ()
 
     def _same(self, kind: type, name: str, default: int | None = None) -> Any:
-        """What all parts of a kind have; AttributeError where they differ."""
-        parts = (part for layer in self.layers for part in (layer.mixer, layer.ffn))
+        """Return what all parts of a kind have; AttributeError where they differ."""
+        parts = (part for layer in self.layers for part in (layer.mixer, *layer.ffns))
         values = {getattr(part, name) for part in parts if isinstance(part, kind)}
         if not values and default is not None:
             return default
@@ -274,6 +275,9 @@ class ModelConfig:
             yield from self.draft_head.params(self.sizes, self.layer_params(), self.norm.init)
             return
         yield EMBED.placed(self.sizes)
+        if (per_layer := self.layers[0].per_layer) is not None:
+            sizes = self.sizes | per_layer.model_sizes(self.num_layers)
+            yield from (spec.placed(sizes) for spec in per_layer.model_params())
         yield from self.layer_params()
         yield ParamSpec("norm.scale", "E", "model.norm.weight", self.norm.init).placed(self.sizes)
         if not self.tie_word_embeddings:
@@ -286,7 +290,7 @@ class ModelConfig:
             yield from (spec.placed(sizes, i) for spec in layer.params())
 
     def keeps(self) -> tuple[tuple[Record, ...], ...]:
-        """What the cache holds for each layer."""
+        """Return what the cache holds for each layer."""
         records = tuple(layer.keeps() for layer in self.layers)
         if self.draft_head is None:
             return records
@@ -299,7 +303,7 @@ class ModelConfig:
         return any(record.per == "block" for records in self.keeps() for record in records)
 
     def scratch(self, step: StepSizes) -> Scratch:
-        """What a step allocates for all layers."""
+        """Return what a step allocates for all layers."""
         layers = [layer.scratch(step) for layer in self.layers]
         shared = max(layer.shared for layer in layers)
         scratch = Scratch(shared=shared, kept=sum(layer.kept for layer in layers))
@@ -332,8 +336,8 @@ class ModelConfig:
         return cls(**read_hf(raw))
 
     def to_hf(self) -> dict[str, Any]:
-        """The config.json that `from_hf` reads back to an equal ModelConfig. UnsupportedError for
-        an EAGLE-3 head.
+        """Return the config.json that `from_hf` reads back to an equal ModelConfig.
+        UnsupportedError for an EAGLE-3 head.
         """
         if self.draft_head is not None:
             raise UnsupportedError("the config.json of an EAGLE-3 head is not written")

@@ -35,6 +35,8 @@ class Decoder(nnx.Module):
         held: Any = to_tree(tree)
         self.config = config
         self.embed = _hold(held["embed"])
+        if "per_layer" in held:
+            self.per_layer = _hold(held["per_layer"])
         layers = held["layers"]
         self.layers = nnx.List([_hold(layers[str(i)]) for i in range(config.num_layers)])
         self.norm = _hold(held["norm"])

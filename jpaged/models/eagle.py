@@ -23,8 +23,10 @@ from jpaged.models.forward import Forward, bind, bind_layers
 from jpaged.models.kv_view import KVView, Place
 from jpaged.models.layers.attention import Attention
 from jpaged.models.layers.embedding import Embedding
+from jpaged.models.layers.experts import Experts
 from jpaged.models.layers.layer import Layer
 from jpaged.models.layers.linear import Linear, StepContext
+from jpaged.models.layers.mlp import MLP
 from jpaged.models.layers.norm import RMSNorm
 from jpaged.models.layers.rope import Rotary
 from jpaged.models.params import parameters
@@ -78,7 +80,7 @@ class Head:
         return self.layer.experts_are_plain
 
     def joined(self, states: list[Array], step: StepContext) -> Array:
-        """One hidden state [..., T, E] of those of the model's layers."""
+        """Return one hidden state [..., T, E] of those of the model's layers."""
         with jax.named_scope("fc"):
             return self.fc(jnp.concatenate(states, axis=-1), step)
 
@@ -97,7 +99,8 @@ class Head:
         tokens: the one after each position. hidden: the hidden state of each position, [T, E].
         """
         layer, rope = self.layer, self.layer.rope
-        assert isinstance(layer.mixer, Attention) and layer.ffn is not None and rope is not None
+        assert isinstance(layer.mixer, Attention) and rope is not None
+        assert isinstance(layer.ffn, MLP | Experts)
         with jax.named_scope("embed"):
             embed = target.embed if self.embed is None else self.embed
             x = embed(tokens, step).astype(hidden.dtype)

@@ -22,6 +22,7 @@ from jpaged.models.layers.embedding import EMBED, Embedding
 from jpaged.models.layers.layer import Layer, scaled
 from jpaged.models.layers.linear import Linear, StepContext
 from jpaged.models.layers.norm import RMSNorm
+from jpaged.models.layers.per_layer import PerLayerInputs
 from jpaged.models.layers.rope import Rotary
 from jpaged.models.param_spec import Parameter
 from jpaged.models.params import parameters
@@ -35,10 +36,12 @@ IN_TRAINING = StepContext()
 class Forward:
     """The language model: its modules, a pytree of their arrays. `bind` makes it.
 
-    head: its weight is None where the model ties it to the embedding.
+    per_layer: what tokens have for each layer, where the model has per-layer embeddings. head: its
+    weight is None where the model ties it to the embedding.
     """
 
     embed: Embedding
+    per_layer: PerLayerInputs | None
     layers: tuple[Layer, ...]
     norm: RMSNorm
     head: Linear
@@ -87,13 +90,15 @@ class Forward:
         }
         with jax.named_scope("embed"):
             x = scaled(self.embed(tokens, step), self.config.embedding_scale)
+        inputs = None if self.per_layer is None else self.per_layer(tokens, x, step)
         view: KVView = dense_view(self.config, x) if kv is None else kv
         entering: list[Array] = []
         for i, (layer, at) in enumerate(zip(self.layers, kv_places(self.config), strict=True)):
             entering.append(x)
             # The index is an argument of what is traced: layers of one form share one trace.
             places = tuple(Place(group, np.int32(index)) for group, index in at)
-            x, view = _run_layer(layer, x, step.in_layer(i), rotaries[layer.rope], view, places)
+            rotary, of_layer = rotaries[layer.rope], None if inputs is None else inputs[..., i, :]
+            x, view = _run_layer(layer, x, step.in_layer(i), rotary, view, places, of_layer)
         entering.append(x)
         return self.norm(x), view, [entering[i] for i in taps]
 
@@ -120,10 +125,11 @@ def _run_layer(
     rotary: Rotary | None,
     kv: KVView,
     places: tuple[Place, ...],
+    inputs: Array | None,
 ) -> tuple[Array, KVView]:
     # Inside another jit: layers of one form are traced and lowered once, not once each. XLA inlines
     # the calls.
-    return layer(x, step, rotary, kv, places)
+    return layer(x, step, rotary, kv, places, inputs)
 
 
 def bind(config: ModelConfig, tree: Mapping[str, Any]) -> Forward:
@@ -137,10 +143,11 @@ def bind(config: ModelConfig, tree: Mapping[str, Any]) -> Forward:
         head = Linear(weight=None, name=LM_HEAD.name)
     else:
         head = Linear.of(weights[LM_HEAD.name])
-    norm = RMSNorm.of(config.norm, weights["norm.scale"])
+    norm, per_layer = RMSNorm.of(config.norm, weights["norm.scale"]), config.layers[0].per_layer
     assert norm is not None
     return Forward(
         embed=Embedding.of(weights[EMBED.name]),
+        per_layer=None if per_layer is None else PerLayerInputs.of(per_layer, weights),
         layers=bind_layers(config, weights),
         norm=norm,
         head=head,
@@ -149,10 +156,12 @@ def bind(config: ModelConfig, tree: Mapping[str, Any]) -> Forward:
 
 
 def bind_layers(config: ModelConfig, weights: Mapping[str, Parameter]) -> tuple[Layer, ...]:
-    """The layers of a model with these parameters."""
+    """Return the layers of a model with these parameters."""
     by_layer: list[dict[str, Parameter]] = [{} for _ in config.layers]
     for parameter in weights.values():
         spec = parameter.spec
         if spec.layer is not None:
             by_layer[spec.layer][spec.name.removeprefix("layers.{i}.")] = parameter
-    return tuple(layer.build(own) for layer, own in zip(config.layers, by_layer, strict=True))
+    return tuple(
+        layer.build(of_layer) for layer, of_layer in zip(config.layers, by_layer, strict=True)
+    )

@@ -17,7 +17,7 @@ HF_NAMES = {  # of what every family has, in a config.json
 
 
 def read_hf(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of ModelConfig; transformers fills in the family's defaults.
+    """Return the arguments of ModelConfig; transformers fills in the family's defaults.
 
     Raises ConfigError for any architecture or option outside the families, by name.
     """
@@ -37,8 +37,11 @@ def read_hf(raw: Mapping[str, Any]) -> dict[str, Any]:
         hf = filled(model_type, known)
     except Exception as e:  # the config classes validate with errors of many types
         raise ConfigError(f"config.json of {architecture}: {' '.join(str(e).split())}") from e
-    if hf.get("use_bidirectional_attention"):
-        raise ConfigError("use_bidirectional_attention: only causal attention is supported")
+    if (kind := hf.get("use_bidirectional_attention")) not in (None, False, "vision"):
+        raise ConfigError(
+            f"use_bidirectional_attention={kind!r}: only causal attention is supported, and "
+            "'vision', which is causal in text"
+        )
     # Not hf: some families default to an id that the file never named.
     eos = raw.get("eos_token_id")
     eos = tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (eos,)
@@ -64,7 +67,7 @@ def format_of(raw: Mapping[str, Any]) -> Format | None:
 
 
 def _text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config of the text part where it is a model of text and images; else as it is."""
+    """Return the config of the text part where it is a model of text and images; else as it is."""
     parts = [f for f in FAMILIES.values() if f.text_of and f.text_of[0] == raw.get("model_type")]
     text = raw.get("text_config", raw)  # older files have its keys beside those of images
     if not parts or not isinstance(text, Mapping):
@@ -87,7 +90,7 @@ def _text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def write_hf(config: Any) -> dict[str, Any]:
-    """The config.json that `read_hf` reads back to an equal ModelConfig.
+    """Return the config.json that `read_hf` reads back to an equal ModelConfig.
 
     config: the ModelConfig.
     """

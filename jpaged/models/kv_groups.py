@@ -68,11 +68,16 @@ def _reach_of(layer: LayerConfig, record: Record) -> tuple[int | None, int | Non
 
 
 def kv_places(config: ModelConfig) -> list[tuple[tuple[int, int], ...]]:
-    """For each layer the group of each of its records, and its index among the group's layers."""
+    """For each layer the group of each of its records, and its index among the group's layers; for
+    a layer that reads another's keys and values those of the other.
+    """
     places: list[tuple[tuple[int, int], ...]] = [() for _ in config.layers]
     for group, members in enumerate(kv_groups(config)):
         for index, layer in enumerate(members.layers):
             places[layer] = (*places[layer], (group, index))
+    for i, layer in enumerate(config.layers):
+        if isinstance(layer.mixer, AttentionConfig) and layer.mixer.keys_of is not None:
+            places[i] = places[layer.mixer.keys_of]
     return places
 
 

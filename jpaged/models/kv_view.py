@@ -35,7 +35,7 @@ class KVView(Protocol):
 
     def write(self, place: Place, qkv: Any, heads: Heads) -> tuple[Any, Self]:
         """Keep these tokens' keys and values: q, k, v = heads(qkv). Returns q [..., H, D] and the
-        view with k and v in it.
+        view with k and v in it. qkv: one product, or that of values apart: see Heads.
         """
         ...
 
@@ -43,7 +43,8 @@ class KVView(Protocol):
         """Attend over each row's whole context of what was written at a place.
 
         options: passed on to the kernel as it is. sinks: f32 [H] or None, passed on likewise.
-        Returns o [..., H, D] in q's dtype.
+        Returns o [..., H, Dv] in q's dtype. A layer that reads another's keys and values calls
+        this alone, at the other's place.
         """
         ...
 
@@ -110,7 +111,7 @@ class DenseKV:
         written = self.newest[place.group]
         assert not isinstance(written, FirstState)
         k, v = written
-        if options.soft_cap is not None or sinks is not None:
+        if options.soft_cap is not None or sinks is not None or k.shape != v.shape:
             return _attention(q, k, v, options, sinks)
         local = None if options.window is None else (options.window - 1, 0)
         with jax.numpy_dtype_promotion("standard"):  # it mixes bf16 with f32
@@ -148,7 +149,9 @@ class DenseKV:
 
 
 def _attention(q: Any, k: Any, v: Any, options: AttentionOptions, sinks: Any) -> Any:
-    """Dense attention with sinks and capped scores, which jax's reference does not have."""
+    """Dense attention with sinks, capped scores and values of another width than keys, which jax's
+    reference does not have.
+    """
     tokens, heads, kv_heads = q.shape[-3], q.shape[-2], k.shape[-2]
     q = q.reshape(*q.shape[:-2], kv_heads, heads // kv_heads, q.shape[-1])
     scores = jnp.einsum("...tkgd,...skd->...kgts", q, k, preferred_element_type=jnp.float32)

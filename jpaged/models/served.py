@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from jpaged.combinations import Facts, check_combination
 from jpaged.models.config import ModelConfig
 from jpaged.models.hf_quantization import Format
+from jpaged.models.layers.embedding import EMBED
+from jpaged.models.layers.per_layer import TABLE
 from jpaged.models.param_spec import ParamSpec
 from jpaged.models.params import Params, nest, param_table
 from jpaged.models.quantized import FORMS, QuantizedWeight, WeightForm, quantized
@@ -57,8 +59,8 @@ def served_form(
         return None
     form = FORMS[quantization]
     if spec.split == "V":
-        if spec.name == "embed.weight" and not model.tie_word_embeddings:
-            return None
+        if spec.name == TABLE or (spec.name == EMBED.name and not model.tie_word_embeddings):
+            return None  # gathered, not multiplied
         return form if form.head is None else FORMS[form.head]
     share = spec.shape_of(inputs[-1])[0]
     if spec.split_letter(devices) == inputs[-1]:

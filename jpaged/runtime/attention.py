@@ -20,7 +20,7 @@ from kernels_pallas.implementation import CUDA
 from kernels_pallas.paged_attention import IMPLEMENTATIONS
 from kernels_pallas.paged_attention.interface import AttentionOptions, Options, Shapes
 from kernels_pallas.paged_attention.kv_write import write_kv
-from kernels_pallas.paged_attention.pool_layout import PoolLayout
+from kernels_pallas.paged_attention.pool_layout import PoolLayout, pad
 
 KV_DTYPES = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}  # by kv_cache_dtype
 log = logging.getLogger("jpaged")
@@ -72,6 +72,7 @@ class Kernel:
             return self._write_heads(qkv_TKXD, heads, pool, layer, slot_mapping_T, num_layers)
         q_THD, k_TKD, v_TKD = heads(qkv_TKXD)
         with jax.named_scope("write_kv"):
+            v_TKD = pad(v_TKD, k_TKD.shape)  # a pool's keys and values are of one width
             kv_TK2D = jnp.stack([k_TKD, v_TKD], axis=2)
             kv = self.pool_layout.pack(kv_TK2D.reshape(k_TKD.shape[0], -1, k_TKD.shape[-1]))
             return q_THD, write_kv(pool, layer, kv, slot_mapping_T, num_layers=num_layers)

@@ -21,6 +21,7 @@ from jpaged.models.kv_groups import kv_groups
 from jpaged.models.layers.attention import AttentionConfig
 from jpaged.models.layers.experts import ExpertsConfig
 from jpaged.models.layers.linear import ExpertProducts
+from jpaged.models.layers.per_layer import TABLE
 from jpaged.models.param_spec import share
 from jpaged.models.quantized import is_quantized
 from jpaged.models.served import served_config, share_of
@@ -125,7 +126,8 @@ def unfused(model: ModelConfig, layers: tuple[int, ...]) -> str | None:
 
 def _widths(model: ModelConfig) -> list[int]:
     """Return the inputs of every kind of product in a device's share of a model."""
-    products = [x for x in model.params() if x.is_multiplied and x.sides[0][0] != "X"]
+    weights = [x for x in model.params() if x.is_multiplied and x.name != TABLE]
+    products = [x for x in weights if x.sides[0][0] != "X"]
     return [math.prod(spec.shape_of(" ".join(spec.sides[1]))) for spec in products]
 
 
@@ -190,7 +192,10 @@ def _experts(
     shards: devices that each expert is split over.
     """
     sizes = {
-        layer.ffn.expert_size for layer in model.layers if isinstance(layer.ffn, ExpertsConfig)
+        ffn.expert_size
+        for layer in model.layers
+        for ffn in layer.ffns
+        if isinstance(ffn, ExpertsConfig)
     }
     if not sizes:
         return None

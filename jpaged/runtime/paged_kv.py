@@ -83,9 +83,11 @@ class PagedKV:
         call: Any = {"options": kernel.options(options, spec.num_layers), "sinks_H": sinks}
         with jax.named_scope("paged_attention"):
             if self.is_decode:
-                return kernel.module.decode(q, pool, place.index, *rows, **call)
-            rows = (*rows, self.query_start_loc_S1, view.prepared)
-            return kernel.module.prefill(q, pool, place.index, *rows, **call)
+                o = kernel.module.decode(q, pool, place.index, *rows, **call)
+            else:
+                rows = (*rows, self.query_start_loc_S1, view.prepared)
+                o = kernel.module.prefill(q, pool, place.index, *rows, **call)
+        return o[..., : spec.group.value_dim]  # values of fewer dimensions than keys are padded
 
     def rows(self, place: Place) -> Rows:
         """See models.kv_view.KVView."""

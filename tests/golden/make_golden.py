@@ -170,6 +170,7 @@ def fused_experts(tensors: dict[str, Any]) -> dict[str, Any]:
     for key, tensor in tensors.items():
         key = key.replace(".block_sparse_moe.", ".mlp.")
         key = key.replace(".mlp.moe_statics.", ".mlp.gate.moe_statics.")
+        key = key.replace(".attention_sink_bias", ".sinks")
         if ".language_model." in key and key.endswith(("gate_up_proj", "experts.down_proj")):
             tensor = tensor.transpose(1, 2).contiguous()
         if found := re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.weight", key):

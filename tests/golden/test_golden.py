@@ -11,6 +11,7 @@ from safetensors import safe_open
 
 from jpaged.models.config import ModelConfig
 from jpaged.models.families import FAMILIES
+from jpaged.models.layers.attention import AttentionConfig
 from tests.golden.configs import CONFIGS
 from tests.golden.reference import BeamCase, load, load_beams
 
@@ -46,11 +47,16 @@ def test_configs_cover_the_families() -> None:
     for family in ("qwen3", "qwen2", "llama", "mistral"):
         assert sum(c.family == family for c in configs) >= 3
     assert {c.family for c in configs} == set(FAMILIES)
-    assert {c.group_size for c in configs} == {1, 2, 4, 7}
-    assert {c.head_dim for c in configs} == {32, 64, 80, 128}
+    layers = [layer for c in configs for layer in c.layers]
+    mixers = [layer.mixer for layer in layers if isinstance(layer.mixer, AttentionConfig)]
+    assert {m.group_size for m in mixers} == {1, 2, 4, 7}
+    assert {m.head_dim for m in mixers} == {32, 48, 64, 80, 128}
+    assert {m.value_width for m in mixers} == {32, 64, 80, 128}
+    scalings = {m.rope.scaling for m in mixers if m.rope is not None}
     assert {c.tie_word_embeddings for c in configs} == {True, False}
-    assert {c.rope_scaling.kind if c.rope_scaling else None for c in configs} == {
+    assert {scaling.kind if scaling else None for scaling in scalings} == {
         None,
+        "proportional",
         "linear",
         "llama3",
         "yarn",

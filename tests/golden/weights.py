@@ -13,10 +13,14 @@ from typing import Any
 
 import numpy as np
 
+from tests.golden.unequal import UNEQUAL, unequal_shapes
+
 AFTER = ("post_attention_layernorm", "post_feedforward_layernorm")
 NORMS = {
     "gemma2": ("input_layernorm", "pre_feedforward_layernorm", *AFTER),
     "gemma3_text": ("input_layernorm", "pre_feedforward_layernorm", *AFTER),
+    "gemma4_text": AFTER,
+    "gemma4_unified_text": AFTER,
     "olmo2": AFTER,
     "olmo3": AFTER,
     "exaone4": AFTER,
@@ -49,6 +53,8 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     if "text_config" in config:
         shapes = tensor_shapes(text_part(config))
         return {k.replace("model.", "model.language_model."): v for k, v in shapes.items()}
+    if config["model_type"] in UNEQUAL:
+        return unequal_shapes(config)
     family, e, f = config["model_type"], config["hidden_size"], config.get("intermediate_size", 0)
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     d = config.get("head_dim") or e // heads
@@ -217,16 +223,23 @@ def _tied(key: str, x: np.ndarray, name: str, config: Mapping[str, Any]) -> np.n
 def _scaled(key: str, x: np.ndarray, config: Mapping[str, Any]) -> np.ndarray:
     if key.endswith("e_score_correction_bias"):
         return 0.3 * x  # sigmoids differ by as much
-    if key.endswith("norm.weight"):
+    if key.endswith(("norm.weight", "norm_1.weight", "norm_2.weight", "router.scale")):
         # q_norm and k_norm set the sharpness of attention, whatever the projections are
         mean = 1.3 if key.endswith(QK_NORMS) else 1.0
+        if mean > 1 and config["model_type"].startswith("gemma4"):
+            mean = 0.6  # its scores are not divided by the root of head_dim
         if config["model_type"] in NORMS and config["tie_word_embeddings"]:
             mean *= 8.0 if any(norm in key for norm in AFTER) else 1.0  # see "residual" below
-        return mean - config["model_type"].startswith("gemma") + 0.25 * x
+        return mean - (config["model_type"] in ("gemma2", "gemma3_text")) + 0.25 * x
+    if key.endswith(("layer_scalar", "per_expert_scale")):
+        return 0.8 + 0.2 * x
     if key.endswith(("bias", "sinks")):
-        return (1.0 if key.endswith("sinks") else 0.4) * x
+        return (1.0 if key.endswith(("sinks", "sink_bias")) else 0.4) * x
     if key.endswith(("experts.gate_up_proj", "experts.down_proj")):  # [X, inputs, outputs]
-        return x * ((1.0 if "gate_up" in key else 2.0) / np.sqrt(x.shape[1]))
+        inputs = x.shape[2 if config["model_type"].startswith("gemma4") else 1]
+        return x * ((1.0 if "gate_up" in key else 2.0) / np.sqrt(inputs))
+    if key == "model.embed_tokens_per_layer.weight":
+        return x / np.sqrt(config["hidden_size_per_layer_input"])
     if key.endswith("embed_tokens.weight"):
         return x * (3.0 / np.sqrt(x.shape[1]) if config["tie_word_embeddings"] else 1.0)
     gain = (

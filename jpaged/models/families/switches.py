@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol
 
 from jpaged.errors import ConfigError
 from jpaged.models.alike import Alike
+from jpaged.models.layers.mlp import Activation
 from jpaged.models.layers.rope import QueryScaling
 from jpaged.models.layers.router import RouterConfig
 from jpaged.models.rope_scaling import ROPE_OPTIONS, RopeScaling
@@ -19,7 +20,10 @@ SIZES = {  # of models.alike.Alike, in a config.json
     "head_dim": "head_dim",
     "rms_norm_eps": "rms_norm_eps",
 }
-ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # a config.json's, and ours
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}  # a config.json's, and ours
 CLAMPED = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # of the activation of that name
 BIASES = {"attention_bias": ("qkv_bias", "out_bias")}
 MSCALES = ("mscale", "mscale_all_dim")
@@ -217,7 +221,7 @@ class Switches:
             raise ConfigError(f"rope_parameters={rope}: partial rotary is not supported")
         fields: dict[str, Any] = {
             "rope_theta": float(rope["rope_theta"] or 10000.0),
-            "rope_scaling": _rope_scaling(rope, hf["max_position_embeddings"]),
+            "rope_scaling": read_scaling(rope, hf["max_position_embeddings"]),
             "partial_rotary_factor": float(fraction),
             "rope": tuple({**self.rope, **self._read_query_scaling(rope)}.items()),
         }
@@ -275,7 +279,7 @@ class Switches:
         return raw
 
 
-def _rope_scaling(rope: dict[str, Any], max_position: int) -> RopeScaling | None:
+def read_scaling(rope: dict[str, Any], max_position: int) -> RopeScaling | None:
     kind = rope["rope_type"]
     if kind in ("default", "dynamic"):  # dynamic is plain up to max_position_embeddings
         return None

@@ -29,6 +29,7 @@ QKV_BIAS = (
     Part("k_bias", "K 1 D", "self_attn.k_proj.bias"),
     Part("v_bias", "K 1 D", "self_attn.v_proj.bias"),
 )
+V, V_BIAS = "self_attn.v_proj.weight", "self_attn.v_proj.bias"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,11 @@ class AttentionConfig:
     head has one more score, a parameter, which takes its share of the softmax alone. qk_norm:
     queries and keys are normed, each head by itself or all heads together; qk_norm_after_rope: once
     they are rotated.
+
+    value_dim: Dv, the width of a value; None is D. value_is_key: values are the product of the
+    keys, before their norm and rotation, and no product is theirs. value_norm: values of each head
+    are normed, without a scale. value_scale: what values are multiplied by. keys_of: the index of
+    an earlier layer of the model whose keys and values it attends to; None: it has some of its own.
     """
 
     num_heads: int
@@ -57,10 +63,23 @@ class AttentionConfig:
     qk_norm: Literal["head", "whole"] | None = None
     qk_norm_after_rope: bool = False
     norm: NormConfig = PLAIN_NORM
+    value_dim: int | None = None
+    value_is_key: bool = False
+    value_norm: bool = False
+    value_scale: float = 1.0
+    keys_of: int | None = None
 
     def __post_init__(self) -> None:
         at_least(1, self, "num_heads", "num_kv_heads")
         at_least(2, self, "head_dim")
+        if self.value_dim is not None:
+            at_least(1, self, "value_dim")
+        if self.value_is_key and self.value_width != self.head_dim:
+            raise ConfigError(
+                f"value_dim={self.value_dim} with value_is_key: must be head_dim={self.head_dim}"
+            )
+        if self.keys_of is not None and self.qk_norm == "whole":
+            raise ConfigError(f"keys_of={self.keys_of} with qk_norm='whole' is not supported")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
@@ -69,12 +88,18 @@ class AttentionConfig:
             attention_multiplier=self.multiplier,
             query_pre_attn_scalar=self.query_pre_attn_scalar,
             attn_logit_softcapping=self.soft_cap,
+            value_scale=self.value_scale,
         )
 
     @property
     def group_size(self) -> int:
         """G: query heads a KV head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def value_width(self) -> int:
+        """Dv: the width of a value."""
+        return self.head_dim if self.value_dim is None else self.value_dim
 
     @property
     def scale(self) -> float:
@@ -95,12 +120,29 @@ class AttentionConfig:
             return "norms over all heads together"
         if self.qk_norm is not None and self.qk_norm_after_rope:
             return "norms after the rotation"
-        return None
+        if self.value_is_key or self.value_norm or self.value_scale != 1.0:
+            return "values that are keys, normed or scaled"
+        return "values of another width" if self.value_width != self.head_dim else None
 
     @property
     def sizes(self) -> dict[str, int]:
         """The sizes of its axes by their letters."""
-        return {"K": self.num_kv_heads, "G": self.group_size, "D": self.head_dim}
+        sizes = {"K": self.num_kv_heads, "G": self.group_size, "D": self.head_dim}
+        return sizes if self.value_dim is None else sizes | {"Dv": self.value_dim}
+
+    @property
+    def _num_fused(self) -> int:
+        """How many of q, k and v lie in one weight: all, or fewer where values are of another width
+        or keys, or another layer has keys and values.
+        """
+        if self.keys_of is not None:
+            return 1
+        return 2 if self.value_is_key or self.value_width != self.head_dim else 3
+
+    @property
+    def _has_v(self) -> bool:
+        """Whether values have a weight of their own."""
+        return self.keys_of is None and self.value_width != self.head_dim
 
     def params(self) -> tuple[ParamSpec, ...]:
         """Its parameters, by names within a layer. Query, key and value of one KV head lie
@@ -108,19 +150,26 @@ class AttentionConfig:
         and V.
         """
         q_norm, k_norm = "self_attn.q_norm.weight", "self_attn.k_norm.weight"
-        specs = [ParamSpec("attention.qkv", "K G+2 D, E", self._as_stored(QKV), "normal", "K")]
+        count = self._num_fused
+        heads = "K G D" if count == 1 else f"K G+{count - 1} D"
+        fused = self._as_stored(QKV)[:count]
+        specs = [ParamSpec("attention.qkv", f"{heads}, E", fused, "normal", "K")]
+        if self._has_v:
+            specs.append(ParamSpec("attention.v", "K Dv, E", V, "normal", "K"))
         if self.qkv_bias:
-            source = self._as_stored(QKV_BIAS)
-            specs.append(ParamSpec("attention.qkv_bias", "K G+2 D", source, "zeros", "K"))
+            fused = self._as_stored(QKV_BIAS)[:count]
+            specs.append(ParamSpec("attention.qkv_bias", heads, fused, "zeros", "K"))
+            if self._has_v:
+                specs.append(ParamSpec("attention.v_bias", "K Dv", V_BIAS, "zeros", "K"))
         if self.qk_norm is not None:
             axes, split = ("K ", "K") if self.qk_norm == "whole" else ("", None)
             q_axes, init = axes and f"{axes}G ", self.norm.init
-            specs += [
-                ParamSpec("attention.q_norm.scale", f"{q_axes}D", q_norm, init, split),
-                ParamSpec("attention.k_norm.scale", f"{axes}D", k_norm, init, split),
-            ]
-        out = "self_attn.o_proj.weight"
-        specs.append(ParamSpec("attention.out", "E, K G D", out, "residual", "K"))
+            specs.append(ParamSpec("attention.q_norm.scale", f"{q_axes}D", q_norm, init, split))
+            if self.keys_of is None:
+                name = "attention.k_norm.scale"
+                specs.append(ParamSpec(name, f"{axes}D", k_norm, init, split))
+        out, width = "self_attn.o_proj.weight", "D" if self.value_dim is None else "Dv"
+        specs.append(ParamSpec("attention.out", f"E, K G {width}", out, "residual", "K"))
         if self.sinks:
             specs.append(ParamSpec("attention.sinks", "K G", "self_attn.sinks", "zeros", "K"))
         if self.out_bias:
@@ -136,9 +185,12 @@ class AttentionConfig:
         return q._replace(interleaved=pairs), k._replace(interleaved=pairs), v
 
     def keeps(self) -> tuple[Record, ...]:
-        """What the cache holds of each token for it."""
-        shape = (self.num_kv_heads, self.head_dim)
-        return (Record(fields=(Field("keys", shape, split=0), Field("values", shape, split=0))),)
+        """What the cache holds of each token for it; () where another layer has its keys."""
+        if self.keys_of is not None:
+            return ()
+        keys = Field("keys", (self.num_kv_heads, self.head_dim), split=0)
+        values = Field("values", (self.num_kv_heads, self.value_width), split=0)
+        return (Record(fields=(keys, values)),)
 
     def scratch(self, step: StepSizes) -> Scratch:
         """What a step allocates for it. XLA:CPU shares the results of no two layers' attention."""
@@ -168,6 +220,9 @@ class AttentionConfig:
             qkv=Linear.of(weights["attention.qkv"], weights.get("attention.qkv_bias")),
             q_norm=RMSNorm.of(self.norm, weights.get("attention.q_norm.scale")),
             k_norm=RMSNorm.of(self.norm, weights.get("attention.k_norm.scale")),
+            v=Linear.of(weights["attention.v"], weights.get("attention.v_bias"))
+            if self._has_v
+            else None,
             out=Linear.of(weights["attention.out"], weights.get("attention.out_bias")),
             sinks=None if sinks is None else sinks.value,
             config=self,
@@ -177,11 +232,13 @@ class AttentionConfig:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Attention:
-    """qkv: the projections of each KV head and its G query heads, together: [..., K, G+2, D].
-    sinks: [K, G] or None.
+    """qkv: the projections of each KV head and its G query heads, together: [..., K, G+2, D];
+    [..., K, G+1, D] where values are keys or `v` [..., K, Dv] makes them; [..., K, G, D] where
+    another layer has the keys and values. sinks: [K, G] or None.
     """
 
     qkv: Linear
+    v: Linear | None
     q_norm: RMSNorm | None
     k_norm: RMSNorm | None
     out: Linear
@@ -196,20 +253,29 @@ class Attention:
         kv: KVView,
         places: tuple[Place, ...],
     ) -> tuple[Array, KVView]:
-        """x [..., E]; rotary: of config.rope. places: where the cache holds what `keeps` says."""
+        """x [..., E]; rotary: of config.rope. places: where the cache holds what `keeps` says, or
+        what the layer that has the keys keeps.
+        """
         (place,) = places
-        mean_over = None if self.q_norm is None else step.axis_over(self.q_norm.split)
+        config = self.config
         heads = Heads(
             q_norm=self.q_norm,
             k_norm=self.k_norm,
             rotary=rotary,
-            mean_over=mean_over,
-            norms_after=self.config.qk_norm_after_rope,
+            v_norm=RMSNorm(scale=None, config=config.norm) if config.value_norm else None,
+            value_scale=config.value_scale,
+            value_is_key=config.value_is_key,
+            mean_over=None if self.q_norm is None else step.axis_over(self.q_norm.split),
+            norms_after=config.qk_norm_after_rope,
         )
         with jax.named_scope("qkv"):
-            qkv = self.qkv(x, step)
-        q, kv = kv.write(place, qkv, heads)  # q, k, v = heads(qkv), of which k and v are kept
+            product = self.qkv(x, step)
+            qkv = product if self.v is None else (product, self.v(x, step))
+        if config.keys_of is None:
+            q, kv = kv.write(place, qkv, heads)  # q, k, v = heads(qkv), of which k and v are kept
+        else:
+            q = heads.queries(product)
         sinks = None if self.sinks is None else self.sinks.reshape(-1)
-        o = kv.attend(place, q, self.config.options, sinks)
+        o = kv.attend(place, q, config.options, sinks)
         with jax.named_scope("out"):
             return self.out(o.reshape(*x.shape[:-1], -1), step), kv

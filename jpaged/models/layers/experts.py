@@ -12,6 +12,7 @@ from jpaged.checks import at_least
 from jpaged.errors import ConfigError
 from jpaged.models.layers.linear import Linear, Products, StepContext
 from jpaged.models.layers.mlp import MLP, Activation, gated
+from jpaged.models.layers.norm import RMSNorm
 from jpaged.models.layers.router import PLAIN_ROUTER, RouterConfig, route
 from jpaged.models.layers.scratch import Scratch, StepSizes
 from jpaged.models.param_spec import Parameters, ParamSpec, Part, share
@@ -29,6 +30,7 @@ BIASES = (
     Part("up_bias", "X 1 I", "mlp.experts.up_proj_bias"),
 )
 CHOOSING_BIAS = "mlp.choosing_bias"
+ROUTER_NORM, EXPERT_SCALES = "mlp.router_norm.scale", "mlp.expert_scales"
 SHARED = (
     Part("gate", "1 R, E", "mlp.shared_expert.gate_proj.weight"),
     Part("up", "1 R, E", "mlp.shared_expert.up_proj.weight"),
@@ -68,7 +70,13 @@ class ExpertsConfig:
 
     def params(self) -> tuple[ParamSpec, ...]:
         """Its parameters, by names within a layer."""
-        specs = [ParamSpec("mlp.router", "X, E", "mlp.gate.weight")]
+        specs: list[ParamSpec] = []
+        if self.router.norm is not None:
+            init = self.router.norm.init
+            specs.append(ParamSpec(ROUTER_NORM, "E", "router.scale", init))
+        specs.append(ParamSpec("mlp.router", "X, E", "mlp.gate.weight"))
+        if self.router.has_expert_scales:
+            specs.append(ParamSpec(EXPERT_SCALES, "X", "router.per_expert_scale", "ones"))
         if self.router.has_bias:
             source = "mlp.gate.e_score_correction_bias"
             specs.append(ParamSpec(CHOOSING_BIAS, "X", source, "zeros", in_f32=True))
@@ -123,7 +131,10 @@ class ExpertsConfig:
                 down=Linear.of(weights["mlp.shared.down"]),
                 activation=self.activation,
             )
+        norm = self.router.norm
         return Experts(
+            router_norm=None if norm is None else RMSNorm.of(norm, weights[ROUTER_NORM]),
+            expert_scales=values.get(EXPERT_SCALES),
             router=Linear.of(weights["mlp.router"], weights.get("mlp.router_bias")),
             choosing_bias=values.get(CHOOSING_BIAS),
             gate_up=gate_up.value,
@@ -142,12 +153,15 @@ class Experts:
     """Each token through the few experts that its router scores highest (arXiv:1701.06538), and
     through one that is shared (arXiv:2401.06066), where there is one.
 
-    choosing_bias: f32 [X] or None. gate_up: [X, 2, I, E], its bias [X, 2, I] or None. down: [X, E,
-    I], its bias [X, E] or None. shared and shared_gate are None where no expert is shared, and
-    shared_gate also where what it gives is not weighed. config: the width of an expert is that on
-    all devices together.
+    router_norm: of what the router sees, which is then divided by the root of E; or None.
+    expert_scales: [X] or None. choosing_bias: f32 [X] or None. gate_up: [X, 2, I, E], its bias [X,
+    2, I] or None. down: [X, E, I], its bias [X, E] or None. shared and shared_gate are None where
+    no expert is shared, and shared_gate also where what it gives is not weighed. config: the width
+    of an expert is that on all devices together.
     """
 
+    router_norm: RMSNorm | None
+    expert_scales: Array | None
     router: Linear
     choosing_bias: Array | None
     gate_up: Array | QuantizedWeight
@@ -158,13 +172,12 @@ class Experts:
     shared_gate: Linear | None
     config: ExpertsConfig = dataclasses.field(metadata={"static": True})
 
-    def __call__(self, x: Array, step: StepContext) -> Array:
-        """x [..., E]."""
+    def __call__(self, x: Array, step: StepContext, routed_by: Array | None = None) -> Array:
+        """x [..., E]. routed_by [..., E]: what the router sees; None is x."""
         rows = x.reshape(-1, x.shape[-1])
         with jax.named_scope("router"):
-            logits = self.router(rows, step, jnp.float32)
-            num = self.config.experts_per_token
-            chosen, weight = route(self.config.router, logits, self.choosing_bias, num)
+            seen = rows if routed_by is None else routed_by.reshape(rows.shape)
+            chosen, weight = self._route(seen, step)
         if step.num_rows is not None:  # padding chooses none
             is_real = jnp.arange(rows.shape[0]) < step.num_rows
             chosen = jnp.where(is_real[:, None], chosen, self.gate_up.shape[0])
@@ -192,6 +205,17 @@ class Experts:
                 bias = jnp.take(self.down_bias, chosen[:, choice], 0, mode="fill", fill_value=0)
                 y = y + weight[:, choice, None] * bias.astype(jnp.float32)
         return (y + shared).astype(x.dtype).reshape(x.shape)
+
+    def _route(self, x: Array, step: StepContext) -> tuple[Array, Array]:
+        """Return the experts of each row of x [T, E], and their weights, f32."""
+        if self.router_norm is not None:
+            x = self.router_norm(x) * jnp.asarray(x.shape[-1] ** -0.5, x.dtype)
+        logits = self.router(x, step, jnp.float32)
+        num = self.config.experts_per_token
+        chosen, weight = route(self.config.router, logits, self.choosing_bias, num)
+        if self.expert_scales is not None:
+            weight = weight * jnp.take(self.expert_scales, chosen).astype(jnp.float32)
+        return chosen, weight
 
     def _weights(self, step: StepContext) -> ExpertWeights:
         """The experts' weights, with the adapters of the step's rows."""

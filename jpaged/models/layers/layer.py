@@ -1,7 +1,7 @@
 """A decoder layer: a mixer of tokens and a feed-forward part, each with its norms and residual."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal, Protocol, Self
 
 import jax
@@ -9,12 +9,15 @@ import jax.numpy as jnp
 from jax import Array
 
 from jpaged.checks import positive
+from jpaged.errors import ConfigError
 from jpaged.models.kv_view import KVView, Place
 from jpaged.models.layers.attention import Attention, AttentionConfig
 from jpaged.models.layers.experts import Experts, ExpertsConfig
 from jpaged.models.layers.linear import StepContext
 from jpaged.models.layers.mlp import MLP, MLPConfig
 from jpaged.models.layers.norm import PLAIN_NORM, NormConfig, RMSNorm
+from jpaged.models.layers.parallel_ffn import ParallelFFN, ParallelFFNConfig
+from jpaged.models.layers.per_layer import PerLayer, PerLayerConfig
 from jpaged.models.layers.rope import RopeConfig, Rotary
 from jpaged.models.layers.scratch import Scratch, StepSizes
 from jpaged.models.param_spec import Parameters, ParamSpec
@@ -56,14 +59,18 @@ class LayerConfig:
     """One layer. mixer, ffn: None where the layer has no such part.
 
     norms: "pre" normalises what a part takes, "post" what it gives, before that is added; "both"
-    does both. residual_multiplier: of what is added.
+    does both. residual_multiplier: of what is added. per_layer: what the layer does at its end with
+    embeddings that tokens have for each layer. has_scalar: what leaves the layer is multiplied by a
+    number, a parameter.
     """
 
     mixer: AttentionConfig | None
-    ffn: MLPConfig | ExpertsConfig | None
+    ffn: MLPConfig | ExpertsConfig | ParallelFFNConfig | None
     norms: Literal["pre", "post", "both"] = "pre"
     norm: NormConfig = PLAIN_NORM
     residual_multiplier: float = 1.0
+    per_layer: PerLayerConfig | None = None
+    has_scalar: bool = False
 
     def __post_init__(self) -> None:
         positive(residual_multiplier=self.residual_multiplier)
@@ -74,8 +81,15 @@ class LayerConfig:
         return {name: size for part in self._parts for name, size in part.sizes.items()}
 
     @property
-    def _parts(self) -> Iterator[PartConfig[Attention | MLP | Experts]]:
-        return (part for part in (self.mixer, self.ffn) if part is not None)
+    def _parts(self) -> Iterator[PartConfig[Attention | MLP | Experts | ParallelFFN | PerLayer]]:
+        return (part for part in (self.mixer, self.ffn, self.per_layer) if part is not None)
+
+    @property
+    def ffns(self) -> tuple[MLPConfig | ExpertsConfig, ...]:
+        """Its feed-forward part; both where an MLP and experts stand side by side; or none."""
+        if isinstance(self.ffn, ParallelFFNConfig):
+            return self.ffn.mlp, self.ffn.experts
+        return () if self.ffn is None else (self.ffn,)
 
     def params(self) -> tuple[ParamSpec, ...]:
         """Its parameters in the order of the forward pass, by names within it."""
@@ -95,6 +109,10 @@ class LayerConfig:
             if has_post:
                 source = "post_feedforward_layernorm.weight"
                 specs.append(ParamSpec(MLP_POST_NORM, "E", source, init))
+        if self.per_layer is not None:
+            specs += self.per_layer.params()
+        if self.has_scalar:
+            specs.append(ParamSpec(SCALAR, "1", "layer_scalar", "ones"))
         return tuple(specs)
 
     def keeps(self) -> tuple[Record, ...]:
@@ -115,7 +133,9 @@ class LayerConfig:
         mixer = None if self.mixer is None else self.mixer.share(devices)
         return self._with(mixer=mixer, ffn=None if self.ffn is None else self.ffn.share(devices))
 
-    def _with(self, **changes: AttentionConfig | MLPConfig | ExpertsConfig | None) -> Self:
+    def _with(
+        self, **changes: AttentionConfig | MLPConfig | ExpertsConfig | ParallelFFNConfig | None
+    ) -> Self:
         return dataclasses.replace(self, **changes)
 
     def build(self, weights: Parameters) -> "Layer":
@@ -125,16 +145,45 @@ class LayerConfig:
             norms = (RMSNorm.of(self.norm, weights.get(name)) for name in (before, after))
             return Residual(*norms, multiplier=self.residual_multiplier)
 
+        scalar = weights.get(SCALAR)
         return Layer(
             around_mixer=residual(INPUT_NORM, ATTENTION_POST_NORM),
             mixer=None if self.mixer is None else self.mixer.build(weights),
             around_ffn=residual(POST_NORM, MLP_POST_NORM),
             ffn=None if self.ffn is None else self.ffn.build(weights),
+            per_layer=None if self.per_layer is None else self.per_layer.build(weights),
+            scalar=None if scalar is None else scalar.value,
         )
 
 
 INPUT_NORM, ATTENTION_POST_NORM = "input_norm.scale", "attention_post_norm.scale"
 POST_NORM, MLP_POST_NORM = "post_norm.scale", "mlp_post_norm.scale"
+SCALAR = "scalar"
+
+
+def check_layers(layers: Sequence[LayerConfig]) -> None:
+    """ConfigError unless these can be the layers of one model: all have the same per-layer
+    embeddings, or none; and a layer that reads another's keys and values names the last one before
+    it that keeps such keys and values, of as many heads and with the same window.
+    """
+    for i, layer in enumerate(layers):
+        if layer.per_layer != layers[0].per_layer:
+            raise ConfigError(f"per_layer={layer.per_layer} in layer {i}: must be that of layer 0")
+    last: dict[tuple[object, ...], int] = {}
+    for i, layer in enumerate(layers):
+        mixer = layer.mixer
+        if not isinstance(mixer, AttentionConfig):
+            continue
+        heads = (mixer.num_heads, mixer.num_kv_heads)
+        form = (*heads, mixer.head_dim, mixer.value_width, mixer.window)
+        if mixer.keys_of is None:
+            last[form] = i
+        elif last.get(form) != mixer.keys_of:
+            kept = f"layer {last[form]}" if form in last else "no layer"
+            raise ConfigError(
+                f"keys_of={mixer.keys_of} in layer {i}: the last layer before it that keeps keys "
+                f"and values of its heads, widths and window is {kept}"
+            )
 
 
 @jax.tree_util.register_dataclass
@@ -165,17 +214,22 @@ def scaled(x: Array, factor: float) -> Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A mixer of tokens, then a feed-forward part; None where the layer has no such part."""
+    """A mixer of tokens, then a feed-forward part, then what per-layer embeddings add; None where
+    the layer has no such part. scalar: [1], what leaves the layer is multiplied by it; None is 1.
+    """
 
     around_mixer: Residual
     mixer: Attention | None
     around_ffn: Residual
-    ffn: MLP | Experts | None
+    ffn: MLP | Experts | ParallelFFN | None
+    per_layer: PerLayer | None = None
+    scalar: Array | None = None
 
     @property
     def experts_are_plain(self) -> bool:
         """Whether the weights of its experts are arrays; True without experts."""
-        return not (isinstance(self.ffn, Experts) and is_quantized(self.ffn.gate_up))
+        ffn = self.ffn.experts if isinstance(self.ffn, ParallelFFN) else self.ffn
+        return not (isinstance(ffn, Experts) and is_quantized(ffn.gate_up))
 
     @property
     def rope(self) -> RopeConfig | None:
@@ -189,8 +243,10 @@ class Layer:
         rotary: Rotary | None,
         kv: KVView,
         places: tuple[Place, ...],
+        inputs: Array | None = None,
     ) -> tuple[Array, KVView]:
-        """x [..., E]. rotary: of `rope`. places: where the cache holds what LayerConfig.keeps says.
+        """x [..., E]. rotary: of `rope`. places: where the cache holds what LayerConfig.keeps says,
+        or what the layer keeps whose keys it reads. inputs [..., P]: of per-layer embeddings.
         Returns x after the layer, and the view with what it kept.
         """
         if self.mixer is not None:
@@ -199,6 +255,14 @@ class Layer:
                 x = self.around_mixer.added(x, y)
         if self.ffn is not None:
             with jax.named_scope("mlp"):
-                y = self.ffn(self.around_ffn.taken(x), step)
+                taken = self.around_ffn.taken(x)
+                if isinstance(self.ffn, ParallelFFN):
+                    y = self.ffn(taken, step, x)
+                else:
+                    y = self.ffn(taken, step)
                 x = self.around_ffn.added(x, y)
-        return x, kv
+        if self.per_layer is not None:
+            assert inputs is not None, "the model has them for all layers"
+            with jax.named_scope("per_layer"):
+                x = self.per_layer(x, step, inputs)
+        return (x if self.scalar is None else x * self.scalar[0]), kv

@@ -38,11 +38,11 @@ PLAIN_NORM = NormConfig()
 class RMSNorm:
     """Root mean square norm (arXiv:1910.07467) over the axes of its scale, the last of x, in f32.
 
-    split: the size of the axis of the scale that a mesh splits where it divides; None: it lies
-    whole on every device.
+    scale: None multiplies by nothing, and the norm is over the last axis. split: the size of the
+    axis of the scale that a mesh splits where it divides; None: it lies whole on every device.
     """
 
-    scale: Array
+    scale: Array | None
     config: NormConfig = dataclasses.field(metadata={"static": True})
     split: int | None = dataclasses.field(default=None, metadata={"static": True})
 
@@ -59,13 +59,16 @@ class RMSNorm:
         """x normed, in its dtype. mean_over: the mesh axis whose devices each hold a share of what
         is normed, all alike; None: this device has it whole.
         """
-        axes = tuple(range(x.ndim - self.scale.ndim, x.ndim))
+        num_axes = 1 if self.scale is None else self.scale.ndim
+        axes = tuple(range(x.ndim - num_axes, x.ndim))
         x32 = x.astype(jnp.float32)
         mean = mean_of_squares(x32.reshape(*x.shape[: axes[0]], -1))
         mean = mean.reshape(mean.shape[:-1] + (1,) * len(axes))
         if mean_over is not None:
             mean = jax.lax.pmean(mean, mean_over)
         x32 = x32 * jax.lax.rsqrt(mean + jnp.float32(self.config.eps))
+        if self.scale is None:
+            return x32.astype(x.dtype)
         dtype = jnp.float32 if self.config.in_f32 else x.dtype
         scale = self.scale.astype(dtype).reshape((1,) * axes[0] + self.scale.shape)
         if self.config.has_offset:

@@ -165,8 +165,11 @@ class Rotary:
 
     def __call__(self, q: Array, k: Array) -> tuple[Array, Array]:
         """q and k [..., heads, D], rotated; q scaled too."""
-        q, k = rotate(q, self.cos, self.sin), rotate(k, self.cos, self.sin)
-        return self.scaled(q), k
+        return self.queries(q), rotate(k, self.cos, self.sin)
+
+    def queries(self, q: Array) -> Array:
+        """Return q [..., heads, D] rotated and scaled; [..., K, G, D] as well."""
+        return self.scaled(rotate(q, self.cos, self.sin))
 
     def scaled(self, q: Array) -> Array:
         """Return rotated queries [..., D] times their factors, rounded to the queries' dtype."""

@@ -10,6 +10,7 @@ from jax import Array
 
 from jpaged.checks import at_least, positive
 from jpaged.errors import ConfigError
+from jpaged.models.layers.norm import NormConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,7 +22,9 @@ class RouterConfig:
     not where they are weighed. num_groups: neighbouring experts are in one group; experts are
     chosen out of the chosen_groups whose two best scores have the highest sums. normalized: the
     weights of a token's experts are divided by their sum, to which eps is added and which is
-    least_sum at least. scale: a factor on all weights.
+    least_sum at least. scale: a factor on all weights. norm: what the router sees is normed, with a
+    scale, and divided by the root of its width. has_expert_scales: the weight of each expert is
+    multiplied by a parameter.
     """
 
     score: Literal["softmax", "sigmoid", "sqrt_softplus"] = "softmax"
@@ -32,6 +35,8 @@ class RouterConfig:
     eps: float = 0.0
     least_sum: float = 0.0
     scale: float = 1.0
+    norm: NormConfig | None = None
+    has_expert_scales: bool = False
 
     def __post_init__(self) -> None:
         at_least(1, self, "num_groups", "chosen_groups")

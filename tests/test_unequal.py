@@ -1,0 +1,189 @@
+"""A model whose layers differ in all that the cache is grouped by: widths, KV heads, windows,
+values of another width, keys as values, layers that read others' keys; with per-layer embeddings
+and experts beside an MLP. Whatever happens to a sequence, its tokens are the dense model's.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from jpaged import LLM, ModelConfig, Params, RequestOutput, SamplingParams
+from jpaged.errors import ConfigError
+from jpaged.models.kv_groups import kv_groups, kv_places
+from jpaged.models.layers.attention import AttentionConfig
+from jpaged.models.layers.experts import ExpertsConfig
+from jpaged.models.layers.layer import LayerConfig
+from jpaged.models.layers.mlp import MLPConfig
+from jpaged.models.layers.norm import NormConfig
+from jpaged.models.layers.parallel_ffn import ParallelFFNConfig
+from jpaged.models.layers.per_layer import PerLayerConfig
+from jpaged.models.layers.rope import RopeConfig
+from jpaged.models.layers.router import RouterConfig
+from tests.tiny import EOS, assert_idle, dense_greedy, dense_logprobs, make_params, make_prompts
+from tests.tiny import engine as engine_config
+
+NORM = NormConfig(in_f32=True)
+MLP = MLPConfig(intermediate_size=24, activation="gelu_tanh")
+BESIDE = ParallelFFNConfig(
+    mlp=MLP,
+    experts=ExpertsConfig(
+        num_experts=4,
+        experts_per_token=2,
+        expert_size=12,
+        router=RouterConfig(normalized=True, norm=NORM, has_expert_scales=True),
+    ),
+    norm=NORM,
+)
+LOCAL = AttentionConfig(
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    window=7,
+    rope=RopeConfig(dim=16),
+    multiplier=0.4,
+    qk_norm="head",
+    norm=NORM,
+    value_norm=True,
+)
+FULL = dataclasses.replace(
+    LOCAL, num_kv_heads=1, head_dim=32, window=None, rope=RopeConfig(dim=8), value_is_key=True
+)
+NARROW = dataclasses.replace(
+    LOCAL, num_kv_heads=4, value_dim=8, value_norm=False, value_scale=0.7, qkv_bias=True, sinks=True
+)
+
+
+def _reads(mixer: AttentionConfig, layer: int) -> AttentionConfig:
+    """A mixer that attends to the keys of another layer."""
+    return dataclasses.replace(mixer, keys_of=layer, value_is_key=False, value_norm=False)
+
+
+def _layer(mixer: AttentionConfig, ffn: MLPConfig | ParallelFFNConfig = MLP) -> LayerConfig:
+    return LayerConfig(
+        mixer=mixer,
+        ffn=ffn,
+        norms="both",
+        norm=NORM,
+        per_layer=PerLayerConfig(size=20, norm=NORM),
+        has_scalar=True,
+    )
+
+
+LAYERS = (
+    _layer(LOCAL),
+    _layer(FULL, BESIDE),
+    _layer(NARROW),
+    _layer(_reads(LOCAL, 0)),
+    _layer(_reads(FULL, 1)),
+)
+MODEL = ModelConfig(
+    family="gemma4_text",
+    vocab_size=97,
+    hidden_size=32,
+    layers=LAYERS,
+    max_position_embeddings=64,
+    scaled_embedding=True,
+    final_logit_softcapping=15.0,
+    eos_token_ids=(EOS,),
+)
+PARAMS = make_params(0, MODEL)
+# Too few blocks for the prompts below at once.
+CROWDED = engine_config(num_blocks=24, max_num_seqs=12, seq_buckets=(12,), max_logprobs=12)
+# Short ones are admitted with a block each, of which they need more later.
+SHORT = make_prompts(3, 2, 4, 3, 1, 2)
+PROMPTS = make_prompts(5, 21, 40, 33)
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+def llm_of(mesh: Mesh | None = None, **changes: Any) -> LLM:
+    return LLM(PARAMS, mesh=mesh, **vars(dataclasses.replace(CROWDED, **changes)))
+
+
+@functools.cache
+def dense(prompt: tuple[int, ...], count: int) -> list[int]:
+    params = Params(PARAMS, dataclasses.replace(MODEL, eos_token_ids=()))
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens += dense_greedy(params, tokens, 1)
+    return tokens[len(prompt) :]
+
+
+def check(prompts: list[list[int]], outputs: list[RequestOutput], atol: float = 1e-4) -> None:
+    """Tokens and logprobs of every completion are the dense model's."""
+    for prompt, output in zip(prompts, outputs, strict=True):
+        for completion in output.outputs:
+            tokens = completion.token_ids
+            assert tokens == dense(tuple(prompt), len(tokens))
+            expected = dense_logprobs(PARAMS, prompt + tokens)[len(prompt) - 1 : -1]
+            expected = expected[range(len(tokens)), tokens]
+            np.testing.assert_allclose(completion.token_logprobs, expected, atol=atol)
+
+
+def test_groups() -> None:
+    groups = kv_groups(MODEL)
+    form = [(g.layers, g.window, g.num_kv_heads, g.head_dim, g.value_dim) for g in groups]
+    assert form == [((0,), 7, 2, 16, 16), ((1,), None, 1, 32, 32), ((2,), 7, 4, 16, 8)]
+    assert kv_places(MODEL) == [((i, 0),) for i in (0, 1, 2, 0, 1)]
+
+
+def test_layers_that_cannot_read_others_keys() -> None:
+    """A layer reads the last keys of its own kind, so that training, which holds those alone, is
+    the same model.
+    """
+    for wrong in (_reads(LOCAL, 1), _reads(FULL, 0), _reads(LOCAL, 4)):
+        with pytest.raises(ConfigError, match="keys_of="):
+            dataclasses.replace(MODEL, layers=(*LAYERS, _layer(wrong)))
+    between = (*LAYERS, _layer(LOCAL), _layer(_reads(LOCAL, 0)))
+    with pytest.raises(ConfigError, match="is layer 5"):
+        dataclasses.replace(MODEL, layers=between)
+
+
+@pytest.mark.parametrize("is_swapped", [False, True], ids=["recomputed", "in host memory"])
+def test_the_dense_models_tokens(is_swapped: bool) -> None:
+    """Chunks of 16 tokens, preemptions, prefix hits, samples that share a prompt."""
+    store: dict[str, Any] = {"swap_space_gib": 0.01, "swap_min_tokens": 0}
+    llm = llm_of(**store if is_swapped else {})
+    prompts = [*SHORT, *PROMPTS]
+    check(prompts, llm.generate(prompts, GREEDY, use_tqdm=False))
+    kind = "preemptions_swapped" if is_swapped else "preemptions_recomputed"
+    assert llm.stats()[kind] > 0
+    (again,) = llm.generate(PROMPTS[2:3], GREEDY, use_tqdm=False)
+    (again,) = llm.generate(PROMPTS[2:3], GREEDY, use_tqdm=False)
+    check(PROMPTS[2:3], [again])
+    assert again.num_cached_tokens > 0
+    four = llm.generate(PROMPTS[1:2], dataclasses.replace(GREEDY, n=4), use_tqdm=False)
+    assert len(four[0].outputs) == 4
+    check(PROMPTS[1:2], four)
+    for prompt, scores in zip(PROMPTS[:3], llm.score(PROMPTS[:3]), strict=True):
+        expected = dense_logprobs(PARAMS, prompt)[range(len(prompt) - 1), prompt[1:]]
+        np.testing.assert_allclose(scores, expected, atol=1e-4)
+    assert_idle(llm)
+    llm.close()
+
+
+def test_on_four_devices() -> None:
+    """Two replicas of two devices: the one KV head of full layers is repeated, the experts and the
+    table of per-layer embeddings are split.
+    """
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("dp", "tp"))
+    llm = llm_of(mesh, data_parallel_size=2, tensor_parallel_size=2, num_blocks=16)
+    check(PROMPTS, llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+    check(PROMPTS[2:3], llm.generate(PROMPTS[2:3], GREEDY, use_tqdm=False))
+    llm.close()
+
+
+def test_keys_in_8_bits() -> None:
+    """Each group has scales; where rounding turns a choice of experts, a token is far off."""
+    llm = llm_of(kv_cache_dtype="int8")
+    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        tokens = output.outputs[0].token_ids
+        expected = dense_logprobs(PARAMS, prompt + tokens)[len(prompt) - 1 : -1]
+        expected = expected[range(len(tokens)), tokens]
+        assert np.median(np.abs(output.outputs[0].token_logprobs - expected)) < 0.05
+    llm.close()
