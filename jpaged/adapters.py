@@ -58,7 +58,7 @@ class Adapters:
             raise RequestError(f"adapter {name!r} is unknown")
 
     def made(self, source: PyTree, name: str | None = None) -> AdapterVersion:
-        """A version of a tree, or of a folder as PEFT writes it."""
+        """Return a version of a tree, or of a folder as PEFT writes it."""
         if isinstance(source, str | Path):
             pairs = load_adapter(source, self.model)
         else:
@@ -69,32 +69,32 @@ class Adapters:
         return AdapterVersion(name=name, version=next(self._versions), rank=rank, data=data)
 
     def of_call(self, sources: list[PyTree]) -> list[AdapterVersion | None]:
-        """The version of each tree, folder or None; equal objects are read once."""
+        """Return the version of each tree, folder or None; equal objects are read once."""
         kept, self._known = self._known, []
-        found: dict[int, AdapterVersion] = {}
+        by_source: dict[int, AdapterVersion] = {}
         for source in sources:
-            if source is not None and id(source) not in found:
+            if source is not None and id(source) not in by_source:
                 leaves = _leaves(source)
                 same = (made for other, made in kept if _is_same(leaves, other))
-                found[id(source)] = made = next(same, None) or self.made(source)
+                by_source[id(source)] = made = next(same, None) or self.made(source)
                 self._known.append((leaves, made))
-        return [None if source is None else found[id(source)] for source in sources]
+        return [None if source is None else by_source[id(source)] for source in sources]
 
     def report(self) -> Report:
-        """The version that each name has."""
+        """Return the version that each name has."""
         named = self.named.copy()  # at once: other threads add to it
         return {"adapters": {name: adapter.version for name, adapter in named.items()}}
 
     def _served(self, pair: Pair, target: Target, served: Target) -> Pair:
-        """A pair for the heads of the served model, in its dtype."""
+        """Return a pair for the heads of the served model, in its dtype."""
         outputs, _, inputs = target.part.axes.partition(",")
         change = Change.of(target.spec, served.spec, self.dtype)
 
         def changed(x: PyTree, axes: list[str]) -> np.ndarray:
             repeats = change.repeats if "K" in axes else 1
             rows = change.rows if "V" in axes else 0
-            own = dataclasses.replace(change, axes=tuple(axes), repeats=repeats, rows=rows)
-            return own(np.asarray(x))
+            of_side = dataclasses.replace(change, axes=tuple(axes), repeats=repeats, rows=rows)
+            return of_side(np.asarray(x))
 
         return Pair(
             changed(pair.a, ["r", *inputs.split()]), changed(pair.b, [*outputs.split(), "r"])
@@ -136,7 +136,7 @@ def _is_same(one: Leaves, other: Leaves) -> bool:
 
 
 def check_name(name: object) -> str:
-    """The name of an adapter, a printable str; ConfigError for anything else."""
+    """Return the name of an adapter, a printable str; ConfigError for anything else."""
     if not isinstance(name, str) or not name or not name.isprintable():
         raise ConfigError(f"adapter name {name!r}: must be a non-empty str of printable characters")
     return name

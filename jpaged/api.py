@@ -77,7 +77,8 @@ def beam_search(
     on_error: OnError = "raise",
     use_tqdm: bool = False,
 ) -> list[RequestOutput]:
-    """The beam_width likeliest completions of each prompt that a beam search finds, best first.
+    """Return the beam_width likeliest completions of each prompt that a beam search finds, best
+    first.
 
     Each has a `score`, its cumulative_logprob / len(token_ids) ** length_penalty: above 0 favours
     long ones. early_stopping: True stops at beam_width finished completions; False when no beam's

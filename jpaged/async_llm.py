@@ -83,7 +83,7 @@ class AsyncLLM:
     async def complete(
         self, prompt: PromptLike, sampling_params: SamplingParams | None = None
     ) -> RequestOutput:
-        """The completions of one prompt once they have ended. Raises the request's error."""
+        """Return the completions of one prompt once they have ended. Raises the request's error."""
         async with self.run([prompt], sampling_params) as inbox:
             return _checked((await inbox.take())[0][1])
 

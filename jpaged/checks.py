@@ -42,8 +42,8 @@ def check_seed(value: object) -> None:
 
 
 def is_scalar(value: Any, types: type | UnionType = int, kinds: str = "iu") -> bool:
-    """Whether a value is of Python's types (bool is none of them), or a numpy or jax scalar of
-    these dtype kinds.
+    """Return whether a value is of Python's types (bool is none of them), or a numpy or jax scalar
+    of these dtype kinds.
     """
     if isinstance(value, types):
         return not isinstance(value, bool)
@@ -58,7 +58,7 @@ def at_least(least: int, config: object, *names: str) -> None:
 
 
 def read_json(path: Path, error: type[JpagedError] = ConfigError) -> dict[str, Any]:
-    """A JSON object from a file; `error` names the file when it is missing or damaged."""
+    """Return a JSON object from a file; `error` names the file when it is missing or damaged."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -34,7 +34,7 @@ SPECULATIVE = (
 
 
 def _knob[T](default: T, help: str) -> T:
-    """A field of EngineConfig: its default and what it is, which command lines show as well."""
+    """Return a field of EngineConfig. help: what it is, which command lines show as well."""
     return dataclasses.field(default=default, metadata={"help": help})
 
 
@@ -112,6 +112,12 @@ class EngineConfig:
     block_size: int = _knob(64, "P, tokens a KV block")
     num_blocks: int | None = _knob(
         None, "N, KV blocks of a replica; None sizes the pool from memory"
+    )
+    num_states: int | None = _knob(
+        None,
+        "of a model that keeps a state a sequence: states in a replica's pool, those that are kept "
+        "to be found again among them; None is a few a row of max_num_seqs, as far as memory holds "
+        "them beside as many bytes of keys and values",
     )
     memory_utilization: float = _knob(
         0.9, "share of an accelerator's memory for weights, temporaries and pool together"
@@ -220,6 +226,8 @@ class EngineConfig:
             object.__setattr__(self, "speculative", Speculative.of(self.speculative))
         chosen = ("max_model_len", "num_blocks", "decode_steps")
         chosen += ("tensor_parallel_size", "data_parallel_size")
+        if self.num_states is not None:  # a step reads one and writes the next
+            at_least(2, self, "num_states")
         # Unless they are None.
         at_least(1, self, *(name for name in chosen if getattr(self, name) is not None))
         share, swap = self.memory_utilization, self.swap_space_gib
@@ -251,7 +259,7 @@ class EngineConfig:
     def resolve(
         self, model: "ModelConfig", *, batch_invariant: bool = False, on_cpu: bool = False
     ) -> Self:
-        """The same settings with every size filled in for a model; num_blocks stays as it is
+        """Return the same settings with every size filled in for a model; num_blocks stays as it is
         (memory.py knows it).
 
         batch_invariant: what multiplies and attends computes a row alike in any batch. on_cpu:
@@ -304,12 +312,12 @@ class EngineConfig:
 
 
 def has_draft_model(config: EngineConfig) -> bool:
-    """Whether a second model guesses ahead."""
+    """Return whether a second model guesses ahead."""
     return config.speculative is not None and config.speculative.has_model
 
 
 def has_head_adapters(config: EngineConfig) -> bool:
-    """Whether a draw needs to know its rows' adapters."""
+    """Return whether a draw needs to know its rows' adapters."""
     return config.max_loras > 0 and "head" in config.lora_extra
 
 
@@ -346,8 +354,8 @@ def _separate_draw(config: EngineConfig, steps: int, *, on_cpu: bool, alike: boo
 
 
 def _up_to(largest: int, table: tuple[int, ...]) -> tuple[int, ...]:
-    """The sizes of a table below `largest`, then the first that holds it (or `largest` itself past
-    the table's end).
+    """Return the sizes of a table below `largest`, then the first that holds it (or `largest`
+    itself past the table's end).
     """
     top = next((size for size in table if size >= largest), largest)
     return (*(size for size in table if size < top), top)

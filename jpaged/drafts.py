@@ -25,8 +25,10 @@ class DraftModel:
     compute has taken the place of what the old ones did, fewer guesses come true.
     """
 
-    def __init__(self, params: Params, weights: ServingWeights, *, target: ModelConfig, own: bool):
-        self.is_own, self.target = own, target
+    def __init__(
+        self, params: Params, weights: ServingWeights, *, target: ModelConfig, is_own: bool
+    ):
+        self.is_own, self.target = is_own, target
         self.params: Params | None = _fitted(params, target)
         self.model_config = self.params.config
         self.weights = weights
@@ -36,18 +38,20 @@ class DraftModel:
         fresh = as_params(params, None if isinstance(params, Params) else self.model_config)
         fresh = _fitted(fresh, self.target)
         if fresh.config != self.model_config:
-            own = self.model_config
-            raise ConfigError(f"draft params of another architecture: {fresh.config} is not {own}")
+            current = self.model_config
+            raise ConfigError(
+                f"draft params of another architecture: {fresh.config} is not {current}"
+            )
         self.weights.check_dtypes(fresh)
         return fresh
 
-    def choices(self, config: EngineConfig, where: Placement) -> Choices:
+    def choices(self, config: EngineConfig, placement: Placement) -> Choices:
         """Return what computes its steps. config: resolved for the model that it guesses for."""
         assert self.params is not None
         first = self.params["fc" if self.model_config.is_head else "embed"]["weight"]
         dtype = self.weights.dtype or first.dtype
         is_plain = experts_are_plain(self.params) and not self.weights.quantization
-        return choose(self.model_config, config, where, dtype, is_plain)
+        return choose(self.model_config, config, placement, dtype, is_plain)
 
     def modules(self) -> DraftOf:
         """Return the model and the modules that serve it."""
@@ -56,13 +60,13 @@ class DraftModel:
 
 
 def no_head(config: ModelConfig) -> ModelConfig:
-    """The architecture of a model; ConfigError for that of a head."""
+    """Return the architecture of a model; ConfigError for that of a head."""
     check_combination(Facts(model=config))
     return config
 
 
 def _fitted(params: Params, target: ModelConfig) -> Params:
-    """Those of a head for the model that it is of; others as they are."""
+    """Return those of a head for the model that it is of; others as they are."""
     config = params.config
     if not config.is_head:
         return params
@@ -70,13 +74,17 @@ def _fitted(params: Params, target: ModelConfig) -> Params:
 
 
 def draft_model(
-    draft: Params | None, target: ModelConfig, config: EngineConfig, where: Placement, dtype: Any
+    draft: Params | None,
+    target: ModelConfig,
+    config: EngineConfig,
+    placement: Placement,
+    dtype: Any,
 ) -> DraftModel | None:
-    """What guesses for a model by a resolved config; None where no model does. draft: weights, None
-    reads those of the config's folder. dtype: of the model. ConfigError where it cannot guess for
-    this model.
+    """Return what guesses for a model by a resolved config; None where no model does. draft:
+    weights, None reads those of the config's folder. dtype: of the model. ConfigError where it
+    cannot guess for this model.
     """
-    devices, is_passed = where.axis_size, draft is not None
+    devices, is_passed = placement.axis_size, draft is not None
     check_combination(Facts(config=config, devices=devices, has_draft_weights=is_passed))
     if not has_draft_model(config):
         return None
@@ -84,12 +92,12 @@ def draft_model(
     asked = config.speculative
     if draft is None:
         assert asked.model is not None
-        mesh: Any = where.mesh
+        mesh: Any = placement.mesh
         draft = load_params(asked.model, dtype=config.dtype, mesh=mesh)
     check_combination(Facts(config=config, model=target, draft=draft.config))
     if asked.method == "eagle":
         # A head joins its hidden states with the model's: it is served in their dtype, and plain.
-        weights = ServingWeights(where, str(dtype))
+        weights = ServingWeights(placement, str(dtype))
     else:
-        weights = ServingWeights(where, config.dtype, config.quantization)
-    return DraftModel(draft, weights, target=target, own=not is_passed)
+        weights = ServingWeights(placement, config.dtype, config.quantization)
+    return DraftModel(draft, weights, target=target, is_own=not is_passed)

@@ -17,6 +17,7 @@ ENGINE_GROUPS: dict[str, tuple[str, ...]] = {
         "max_num_seqs",
         "max_num_batched_tokens",
         "num_blocks",
+        "num_states",
         "memory_utilization",
         "block_size",
         "enable_prefix_caching",
@@ -159,18 +160,18 @@ def add_flags(
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of EngineConfig that flags have set."""
+    """Return the fields of EngineConfig that flags have set."""
     return given_settings(args, EngineConfig)
 
 
 def given_settings(args: argparse.Namespace, settings: type) -> dict[str, Any]:
-    """The fields of a dataclass of settings that flags have set."""
+    """Return the fields of a dataclass of settings that flags have set."""
     names = (field.name for field in dataclasses.fields(settings))
     return {name: getattr(args, name) for name in names if name in args}
 
 
 def _values_of(hint: Any) -> dict[str, Any]:
-    """How a flag takes the values of a type: a number, text, one of several words, a list of
+    """Return how a flag takes the values of a type: a number, text, one of several words, a list of
     numbers, on or off; "none" where None is one of them.
     """
     is_one = typing.get_origin(hint) is tuple or not typing.get_args(hint)

@@ -58,21 +58,21 @@ def session(
         key = (model, model.eos_token_ids, engine_config, mesh, form, drafts, tokens)
         if any_tokenizer and key not in _kept:
             key = next((other for other in reversed(_kept) if other[:-1] == key[:-1]), key)
-        found = _kept.pop(key, None)
+        session = _kept.pop(key, None)
         _trim(MAX_SESSIONS - 1)
-        if found is None:
-            found = Session(
+        if session is None:
+            session = Session(
                 weights, engine_config, mesh, tokenizer, grows=True, draft=guesses, turns=_turns
             )
         try:
-            found.served.bind(weights, draft=guesses)
-            yield found
+            session.served.bind(weights, draft=guesses)
+            yield session
         finally:
-            found.served.unbind()
+            session.served.unbind()
             # An interrupt of the call's own clearing up may have left requests: the next call's
             # session must have none.
-            if not (found.pool.has_engine and found.pool.engine.has_unfinished()):
-                _kept[key] = found
+            if not (session.pool.has_engine and session.pool.engine.has_unfinished()):
+                _kept[key] = session
                 _kept.move_to_end(key)
                 _trim(MAX_SESSIONS)
 

@@ -99,7 +99,7 @@ class LLM:
         on_error: OnError = "raise",
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """The beam_width likeliest completions of each prompt: see jpaged.beam_search."""
+        """Return the beam_width likeliest completions of each prompt: see jpaged.beam_search."""
         return self.session.beam_search(
             prompts,
             beam_width,
@@ -179,7 +179,7 @@ class LLM:
         return self.session.add(request, request_id=request_id)
 
     def step(self) -> list[RequestOutput]:
-        """One step of the engine; return what has finished of add_request's. [] when idle."""
+        """Take one step of the engine; return what has finished of add_request's, [] when idle."""
         return self.session.step()
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -189,7 +189,7 @@ class LLM:
         return self.session.abort(request_id)
 
     def has_unfinished(self) -> bool:
-        """Whether `step` has anything left to do or to return."""
+        """Return whether `step` has anything left to do or to return."""
         return self.session.has_unfinished()
 
     def render_chat(
@@ -242,8 +242,9 @@ class LLM:
         self.session.wake()
 
     def snapshot(self) -> Snapshot:
-        """The unfinished requests, their KV and randomness, to `restore` any number of times.
-        Costs a copy of the blocks in use, on the host. Prefixes that no request holds are left out.
+        """Return the unfinished requests, their KV and randomness, to `restore` any number of
+        times. Costs a copy of the blocks in use, on the host. Prefixes that no request holds are
+        left out.
         """
         with self.session.alone():
             return self.session.snapshot(self.keys.count)
@@ -280,7 +281,7 @@ class LLM:
         return self.session.report()
 
     def buckets(self) -> list[BucketReport]:
-        """Every shape of a step: how often it ran, its padding, and what it cost to compile."""
+        """Return every shape of a step: how often it ran, its padding, and its cost to compile."""
         return self.session.buckets()
 
     def warmup(self, *, use_tqdm: bool = True) -> float:
@@ -295,7 +296,7 @@ class LLM:
 def _weights(
     model: ModelLike | PyTree, params: PyTree, config: EngineConfig, mesh: Mesh | None
 ) -> tuple[Params, Mesh | None]:
-    """The params, and where to serve them, as far as that is known before they are."""
+    """Return the params, and where to serve them, as far as that is known before they are."""
     if params is not None:
         return as_params(params, model), mesh
     if not isinstance(model, str | Path):
@@ -307,7 +308,7 @@ def _weights(
 
 
 def _engine_config(fields: EngineFields) -> tuple[EngineConfig, Params | None]:
-    """The config of these fields, and the draft model of `speculative` if that is weights."""
+    """Return the config of these fields, and the weights that `speculative` has as its model."""
     check_fields(fields)
     settings: dict[str, Any] = {**fields}
     asked, draft = settings.get("speculative"), None

@@ -19,7 +19,7 @@ from jpaged.pool import Pool, Served
 from jpaged.request.inputs import match_adapters
 from jpaged.runtime.compiled_steps import use_compilation_cache
 from jpaged.runtime.resolve import resolve
-from jpaged.runtime.weights import ServingWeights, as_params, is_deleted, placement
+from jpaged.runtime.weights import ServingWeights, as_params, is_deleted, place_params
 from jpaged.types import PyTree, Report
 
 
@@ -43,17 +43,17 @@ class ServedModel:
     ):
         self.model_config = no_head(params.config)
         use_compilation_cache(config.compilation_cache_dir)
-        self.placement = where = placement(params, config, mesh)
+        self.placement = placement = place_params(params, config, mesh)
         dtype, is_plain = config.dtype or params["embed"]["weight"].dtype, experts_are_plain(params)
-        resolved, choices = resolve(params.config, config, where, dtype, is_plain)
-        self.draft = draft_model(draft, params.config, resolved, where, dtype)
+        resolved, choices = resolve(params.config, config, placement, dtype, is_plain)
+        self.draft = draft_model(draft, params.config, resolved, placement, dtype)
         if self.draft is not None:
-            choices = dataclasses.replace(choices, draft=self.draft.choices(resolved, where))
-        self.weights = ServingWeights(where, config.dtype, config.quantization)
-        self.adapters = Adapters(params.config, where.axis_size, dtype)
+            choices = dataclasses.replace(choices, draft=self.draft.choices(resolved, placement))
+        self.weights = ServingWeights(placement, config.dtype, config.quantization)
+        self.adapters = Adapters(params.config, placement.axis_size, dtype)
         # Whether a call may ask for larger tables of adapters.
         self._grows_tables = grows and not config.max_loras
-        self.pool = Pool(self.model_config, resolved, where, choices, grows=grows)
+        self.pool = Pool(self.model_config, resolved, placement, choices, grows=grows)
         self.params: Params | None = None  # those bound now
         self._is_asleep = False
 

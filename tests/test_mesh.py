@@ -12,7 +12,7 @@ import jpaged
 from jpaged import ConfigError, Params, SamplingParams
 from jpaged.kept import sessions as kept_sessions
 from jpaged.models.params import param_specs
-from jpaged.runtime.weights import placement
+from jpaged.runtime.weights import place_params
 from tests.tiny import (
     compiles,
     config,
@@ -241,19 +241,19 @@ def test_tensor_parallel_size(params: Params) -> None:
     assert llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == (
         dense_greedy(params, PROMPTS[0], 8)
     )
-    one = placement(params, engine(tensor_parallel_size=1), None)
+    one = place_params(params, engine(tensor_parallel_size=1), None)
     assert one.mesh is None and one.device == jax.devices()[0]
     turned = Mesh(np.array(jax.devices()[::-1]).reshape(4, 2), ("fsdp", "tp"))
     theirs = jax.device_put(params, NamedSharding(turned, PartitionSpec()))
-    found = placement(theirs, engine(tensor_parallel_size=4), None)
+    found = place_params(theirs, engine(tensor_parallel_size=4), None)
     assert isinstance(found.mesh, Mesh)
     assert list(found.mesh.devices.flat) == jax.devices()[:3:-1]
-    assert placement(theirs, engine(tensor_parallel_size=2), turned).axis == "tp"
+    assert place_params(theirs, engine(tensor_parallel_size=2), turned).axis == "tp"
     for size, given in ((4, turned), (2, mesh(1, 1)), (1, mesh(1, 2))):
         with pytest.raises(ConfigError, match=rf"tensor_parallel_size={size}: .* pass one of"):
-            placement(theirs, engine(tensor_parallel_size=size), given)
+            place_params(theirs, engine(tensor_parallel_size=size), given)
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=16: there are 8 devices"):
-        placement(params, engine(tensor_parallel_size=16), None)
+        place_params(params, engine(tensor_parallel_size=16), None)
 
 
 def test_heads_that_do_not_divide(params: Params) -> None:

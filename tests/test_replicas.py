@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jpaged
 from jpaged import LLM, ConfigError, Params, SamplingParams
 from jpaged.kept import sessions as kept_sessions
-from jpaged.runtime.weights import placement
+from jpaged.runtime.weights import place_params
 from tests.tiny import (
     STEPS,
     assert_idle,
@@ -79,7 +79,7 @@ def test_the_number_of_replicas_compiles_nothing_more(params: Params) -> None:
 def test_every_other_axis_holds_replicas(params: Params) -> None:
     """Of a mesh that is given, or that the params lie on: FSDP shards are served by each device."""
     grid = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("fsdp", "tp"))
-    where = placement(params, SETTINGS, grid)
+    where = place_params(params, SETTINGS, grid)
     assert (where.axis, where.axis_size) == ("tp", 2)
     assert (where.data_axes, where.replicas) == (("fsdp",), 2)
     assert where.devices_of(1) == jax.devices()[2:4]
@@ -99,14 +99,14 @@ def test_every_other_axis_holds_replicas(params: Params) -> None:
 def test_sizes_that_do_not_fit_the_mesh(params: Params) -> None:
     grid = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "tp"))
     with pytest.raises(ConfigError, match=r"data_parallel_size=4: the mesh has 2 replicas"):
-        placement(params, dataclasses.replace(SETTINGS, data_parallel_size=4), grid)
+        place_params(params, dataclasses.replace(SETTINGS, data_parallel_size=4), grid)
     with pytest.raises(
         ConfigError, match=r"data_parallel_size=4, tensor_parallel_size=4: there are 8 devices"
     ):
-        placement(params, engine(data_parallel_size=4, tensor_parallel_size=4), None)
+        place_params(params, engine(data_parallel_size=4, tensor_parallel_size=4), None)
     with pytest.raises(ConfigError, match="data_parallel_size=0"):
         dataclasses.replace(SETTINGS, data_parallel_size=0)
-    made = placement(
+    made = place_params(
         params, dataclasses.replace(SETTINGS, data_parallel_size=2, tensor_parallel_size=2), None
     )
     assert made.mesh is not None and dict(made.mesh.shape) == {"data": 2, "tp": 2}

@@ -36,8 +36,8 @@ def load_params(
     dequantize: bool = False,
     each: Callable[[ParamSpec, Any, ModelConfig], Any] | None = None,
 ) -> Params:
-    """Params from a Hugging Face folder (safetensors), an Orbax folder with a config.json, or a
-    model of the Hub by its name.
+    """Return Params from a Hugging Face folder (safetensors), an Orbax folder with a config.json,
+    or a model of the Hub by its name.
 
     path: a folder, else OWNER/NAME or OWNER/NAME@REVISION as `local_folder` takes it. dtype:
     "float32", "bfloat16" or "float16" casts tensor by tensor; None keeps what the files hold. mesh:

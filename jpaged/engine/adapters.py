@@ -42,7 +42,7 @@ class AdapterSlots:
         self._loads: dict[int, AdapterVersion] = {}
 
     def has_room(self, adapter: AdapterVersion | None) -> bool:
-        """Whether a row with this adapter can run now."""
+        """Return whether a row with this adapter can run now."""
         return adapter is None or adapter in self.places or len(self.users) < self.count
 
     def take(self, adapter: AdapterVersion | None) -> int | None:
@@ -67,7 +67,7 @@ class AdapterSlots:
                 del self.users[adapter]
 
     def take_loads(self) -> Loads:
-        """What must be written before the next step."""
+        """Return what must be written before the next step."""
         loads = tuple(self._loads.items())
         self._loads.clear()
         return loads

@@ -12,12 +12,12 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
 def key_from_seed(seed: int) -> Key:
-    """The key data of jax.random.key(seed); 64 bits of the seed count."""
+    """Return the key data of jax.random.key(seed); 64 bits of the seed count."""
     return (seed >> 32) & _MASK, seed & _MASK
 
 
 def fold_in(key: Key, data: int) -> Key:
-    """The key data of jax.random.fold_in(key, data); 32 bits of data count."""
+    """Return the key data of jax.random.fold_in(key, data); 32 bits of data count."""
     return _threefry(key, 0, data & _MASK)
 
 

@@ -32,9 +32,9 @@ def masks_of(work: List[tuple[Plan, Queues]], rows: int) -> np.ndarray:
                 drawing.append((row, entry, queues))
     grammars = drawing[0][1].seq.structured.grammars
     masks_SW = np.full((len(work) * rows, grammars.words), ALL, np.int32)
-    live = [each for each in drawing if each[1].seq.status is not Status.FINISHED]
-    guessing = [each for each in live if each[1].guesses]
-    live = [each for each in live if not each[1].guesses]
+    live = [row for row in drawing if row[1].seq.status is not Status.FINISHED]
+    guessing = [row for row in live if row[1].guesses]
+    live = [row for row in live if not row[1].guesses]
     for row, entry, queues in guessing:
         first = row + 1 - entry.num_draws
         if (error := _mask_guesses(entry, masks_SW[first : row + 1])) is not None:
@@ -92,8 +92,8 @@ def _is_allowed(mask_W: np.ndarray, token: int) -> bool:
 
 
 def _certain(seq: Sequence) -> list[int]:
-    """The tokens that must come from here on, where one may come: none from one on that may end the
-    text.
+    """Return the tokens that must come from here on, where one may come: none from one on that may
+    end the text.
     """
     # The counts of penalties have each token once it is drawn; a beam may be another's by then.
     if seq.sampling_params.has_penalties or seq.waits_for_host:

@@ -132,13 +132,13 @@ class StepResult:
     def top(self, row: int, count: int, step: int = 0) -> list[tuple[int, float, int]]:
         """(token, logprob, rank) of a row's sampled token, then of its `count` most likely ones."""
         assert self.ranks is not None and self.top_ids is not None and self.top_logprobs is not None
-        own = (self.tokens[row][step], self.logprobs[row][step], int(self.ranks[step, row]))
+        sampled = (self.tokens[row][step], self.logprobs[row][step], int(self.ranks[step, row]))
         ids = self.top_ids[step, row, :count].tolist()
         logprobs = self.top_logprobs[step, row, :count].tolist()
-        return [own, *zip(ids, logprobs, range(1, count + 1), strict=False)]
+        return [sampled, *zip(ids, logprobs, range(1, count + 1), strict=False)]
 
     def allowed(self, row: int, step: int = 0) -> float:
-        """The logprob of all that a row's mask allowed."""
+        """Return the logprob of all that a row's mask allowed."""
         assert self.allowed_logprobs is not None
         return float(self.allowed_logprobs[step, row])
 
@@ -167,4 +167,6 @@ class StepResult:
             strict=True,
         )
         ranks = range(1, count + 1)
-        return [[own, *zip(ids, logprobs, ranks, strict=False)] for own, ids, logprobs in scored]
+        return [
+            [actual, *zip(ids, logprobs, ranks, strict=False)] for actual, ids, logprobs in scored
+        ]

@@ -143,7 +143,7 @@ class JPagedLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """A conversation as text, by the tokenizer's chat template."""
+        """Return a conversation as text, by the tokenizer's chat template."""
         return self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,

@@ -116,7 +116,8 @@ class JPagedPredictor:
         self._done: dict[str, RequestOutput] = {}
 
     async def __call__(self, batch: Any) -> Any:
-        """A batch in any of Ray's formats -> a pyarrow Table of its columns and the answers'.
+        """Return a pyarrow Table of the columns of a batch, in any of Ray's formats, and of its
+        answers.
 
         A coroutine, so that Ray runs several batches of an actor at once: all step the one engine,
         which then never runs half empty at a batch's end.
@@ -142,15 +143,15 @@ class JPagedPredictor:
         return table
 
     def _step(self, pending: set[str]) -> set[str]:
-        """One step of the engine; which of `pending` are done, by this step or by one of another
-        batch's.
+        """Take one step of the engine; return which of `pending` are done, by this step or by one
+        of another batch's.
         """
         if self._llm.has_unfinished():
             self._done |= {output.request_id: output for output in self._llm.step()}
         return pending & self._done.keys()
 
     def _admit(self, table: Any) -> list[str | Exception]:
-        """The request id of each row that can run, the error of each that cannot."""
+        """Return the request id of each row that can run, the error of each that cannot."""
         names = table.column_names
         needed = (self._prompt_column, self._id_column, self._sampling_column)
         needed += (self._adapter_column,)
@@ -257,7 +258,7 @@ def _prompt(value: Any) -> Any:
 
 
 def _row_sampling(value: Any) -> dict[str, Any]:
-    """A row's own fields of SamplingParams, checked as those of a batch file's line are."""
+    """Return a row's own fields of SamplingParams, checked as those of a batch file's line are."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):

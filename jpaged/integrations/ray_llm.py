@@ -68,8 +68,8 @@ class Queue:
                 losses[slot] = max(losses[slot], job.losses)
 
     def _group(self, losses: int) -> int:
-        """How many requests may share a replica with one that was lost so often: all at first, one
-        at the last try.
+        """Return how many requests may share a replica with one that was lost so often: all at
+        first, one at the last try.
         """
         return max(1, round(self.capacity ** (1 - losses / max(self.max_retries, 1))))
 
@@ -286,7 +286,7 @@ def check_counts(**counts: tuple[int | None, int]) -> None:
 
 
 def rows_of(engine_config: Mapping[str, Any]) -> int:
-    """How many sequences an engine with these settings runs at once."""
+    """Return how many sequences an engine with these settings runs at once."""
     rows = engine_config.get("max_num_seqs", EngineConfig.max_num_seqs)
     return rows * (engine_config.get("data_parallel_size") or 1)
 
@@ -317,7 +317,7 @@ def connect(address: str, actors: int) -> bool:
 
 
 def none_up(seconds: float, launch: Launch) -> str:
-    """What to say when no replica came up: what each asks for, and what Ray has."""
+    """Return what to say when no replica came up: what each asks for, and what Ray has."""
     asked = ", ".join(f"{name}={count:g}" for name, count in launch.resources.items())
     asked += f" on each of {launch.hosts} hosts" if launch.hosts > 1 else ""
     resources = sorted(ray.cluster_resources().items())
@@ -343,7 +343,7 @@ def summed(past: Mapping[str, Any], slots: list[Slot]) -> dict[str, Any]:
 
 
 def totals(stats: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of LLM.stats() that only grow."""
+    """Return the entries of LLM.stats() that only grow."""
     return {k: v for k, v in stats.items() if type(v) in (int, float) and k not in NOT_TOTALS}
 
 

@@ -35,7 +35,7 @@ class Replica:
     rank = 0  # among the actors of a replica, which all do the same; the first one answers
 
     def address(self) -> str:
-        """Where the other actors of a replica can meet this one."""
+        """Return where the other actors of a replica can meet this one."""
         with socket.socket() as s:
             s.bind(("", 0))
             return f"{ray.util.get_node_ip_address()}:{s.getsockname()[1]}"
@@ -212,16 +212,16 @@ class Slot:
 
 
 def devices_of(engine_config: Mapping[str, Any]) -> int:
-    """How many devices an engine with these settings takes."""
+    """Return how many devices an engine with these settings takes."""
     sizes = ("data_parallel_size", "tensor_parallel_size")
     data, tensor = (engine_config.get(name) or getattr(EngineConfig, name) or 1 for name in sizes)
     return data * tensor
 
 
 def default_resources(devices: int) -> tuple[dict[str, float], int]:
-    """What each actor of a replica of so many devices takes of this cluster, and how many actors:
-    GPUs, or all TPU chips of a host, where there are any, on as many hosts as that takes; else a
-    CPU. ConfigError where they do not divide over hosts.
+    """Return what each actor of a replica of so many devices takes of this cluster, and how many
+    actors: GPUs, or all TPU chips of a host, where there are any, on as many hosts as that takes;
+    else a CPU. ConfigError where they do not divide over hosts.
     """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     for name in ("GPU", "TPU"):
@@ -247,8 +247,8 @@ def launch_of(
     hosts: int | None,
     adapters: Mapping[str, str | Path] | None,
 ) -> Launch:
-    """How to start replicas; resources and hosts None are what this cluster and the devices that an
-    engine takes come to.
+    """Return how to start replicas; resources and hosts None are what this cluster and the devices
+    that an engine takes come to.
     """
     taken, most = default_resources(devices_of(engine_config)) if not resources else (resources, 1)
     return Launch(

@@ -125,8 +125,8 @@ class JPagedRollout(BaseRollout):
     def generate(
         self, prompts: str | list[str], rollout_config: RolloutConfig, **kwargs: Any
     ) -> RolloutOutput:
-        """One completion of each prompt, or of the one; equal prompts get different samples, and
-        the same again for the same seed.
+        """Return one completion of each prompt, or of the one; equal prompts get different samples,
+        and the same again for the same seed.
 
         left_padded_prompt_tokens is max_prompt_length wide, or a power of two where a prompt is
         longer. ConfigError where a prompt and max_tokens_to_generate are beyond the context.
@@ -196,8 +196,8 @@ class JPagedRollout(BaseRollout):
     def get_per_token_logps(
         self, prompt_tokens: jax.Array, completion_tokens: jax.Array
     ) -> jax.Array:
-        """The model's log-probabilities of completions, float32 [B, completion length], 0 where
-        they are padding.
+        """Return the model's log-probabilities of completions, float32 [B, completion length], 0
+        where they are padding.
 
         prompt_tokens [B, P], completion_tokens [B, C]; pad ids in either are left out. At
         temperature 1, as tunix's own sampler has it.
@@ -233,11 +233,11 @@ class JPagedRollout(BaseRollout):
             self._weights.update(params if isinstance(params, nnx.State) else nnx.State(params))
 
     def pad_id(self) -> int:
-        """The tokenizer's pad id."""
+        """Return the tokenizer's pad id."""
         return self._tokenizer.pad_id()
 
     def eos_id(self) -> int:
-        """The tokenizer's EOS id."""
+        """Return the tokenizer's EOS id."""
         return self._tokenizer.eos_id()
 
     def model(self) -> nnx.Module:
@@ -258,7 +258,7 @@ class JPagedRollout(BaseRollout):
         return [self.eos_id()] if not c.eos_tokens else [int(token) for token in c.eos_tokens]
 
     def _settings(self, c: RolloutConfig) -> EngineConfig:
-        """The engine's settings for a config: in data_type, else in the dtype that the actor
+        """Return the engine's settings for a config: in data_type, else in the dtype that the actor
         computes in.
         """
         if self._engine_config.dtype is not None:
@@ -320,8 +320,8 @@ class _Weights:
         nnx.update(self.module, params)
 
     def current(self) -> tuple[Params, Adapter | None]:
-        """The weights, and the LoRA parts if there are any: either is made again when any of its
-        arrays is another one.
+        """Return the weights, and the LoRA parts if there are any: either is made again when any of
+        its arrays is another one.
         """
         if self._is_own:
             nnx.update(self.module, _placed(nnx.state(self.module, nnx.Param), self._mesh))
@@ -409,8 +409,8 @@ def _lies_on(x: jax.Array, mesh: Mesh) -> bool:
 
 
 def _placed(state: Any, mesh: Mesh | None) -> Any:
-    """A state's arrays on a mesh, split as they are now where that mesh has the axes for it, else
-    replicated.
+    """Return a state's arrays on a mesh, split as they are now where that mesh has the axes for it,
+    else replicated.
     """
     assert mesh is not None
 

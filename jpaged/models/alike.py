@@ -105,7 +105,7 @@ class Alike:
         )
 
     def layers(self) -> tuple[LayerConfig, ...]:
-        """The layers; ConfigError for switches that fit no layer."""
+        """Return the layers; ConfigError for switches that fit no layer."""
         return tuple(map(self._layer, range(self.num_layers)))
 
     def _layer(self, i: int) -> LayerConfig:
@@ -165,9 +165,9 @@ class Alike:
 
     @classmethod
     def of(cls, layers: Sequence[LayerConfig]) -> Self:
-        """The switches of layers; ConfigError where switches cannot describe them. Those that no
-        layer takes are at their defaults (intermediate_size, of a mixture in all layers: the width
-        of an expert).
+        """Return the switches of layers; ConfigError where switches cannot describe them. Those
+        that no layer takes are at their defaults (intermediate_size, of a mixture in all layers:
+        the width of an expert).
         """
         mixers = [layer.mixer for layer in layers if isinstance(layer.mixer, AttentionConfig)]
         mlps = {i: x.ffn for i, x in enumerate(layers) if isinstance(x.ffn, MLPConfig)}
@@ -231,7 +231,7 @@ def _options(config: Any, switched: Sequence[str]) -> Options:
 
 
 def _rope(mixers: Iterable[AttentionConfig]) -> dict[str, Any]:
-    """The switches of rotary embeddings."""
+    """Return the switches of rotary embeddings."""
     mixers = list(mixers)
     ropes = [(mixer, mixer.rope) for mixer in mixers if mixer.rope is not None]
     if not ropes:

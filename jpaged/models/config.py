@@ -228,7 +228,7 @@ class ModelConfig:
         return windows if any(windows) else ()
 
     def _same(self, kind: type, name: str, default: int | None = None) -> Any:
-        """What all parts of a kind have; AttributeError where they differ."""
+        """Return what all parts of a kind have; AttributeError where they differ."""
         parts = (part for layer in self.layers for part in (layer.mixer, *layer.ffns))
         values = {getattr(part, name) for part in parts if isinstance(part, kind)}
         if not values and default is not None:
@@ -290,7 +290,7 @@ class ModelConfig:
             yield from (spec.placed(sizes, i) for spec in layer.params())
 
     def keeps(self) -> tuple[tuple[Record, ...], ...]:
-        """What the cache holds for each layer."""
+        """Return what the cache holds for each layer."""
         records = tuple(layer.keeps() for layer in self.layers)
         if self.draft_head is None:
             return records
@@ -303,7 +303,7 @@ class ModelConfig:
         return any(record.per == "block" for records in self.keeps() for record in records)
 
     def scratch(self, step: StepSizes) -> Scratch:
-        """What a step allocates for all layers."""
+        """Return what a step allocates for all layers."""
         layers = [layer.scratch(step) for layer in self.layers]
         shared = max(layer.shared for layer in layers)
         scratch = Scratch(shared=shared, kept=sum(layer.kept for layer in layers))
@@ -336,8 +336,8 @@ class ModelConfig:
         return cls(**read_hf(raw))
 
     def to_hf(self) -> dict[str, Any]:
-        """The config.json that `from_hf` reads back to an equal ModelConfig. UnsupportedError for
-        an EAGLE-3 head.
+        """Return the config.json that `from_hf` reads back to an equal ModelConfig.
+        UnsupportedError for an EAGLE-3 head.
         """
         if self.draft_head is not None:
             raise UnsupportedError("the config.json of an EAGLE-3 head is not written")

@@ -80,7 +80,7 @@ class Head:
         return self.layer.experts_are_plain
 
     def joined(self, states: list[Array], step: StepContext) -> Array:
-        """One hidden state [..., T, E] of those of the model's layers."""
+        """Return one hidden state [..., T, E] of those of the model's layers."""
         with jax.named_scope("fc"):
             return self.fc(jnp.concatenate(states, axis=-1), step)
 

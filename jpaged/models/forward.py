@@ -156,10 +156,12 @@ def bind(config: ModelConfig, tree: Mapping[str, Any]) -> Forward:
 
 
 def bind_layers(config: ModelConfig, weights: Mapping[str, Parameter]) -> tuple[Layer, ...]:
-    """The layers of a model with these parameters."""
+    """Return the layers of a model with these parameters."""
     by_layer: list[dict[str, Parameter]] = [{} for _ in config.layers]
     for parameter in weights.values():
         spec = parameter.spec
         if spec.layer is not None:
             by_layer[spec.layer][spec.name.removeprefix("layers.{i}.")] = parameter
-    return tuple(layer.build(own) for layer, own in zip(config.layers, by_layer, strict=True))
+    return tuple(
+        layer.build(of_layer) for layer, of_layer in zip(config.layers, by_layer, strict=True)
+    )

@@ -17,7 +17,7 @@ HF_NAMES = {  # of what every family has, in a config.json
 
 
 def read_hf(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of ModelConfig; transformers fills in the family's defaults.
+    """Return the arguments of ModelConfig; transformers fills in the family's defaults.
 
     Raises ConfigError for any architecture or option outside the families, by name.
     """
@@ -67,7 +67,7 @@ def format_of(raw: Mapping[str, Any]) -> Format | None:
 
 
 def _text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config of the text part where it is a model of text and images; else as it is."""
+    """Return the config of the text part where it is a model of text and images; else as it is."""
     parts = [f for f in FAMILIES.values() if f.text_of and f.text_of[0] == raw.get("model_type")]
     text = raw.get("text_config", raw)  # older files have its keys beside those of images
     if not parts or not isinstance(text, Mapping):
@@ -90,7 +90,7 @@ def _text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def write_hf(config: Any) -> dict[str, Any]:
-    """The config.json that `read_hf` reads back to an equal ModelConfig.
+    """Return the config.json that `read_hf` reads back to an equal ModelConfig.
 
     config: the ModelConfig.
     """

@@ -12,7 +12,7 @@ from typing import Any
 
 
 def filled(model_type: str, known: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a config with the defaults of its transformers class.
+    """Return the fields of a config with the defaults of its transformers class.
 
     Kept in the user's cache directory, by content and transformers' version: to import transformers
     takes a second of a start. Raises what the class raises.
@@ -29,7 +29,7 @@ def filled(model_type: str, known: dict[str, Any]) -> dict[str, Any]:
 
 
 def cache_folder(name: str) -> Path:
-    """A folder of ours in the user's cache directory."""
+    """Return a folder of ours in the user's cache directory."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     return base / "jpaged" / name
 
@@ -46,8 +46,8 @@ def replace_text(file: Path, text: str) -> None:
 
 
 def import_transformers() -> Any:
-    """The transformers package, imported here alone: it takes a second, and would advise to install
-    PyTorch.
+    """Return the transformers package, imported here alone: it takes a second, and would advise to
+    install PyTorch.
     """
     quiet = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
     is_set = quiet in os.environ

@@ -84,7 +84,9 @@ class Target(NamedTuple):
 
 
 def targets(config: ModelConfig, extra: Collection[str] = ()) -> dict[str, Target]:
-    """What can have adapters in a model, by the names of the parts; extra: kinds of EXTRA too."""
+    """Return what can have adapters in a model, by the names of the parts; extra: kinds of EXTRA
+    too.
+    """
     by_part = {}
     for spec in adapted_specs(config, extra).values():
         for part, index in spec.places:
@@ -103,13 +105,13 @@ def adapted_specs(config: ModelConfig, extra: Collection[str] = ()) -> dict[str,
 
 
 def extra_of(names: Iterable[str]) -> set[str]:
-    """The kinds of EXTRA among parts."""
+    """Return the kinds of EXTRA among parts."""
     kinds = {"embedding": EMBEDDING, "head": HEAD, "experts": "mlp.experts."}
     return {kind for kind, name in kinds.items() if any(name in part for part in names)}
 
 
 def _adapted(spec: ParamSpec) -> ParamSpec:
-    """A weight in the axes of its pairs."""
+    """Return a weight in the axes of its pairs."""
     if spec.name == EMBEDDING:  # of the V inputs of a token one is 1 and the others are 0
         return dataclasses.replace(spec, axes="E, V")
     if _short(spec.name) not in EXPERTS:
@@ -121,8 +123,8 @@ def _adapted(spec: ParamSpec) -> ParamSpec:
 
 
 def pairs_of(source: Any, config: ModelConfig, *, caller: str | None = None) -> Pairs:
-    """The pairs of an Adapter or a tree, checked against the model. ConfigError names the first
-    that does not fit. caller: who needs live arrays; None takes tracers too.
+    """Return the pairs of an Adapter or a tree, checked against the model. ConfigError names the
+    first that does not fit. caller: who needs live arrays; None takes tracers too.
     """
     adapter = source if isinstance(source, Adapter) else Adapter(source)
     sides: dict[str, dict[str, Any]] = {}
@@ -166,7 +168,8 @@ def scale_pairs(pairs: Pairs, scale: float) -> Pairs:
 
 
 def merged(params: Params, lora: Any) -> Params:
-    """Params of W + scale * B A in place of W: what an adapter stands for, differentiable in both.
+    """Return Params of W + scale * B A in place of W: what an adapter stands for, differentiable in
+    both.
 
     lora: an Adapter or a tree of pairs. Where it changes the embedding or the head of a model that
     ties them, they are two from then on.
@@ -187,7 +190,7 @@ def merged(params: Params, lora: Any) -> Params:
 
 
 def _product(name: str, pair: Pair) -> Array:
-    """What a part's weight gains, f32."""
+    """Return what a part's weight gains, f32."""
     a, b = (jnp.asarray(x, jnp.float32) for x in pair)
     if ".experts." in name:
         inputs, outputs = a.shape[1:], b.shape[:-1]
@@ -205,19 +208,19 @@ def initial_lora(
     parts: Iterable[str] = ("attention.q", "attention.k", "attention.v", "attention.out"),
     dtype: DTypeLike = jnp.float32,
 ) -> dict[str, Any]:
-    """A tree of pairs to train from: A normal of deviation 1 / sqrt(inputs), B zeros, so that the
-    model begins as it is. parts: names within a layer, "embed.weight" or "lm_head.weight".
+    """Return a tree of pairs to train from: A normal of deviation 1 / sqrt(inputs), B zeros, so
+    that the model begins as it is. parts: names within a layer, "embed.weight" or "lm_head.weight".
     """
     parts, arrays = tuple(parts), {}
     every = targets(config, EXTRA)
     chosen = {n: t for n, t in every.items() if _short(t.part.name) in parts}
     if unknown := set(parts) - {_short(target.part.name) for target in chosen.values()}:
         raise ConfigError(f"parts={parts}: {min(unknown)!r} has no adapters in this model")
-    for each, (name, target) in zip(
+    for seed, (name, target) in zip(
         jax.random.split(key, len(chosen)), chosen.items(), strict=True
     ):
         outputs, inputs = target.sides
-        a, count = jax.random.normal(each, (rank, *inputs), dtype), math.prod(inputs)
+        a, count = jax.random.normal(seed, (rank, *inputs), dtype), math.prod(inputs)
         if name == EMBEDDING:
             count = 1
         elif ".experts." in name:
@@ -228,7 +231,7 @@ def initial_lora(
 
 
 def _of_fused(name: str, a: Any, b: Any, spec: ParamSpec) -> Pairs:
-    """One pair for a whole fused weight, as one for each of its parts."""
+    """Return one pair for a whole fused weight, as one for each of its parts."""
     outputs, inputs = (spec.shape_of(" ".join(side)) for side in spec.sides)
     pair = _shaped(name, a, b, outputs, inputs)
     return {spec.at(part.name): Pair(pair.a, pair.b[index]) for part, index in spec.places}
@@ -255,7 +258,7 @@ def _unknown(name: str, config: ModelConfig) -> str:
 
 
 def _short(name: str) -> str:
-    """A name within a layer."""
+    """Return a name within a layer."""
     return name.removeprefix("layers.{i}.")
 
 

@@ -31,7 +31,7 @@ RESERVED = {
 
 
 def short(value: Any) -> str:
-    """A value for a message, cut in the middle when it is long."""
+    """Return a value for a message, cut in the middle when it is long."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:40]}...{text[-15:]}"
 
@@ -90,8 +90,8 @@ def _joined(content: Any) -> Any:
 
 
 def _arguments(value: Any) -> Any:
-    """The arguments of a call: the object, which templates write themselves. A string that is no
-    JSON object stays as it is, since an answer may be cut off within its arguments.
+    """Return the arguments of a call: the object, which templates write themselves. A string that
+    is no JSON object stays as it is, since an answer may be cut off within its arguments.
     """
     if not isinstance(value, str):
         return value or {}

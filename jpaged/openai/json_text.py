@@ -8,7 +8,7 @@ from jpaged.openai.protocol import BodyError
 
 
 def json_object(text: str, *, max_depth: int | None = None) -> dict[str, Any]:
-    """The object that a text is. max_depth: of lists and objects within each other. Raises
+    """Return the object that a text is. max_depth: of lists and objects within each other. Raises
     BodyError.
     """
 

@@ -29,7 +29,7 @@ class Delta(TypedDict):
 
 
 def style_of(chat_template: str) -> Style:
-    """How a model calls tools, by what its template says of it."""
+    """Return how a model calls tools, by what its template says of it."""
     if "<|channel|>" in chat_template:
         return "harmony"
     if "<tool_call>" in chat_template:
@@ -58,12 +58,12 @@ class Format:
         return cls(style=style or style_of(text), thinks=thinks and "</think>" in text)
 
     def is_thinking(self, prompt_end: str) -> bool:
-        """Whether a prompt that ends so has opened the reasoning."""
+        """Return whether a prompt that ends so has opened the reasoning."""
         return self.thinks and prompt_end.rstrip().endswith("<think>")
 
     def reader(self, prompt_end: str, *, tools: bool) -> "Reader":
-        """A reader of an answer. prompt_end: the text that the prompt ends with, which may have
-        opened the reasoning. tools: whether calls are looked for.
+        """Return a reader of an answer. prompt_end: the text that the prompt ends with, which may
+        have opened the reasoning. tools: whether calls are looked for.
         """
         is_thinking = self.is_thinking(prompt_end)
         if self.style == "harmony":
@@ -83,7 +83,7 @@ class Scanner:
         self._in_string = self._is_escaped = False
 
     def end(self, text: str) -> int | None:
-        """Where the object ends in what comes next; None where it goes on."""
+        """Return where the object ends in what comes next; None where it goes on."""
         for at, c in enumerate(text):
             if self._is_escaped:
                 self._is_escaped = False
@@ -196,7 +196,7 @@ def _object(text: str) -> tuple[str, str] | None:
 
 
 def _name(literal: str) -> str | None:
-    """The name that a JSON string is, None where it is none."""
+    """Return the name that a JSON string is, None where it is none."""
     try:
         name = json.loads(literal, strict=False)
     except ValueError:  # an escape that JSON has not
@@ -205,8 +205,8 @@ def _name(literal: str) -> str | None:
 
 
 def _is_text(value: str) -> bool:
-    """Whether UTF-8 can write it: JSON's escapes may leave half of a surrogate pair, which no
-    client could send back.
+    """Return whether UTF-8 can write it: JSON's escapes may leave half of a surrogate pair, which
+    no client could send back.
     """
     try:
         value.encode()
@@ -225,7 +225,7 @@ class Reader:
         self._is_new = False  # nothing of this part was passed on: space is dropped
 
     def push(self, text: str) -> list[Delta]:
-        """What is certain once this text has come."""
+        """Return what is certain once this text has come."""
         deltas: list[Delta] = []
         # A part costs what is there when it is taken away: a long text must not be there at once.
         for at in range(0, len(text), PIECE):
@@ -234,14 +234,14 @@ class Reader:
         return deltas
 
     def finish(self) -> list[Delta]:
-        """The rest."""
+        """Return the rest."""
         return self._read(is_last=True)
 
     def _read(self, *, is_last: bool) -> list[Delta]:
         raise NotImplementedError
 
     def _part(self, kind: Literal["content", "reasoning_content"], text: str) -> list[Delta]:
-        """A piece of text; space at its end waits for more."""
+        """Return a piece of text; space at its end waits for more."""
         whole = self._space + text
         if self._is_new:
             whole = whole.lstrip()
@@ -271,7 +271,7 @@ class Reader:
 
 
 def _begun(text: str, marker: str) -> int:
-    """How many characters at a text's end are the beginning of a marker."""
+    """Return how many characters at a text's end are the beginning of a marker."""
     longest = min(len(marker) - 1, len(text))
     return next((n for n in range(longest, 0, -1) if text.endswith(marker[:n])), 0)
 
@@ -513,7 +513,7 @@ class Harmony(Reader):
 
 
 def folded(deltas: list[Delta]) -> dict[str, Any]:
-    """The message that pieces add up to."""
+    """Return the message that pieces add up to."""
     message: dict[str, Any] = {"content": None}
     calls: list[Any] = []
     for delta in deltas:

@@ -184,13 +184,15 @@ class Body(BaseModel):
 
     @classmethod
     def _known_within(cls, value: Any) -> tuple[Any, tuple[str, ...]]:
-        """The same of what should be a body; one with more fields than any has is to be refused."""
+        """Return the same of what should be a body; one with more fields than any has is to be
+        refused.
+        """
         is_one = isinstance(value, dict) and len(value) <= MOST_FIELDS
         return cls.known(value) if is_one else (value, ())
 
     @classmethod
     def read_known(cls, data: Any) -> Self:
-        """As `read`, of the fields that are known; `ignored` has the names of the others."""
+        """Do as `read` with the fields that are known; `ignored` has the names of the others."""
         data, names = cls._known_within(data)
         body = cls.read(data)
         body._ignored = names
@@ -198,8 +200,8 @@ class Body(BaseModel):
 
     @classmethod
     def read(cls, data: Any) -> Self:
-        """The checked body. Raises BodyError, which names the first field that is wrong, and its
-        value.
+        """Return the checked body. Raises BodyError, which names the first field that is wrong, and
+        its value.
         """
         try:
             return cls.model_validate(data)
@@ -227,7 +229,7 @@ def _told(error: ValidationError, data: Any) -> BodyError:
 
 
 def _reason(error: Any) -> str:
-    """What pydantic says, and where inside the field."""
+    """Return what pydantic says, and where inside the field."""
     places = [str(place) for place in error["loc"][1:] if "[" not in str(place) and place != "str"]
     message = error["msg"].removeprefix("Value error, ")
     return f"{'.'.join(places)}: {message}" if places else message
@@ -272,11 +274,13 @@ class SamplingFields(Body):
     priority: Integer | None = None
 
     def sampling(self) -> dict[str, Any]:
-        """The fields of SamplingParams that are given."""
+        """Return the fields of SamplingParams that are given."""
         return {name: getattr(self, name) for name in SAMPLING if name in self.model_fields_set}
 
     def params(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
-        """What the request asks for. Its own fields win over `more`, which win over defaults."""
+        """Return what the request asks for. Its own fields win over `more`, which win over
+        defaults.
+        """
         fields = {"max_tokens": self.longest, **more, **self.sampling()}
         return dataclasses.replace(defaults, **fields)
 
@@ -320,13 +324,13 @@ class GenerationRequest(SamplingFields, FormFields):
         raise NotImplementedError
 
     def prompt_for(self, llm: Any, params: SamplingParams) -> Any:
-        """The prompt that LLM.add_request takes: rendered, cut and salted as the body asks. Raises
-        RequestError.
+        """Return the prompt that LLM.add_request takes: rendered, cut and salted as the body asks.
+        Raises RequestError.
         """
         return self.fitted(self.given_prompt(llm), llm, params)
 
     def fitted(self, prompt: Any, llm: Any, params: SamplingParams) -> Any:
-        """A prompt, cut and salted as the body asks."""
+        """Return a prompt, cut and salted as the body asks."""
         if self.truncate_prompt_tokens is not None:
             ids = llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
             room = llm.engine_config.max_model_len - (params.max_tokens or 1)

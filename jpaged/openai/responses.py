@@ -287,7 +287,7 @@ def _ranked(entries: Mapping[int, Logprob]) -> list[tuple[int, Logprob]]:
 def parallel_logprobs(
     done: CompletionOutput, form: AnswerForm, start: int = 0
 ) -> CompletionLogprobs:
-    """The form of /v1/completions. start: offset of the first token."""
+    """Return the form of /v1/completions. start: offset of the first token."""
     entries_of = done.logprobs or []
     tokens = [form.token(t, e.get(t)) for t, e in zip(done.token_ids, entries_of, strict=True)]
     offsets = [start]

@@ -42,8 +42,8 @@ def tool_grammar(
     thinks: bool = False,
     is_thinking: bool = False,
 ) -> str | None:
-    """The grammar of an answer that may call these tools, or must where they are `needed`; None for
-    a style that has none.
+    """Return the grammar of an answer that may call these tools, or must where they are `needed`;
+    None for a style that has none.
 
     many: whether more than one call may come; where a model has channels, one ends the answer.
     thinks: reasoning may come first; is_thinking: it has begun in the prompt.
@@ -117,8 +117,8 @@ def _channels(tools: Sequence[dict[str, Any]], *, needed: bool) -> str:
 
 
 def form_of_channels(structured: Mapping[str, Any]) -> dict[str, Any]:
-    """The form of an answer whose last channel has a text of this form. RequestError where it is
-    none, and for a grammar, which cannot be a part of another.
+    """Return the form of an answer whose last channel has a text of this form. RequestError where
+    it is none, and for a grammar, which cannot be a part of another.
     """
     check(structured)
     kind = kind_of(structured)

@@ -59,16 +59,16 @@ class TextStream:
             self._allowed_from = len(self.text)
             return None
         start = max(before - self._reach, self._allowed_from)
-        found = [(at, stop) for stop in self._stop if (at := self.text.find(stop, start)) >= 0]
-        if not found:
+        hits = [(at, stop) for stop in self._stop if (at := self.text.find(stop, start)) >= 0]
+        if not hits:
             return None
-        at, stop = min(found, key=lambda hit: hit[0])
+        at, stop = min(hits, key=lambda hit: hit[0])
         self.text = self.text[: at + len(stop) if self._include_stop else at]
         self.is_final = True
         return stop
 
     def finish(self) -> str:
-        """The final text: what was held back for want of a complete character comes as plain
+        """Return the final text: what was held back for want of a complete character comes as plain
         decoding shows it.
         """
         if not self.is_final:
@@ -97,8 +97,8 @@ class TextStream:
             self.push(token, may_stop=i >= min_tokens)
 
     def _show(self, *, is_last: bool = False) -> str:
-        """What is new in the text; all but the last character of it, while the tokens end within
-        that.
+        """Return what is new in the text; all but the last character of it, while the tokens end
+        within that.
         """
         text = decode(self._tokenizer, self._token_ids[self._context :], self._skip_special_tokens)
         whole = text if is_last else text.rstrip("\ufffd")

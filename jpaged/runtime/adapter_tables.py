@@ -63,21 +63,23 @@ def adapter_scratch_bytes(config: EngineConfig, tokens: int, logits: int, vocab:
     return 16 * tokens * adapted_ranks(config) + added
 
 
-def table_form(model: ModelConfig, config: EngineConfig, where: Placement, dtype: Any) -> Tables:
+def table_form(
+    model: ModelConfig, config: EngineConfig, placement: Placement, dtype: Any
+) -> Tables:
     """Return the tables of a served model as ShapeDtypeStructs, those of all replicas together."""
 
     def struct(shape: tuple[int, ...], spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-        whole = (where.replicas, *shape)
-        return jax.ShapeDtypeStruct(whole, dtype, sharding=where.sharding(spec))
+        whole = (placement.replicas, *shape)
+        return jax.ShapeDtypeStruct(whole, dtype, sharding=placement.sharding(spec))
 
-    specs, shapes = table_specs(model, config, where), _all_shapes(model, config)
+    specs, shapes = table_specs(model, config, placement), _all_shapes(model, config)
     return jax.tree.map(struct, shapes, specs, is_leaf=_is_shape)
 
 
-def table_specs(model: ModelConfig, config: EngineConfig, where: Placement) -> Tables:
+def table_specs(model: ModelConfig, config: EngineConfig, placement: Placement) -> Tables:
     """Return how they lie: B is split where the outputs are, A where the inputs are."""
     specs = adapted_specs(model, config.lora_extra)
-    return {name: _specs(spec, where) for name, spec in specs.items()}
+    return {name: _specs(spec, placement) for name, spec in specs.items()}
 
 
 def own_tables(tables: Tables) -> Tables:
@@ -104,14 +106,14 @@ def _is_shape(node: Any) -> bool:
     return isinstance(node, tuple) and all(isinstance(size, int) for size in node)
 
 
-def _specs(spec: ParamSpec, where: Placement) -> AdapterTable:
+def _specs(spec: ParamSpec, placement: Placement) -> AdapterTable:
     """Return the table of a weight with PartitionSpecs in place of arrays."""
-    letter, data = spec.split_letter(where.axis_size), where.data_axes or None
+    letter, data = spec.split_letter(placement.axis_size), placement.data_axes or None
 
     def split(lead: int, axes: list[str]) -> PartitionSpec:
-        if letter not in axes or where.tensor_axis is None:
+        if letter not in axes or placement.tensor_axis is None:
             return PartitionSpec(data)
-        return PartitionSpec(data, *[None] * (lead + axes.index(letter)), where.tensor_axis)
+        return PartitionSpec(data, *[None] * (lead + axes.index(letter)), placement.tensor_axis)
 
     outputs = [part.axes.partition(",")[0].split() for part in spec.parts]
     a: Any = split(3, spec.sides[1])
@@ -158,8 +160,8 @@ class AdapterTables:
     weights.
     """
 
-    def __init__(self, model: ModelConfig, config: EngineConfig, where: Placement, dtype: Any):
-        self.model, self.config, self.where, self.dtype = model, config, where, dtype
+    def __init__(self, model: ModelConfig, config: EngineConfig, placement: Placement, dtype: Any):
+        self.model, self.config, self.placement, self.dtype = model, config, placement, dtype
         self.arrays: Tables | None = None
         self._compiled: Any = None
 
@@ -174,7 +176,7 @@ class AdapterTables:
         arrays = jax.tree.leaves(self.arrays)
         # Tables that went into a write that never came back are gone: all is loaded again then.
         if self.config.max_loras and (not arrays or any(x.is_deleted() for x in arrays)):
-            form = table_form(self.model, self.config, self.where, self.dtype)
+            form = table_form(self.model, self.config, self.placement, self.dtype)
             self.arrays = jax.tree.map(lambda x: kv_cache.zeros(x.shape, x.dtype, x.sharding), form)
             self.load(0, self.config.max_loras, {})  # nowhere
 
@@ -182,16 +184,18 @@ class AdapterTables:
         """Write an adapter into a slot of a replica."""
         self.allocate()
         data = in_a_slot(pairs, self.model, self.config, self.dtype)
-        slots = np.full(self.where.replicas, self.config.max_loras, np.int32)
+        slots = np.full(self.placement.replicas, self.config.max_loras, np.int32)
         slots[replica] = slot
-        placed = jax.tree.map(lambda x, spec: put(x, self.where.sharding(spec)), data, self._lies())
-        slots = put(slots, self.where.sharding(self.where.each))
+        placed = jax.tree.map(
+            lambda x, spec: put(x, self.placement.sharding(spec)), data, self._lies()
+        )
+        slots = put(slots, self.placement.sharding(self.placement.by_replica))
         if self._compiled is None:
             self._compiled = self._lower(slots, placed).compile()
         self.arrays = self._compiled(self.arrays, slots, placed)
 
     def _lies(self) -> Tables:
-        """How an adapter's data lies, beside tables of its weights."""
+        """Return how an adapter's data lies, beside tables of its weights."""
 
         def of_slot(spec: PartitionSpec, slots: int) -> PartitionSpec:
             """slots: their axis after that of the replicas."""
@@ -203,20 +207,20 @@ class AdapterTables:
             b = tuple(of_slot(spec, 0) for spec in b)
             return dataclasses.replace(table, a=of_slot(a, 1), b=b)
 
-        specs = table_specs(self.model, self.config, self.where)
+        specs = table_specs(self.model, self.config, self.placement)
         return {name: of_weight(table) for name, table in specs.items()}
 
     def _lower(self, slots: Array, placed: Any) -> Any:
-        where, specs = self.where, table_specs(self.model, self.config, self.where)
+        placement, specs = self.placement, table_specs(self.model, self.config, self.placement)
         function: Any = write_adapter
-        if where.tensor_axis is not None or where.replicas > 1:
+        if placement.tensor_axis is not None or placement.replicas > 1:
             function = jax.shard_map(
                 write_adapter,
-                mesh=where.mesh,
-                in_specs=(specs, where.each, self._lies()),
+                mesh=placement.mesh,
+                in_specs=(specs, placement.by_replica, self._lies()),
                 out_specs=specs,
                 check_vma=False,
             )
-        outs = jax.tree.map(where.sharding, specs)
+        outs = jax.tree.map(placement.sharding, specs)
         jitted = jax.jit(function, donate_argnums=0, out_shardings=outs)
         return jitted.lower(self.arrays, slots, placed)

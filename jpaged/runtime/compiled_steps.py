@@ -53,12 +53,12 @@ class CompiledSteps:
     def __init__(
         self,
         setting: StepSetting,
-        where: Placement,
+        placement: Placement,
         form: Forward,
         draft: Forward | Head | None = None,
     ):
         self.setting = setting
-        self.where = where
+        self.placement = placement
         self.form, self.draft = form, draft
         self.seconds: dict[Shape | str, float] = {}
         self._steps: dict[Shape, Any] = {}
@@ -93,7 +93,7 @@ class CompiledSteps:
         self.is_sealed = True
 
     def compile(self, bucket: Shape, started: float, lowered: Any) -> None:
-        self._steps[bucket] = compile_step(lowered, self.where.device.platform)
+        self._steps[bucket] = compile_step(lowered, self.placement.device.platform)
         self.seconds[bucket] = time.perf_counter() - started
         log.info("compiled %s in %.1f s", bucket, self.seconds[bucket])
 
@@ -108,26 +108,36 @@ class CompiledSteps:
         hidden_shape = (config.seq_buckets[-1], model.hidden_size)
         hidden = self._struct(hidden_shape, self.form.dtype)
         mask = self._struct((bucket.tokens, self.setting.mask_words), jnp.int32)
-        kv, rows, each = state_spec.kv, state_spec.rows, self.where.each
+        kv, rows, parts = state_spec.kv, state_spec.rows, self.placement.by_replica
         # Of each kind: arguments after the params, which is donated, their and the results' specs.
         args, donated, in_specs, out_specs = {
-            "prefill": ((state.kv, state.rows, packed), 1, (kv, rows, each), (kv, *[each] * 3)),
-            "sample": ((hidden, state.rows, packed), 2, (each, rows, each), (rows, each)),
-            "decode": ((state, packed), 1, (state_spec, each), (state_spec, each)),
-            "draft": ((state.kv, state.rows, packed), 1, (kv, rows, each), (kv, each)),
+            "prefill": (
+                (state.kv, state.rows, packed),
+                1,
+                (kv, rows, parts),
+                (kv, *[parts] * 3),
+            ),
+            "sample": (
+                (hidden, state.rows, packed),
+                2,
+                (parts, rows, parts),
+                (rows, parts),
+            ),
+            "decode": ((state, packed), 1, (state_spec, parts), (state_spec, parts)),
+            "draft": ((state.kv, state.rows, packed), 1, (kv, rows, parts), (kv, parts)),
         }["prefill" if bucket.draws is None else bucket.phase]
         if bucket.takes_masks:
-            args, in_specs = (*args, mask), (*in_specs, each)
+            args, in_specs = (*args, mask), (*in_specs, parts)
         form, split = self._params(bucket)
         arrays, structure = jax.tree.flatten(form)
         step = _of_arrays(make_step(bucket, self.setting), structure)
         step = self._per_device(step, (jax.tree.leaves(split), *in_specs), out_specs)
-        outs = jax.tree.map(self.where.sharding, out_specs)
+        outs = jax.tree.map(self.placement.sharding, out_specs)
         return jax.jit(step, donate_argnums=donated, out_shardings=outs).lower(arrays, *args)
 
     def _params(self, bucket: Shape) -> tuple[StepParams, StepParams]:
         """Return the parameters of a step as shapes, and as PartitionSpecs."""
-        setting, where = self.setting, self.where
+        setting, placement = self.setting, self.placement
         needs = uses(bucket, setting)
         shapes, specs = StepParams(), StepParams()
         if needs.model:
@@ -135,8 +145,8 @@ class CompiledSteps:
             split = self._split(setting.model, self.form)
             specs = dataclasses.replace(specs, model=split)
         if needs.adapters:
-            tables = table_form(setting.model, setting.config, where, self.form.dtype)
-            split = table_specs(setting.model, setting.config, where)
+            tables = table_form(setting.model, setting.config, placement, self.form.dtype)
+            split = table_specs(setting.model, setting.config, placement)
             shapes = dataclasses.replace(shapes, adapters=tables)
             specs = dataclasses.replace(specs, adapters=split)
         if needs.draft:
@@ -148,17 +158,17 @@ class CompiledSteps:
 
     def _split(self, model: ModelConfig, form: Any) -> Any:
         """Return the PartitionSpecs of the modules of a served model."""
-        specs = param_specs(model, self.where.axis, self.where.axis_size)
+        specs = param_specs(model, self.placement.axis, self.placement.axis_size)
         return specs_of(form, bind_any(model, specs))
 
     def _per_device(self, function: Any, in_specs: Any, out_specs: Any) -> Any:
         """Return a function that runs whole on each device's share: XLA cannot partition Pallas
         calls.
         """
-        if self.where.tensor_axis is None and self.where.replicas == 1:
+        if self.placement.tensor_axis is None and self.placement.replicas == 1:
             return function
         specs = {"in_specs": in_specs, "out_specs": out_specs}
-        return jax.shard_map(function, mesh=self.where.mesh, **specs, check_vma=False)
+        return jax.shard_map(function, mesh=self.placement.mesh, **specs, check_vma=False)
 
     @property
     def kv(self) -> tuple[Any, ...]:
@@ -168,10 +178,10 @@ class CompiledSteps:
     @property
     def _kv_specs(self) -> tuple[Pool, ...]:
         """The PartitionSpecs of the pools."""
-        return tuple(pool.specs(self.where) for pool in self.setting.pools)
+        return tuple(pool.specs(self.placement) for pool in self.setting.pools)
 
     def _rows(self, pool: PoolSpec, rows: int) -> Any:
-        specs = pool.specs(self.where)
+        specs = pool.specs(self.placement)
         return {
             name: self._struct(x.shape, x.dtype, specs[name])
             for name, x in pool.of_rows(rows).items()
@@ -185,17 +195,17 @@ class CompiledSteps:
 
     @property
     def _counts_spec(self) -> PartitionSpec:
-        return PartitionSpec(self.where.data_axes or None, self.where.tensor_axis)
+        return PartitionSpec(self.placement.data_axes or None, self.placement.tensor_axis)
 
     def _state(self, *, full: bool) -> tuple[DeviceState, DeviceState]:
         """Return the device's state as ShapeDtypeStructs, and as PartitionSpecs."""
         slots = self.setting.config.max_num_seqs
-        each = self.where.each
+        parts = self.placement.by_replica
         row = self._struct((slots,), jnp.int32)
         counts = self.counts if full else None
         rows = RowState(last_token_R=row, context_len_R=row, counts_RV=counts)
         counts_spec = self._counts_spec if full else None
-        row_spec = RowState(last_token_R=each, context_len_R=each, counts_RV=counts_spec)
+        row_spec = RowState(last_token_R=parts, context_len_R=parts, counts_RV=counts_spec)
         return (
             DeviceState(kv=self.kv, rows=rows),
             DeviceState(kv=self._kv_specs, rows=row_spec),
@@ -205,24 +215,24 @@ class CompiledSteps:
         self, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec | None = None
     ) -> jax.ShapeDtypeStruct:
         """Return an array of this shape for each replica, concatenated along the first axis."""
-        where = self.where.sharding(self.where.each if spec is None else spec)
-        if self.where.replicas > 1:
-            shape = (self.where.replicas * shape[0], *shape[1:])
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
+        sharding = self.placement.sharding(self.placement.by_replica if spec is None else spec)
+        if self.placement.replicas > 1:
+            shape = (self.placement.replicas * shape[0], *shape[1:])
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     def move(self, name: Literal["read_blocks", "write_blocks"], group: int, count: int) -> Any:
         """Return a function of kv_cache, compiled for this many blocks of a group's pool."""
         if (name, group, count) not in self._moves:
             started, pool = time.perf_counter(), self.setting.pools[group]
-            spec, each = pool.specs(self.where), self.where.each
+            spec, parts = pool.specs(self.placement), self.placement.by_replica
             args = [self.kv[group], self._struct((count,), jnp.int32)]
             if name == "write_blocks":
                 args.append(self._rows(pool, pool.num_layers * count))
             function = functools.partial(getattr(kv_cache, name), num_layers=pool.num_layers)
-            if self.where.replicas > 1:  # else XLA splits what has no sums in it
-                function = self._per_device(function, (spec, each, spec)[: len(args)], spec)
+            if self.placement.replicas > 1:  # else XLA splits what has no sums in it
+                function = self._per_device(function, (spec, parts, spec)[: len(args)], spec)
             donated = 0 if name == "write_blocks" else ()
-            outs = pool.shardings(self.where)
+            outs = pool.shardings(self.placement)
             jitted = jax.jit(function, donate_argnums=donated, out_shardings=outs)
             self._moves[name, group, count] = jitted.lower(*args).compile()
             self.seconds[f"{name} {count} of group {group}"] = time.perf_counter() - started
@@ -233,11 +243,11 @@ class CompiledSteps:
         if self._set_counts is None:
             started, spec = time.perf_counter(), self._counts_spec
             step = functools.partial(set_counts, vocabulary=self.setting.vocabulary)
-            chunk, each = self._struct((COUNTS_CHUNK,), jnp.int32), self.where.each
-            scalar = self._struct((1,) if self.where.replicas > 1 else (), jnp.int32)
-            step = _of_one(step) if self.where.replicas > 1 else step
-            step = self._per_device(step, (spec, each, each, each, each), spec)
-            jitted = jax.jit(step, donate_argnums=0, out_shardings=self.where.sharding(spec))
+            chunk, parts = self._struct((COUNTS_CHUNK,), jnp.int32), self.placement.by_replica
+            scalar = self._struct((1,) if self.placement.replicas > 1 else (), jnp.int32)
+            step = _of_one(step) if self.placement.replicas > 1 else step
+            step = self._per_device(step, (spec, parts, parts, parts, parts), spec)
+            jitted = jax.jit(step, donate_argnums=0, out_shardings=self.placement.sharding(spec))
             lowered = jitted.lower(self.counts, scalar, chunk, scalar, scalar)
             self._set_counts = lowered.compile()
             self.seconds["set_counts"] = time.perf_counter() - started
@@ -260,8 +270,8 @@ class CompiledSteps:
 
             spec = self._kv_specs
             copies = self._struct((len(pools), self.setting.config.seq_buckets[-1], 2), jnp.int32)
-            function = self._per_device(copy, (spec, self.where.each), spec)
-            outs = tuple(pool.shardings(self.where) for pool in pools)
+            function = self._per_device(copy, (spec, self.placement.by_replica), spec)
+            outs = tuple(pool.shardings(self.placement) for pool in pools)
             jitted = jax.jit(function, donate_argnums=0, out_shardings=outs)
             self._copy_blocks = jitted.lower(self.kv, copies).compile()
             self.seconds["copy_blocks"] = time.perf_counter() - started
@@ -290,7 +300,7 @@ def _of_one(function: Any) -> Any:
 
 
 def compile_options(backend: str) -> dict[str, int]:
-    """The `compiler_options` of a step on "cpu", "cuda", "tpu", ...: empty for most."""
+    """Return the `compiler_options` of a step on "cpu", "cuda", "tpu", ...: empty for most."""
     return dict(OPTIONS.get(backend, {}))
 
 
@@ -326,8 +336,8 @@ def use_compilation_cache(folder: str | None) -> None:
 
 
 def default_folder() -> Path:
-    """A folder in the user's cache directory, one a kind of processor: home directories are shared
-    between machines.
+    """Return a folder in the user's cache directory, one a kind of processor: home directories are
+    shared between machines.
     """
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

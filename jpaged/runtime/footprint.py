@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from jpaged.checks import read_json
 from jpaged.config import EngineConfig
-from jpaged.engine.shapes import DRAWS, PrefillShape, Shape, moved_blocks
+from jpaged.engine.shapes import DRAWS, PrefillShape, Shape
 from jpaged.models.config import ModelConfig
 from jpaged.models.eagle import Head, bind_any, fitted
 from jpaged.models.forward import Forward
@@ -35,8 +35,16 @@ from jpaged.models.served import served_config, served_form, share_of, stored_sh
 from jpaged.runtime import logprobs, sampler
 from jpaged.runtime.adapter_tables import adapted_ranks, adapter_scratch_bytes, table_bytes
 from jpaged.runtime.choices import Choices
-from jpaged.runtime.kv_cache import most_blocks, widest_group
-from jpaged.runtime.memory import CPU_POOL_BYTES, Limits, MemoryPlan, Needs, PoolCost, plan
+from jpaged.runtime.kv_cache import most_blocks, states_a_row, widest_group
+from jpaged.runtime.memory import (
+    CPU_POOL_BYTES,
+    Limits,
+    MemoryPlan,
+    Needs,
+    PoolCost,
+    StateCost,
+    plan,
+)
 from jpaged.runtime.mesh import Placement, asked_shape, serving_mesh
 from jpaged.runtime.resolve import resolve
 from jpaged.runtime.runner import DraftOf, Runner, choose_for
@@ -56,9 +64,9 @@ def plan_memory(
     limits: Limits | None = None,
     compiled: bool = True,
 ) -> MemoryPlan:
-    """Where the memory of one device would go, in bytes, and how many KV blocks it leaves room for;
-    no weight is loaded. With tensor_parallel_size it is that of each device that shares the model,
-    of as many replicas as data_parallel_size says.
+    """Return where the memory of one device would go, in bytes, and how many KV blocks it leaves
+    room for; no weight is loaded. With tensor_parallel_size it is that of each device that shares
+    the model, of as many replicas as data_parallel_size says.
 
     model: a ModelConfig, a Hugging Face config or a checkpoint folder. config: how to serve it; its
     dtype is what the model is stored in where it names none, else bfloat16. Of files in 8 or 4 bits
@@ -73,36 +81,37 @@ def plan_memory(
     dtype, stored = settings.dtype or stored_dtype(model), _stored_format(model)
     model = ModelConfig.coerce(model)
     devices = jax.devices() if device is None else list(np.atleast_1d(device))
-    where = _place(settings, devices, compiled)
-    settings, choices = resolve(model, settings, where, dtype)
-    served = served_config(model, where.axis_size)
-    params = form_of(served, where, dtype, settings.quantization, stored)
+    placement = _place(settings, devices, compiled)
+    settings, choices = resolve(model, settings, placement, dtype)
+    served = served_config(model, placement.axis_size)
+    params = form_of(served, placement, dtype, settings.quantization, stored)
     drafts: DraftOf | None = None
     if draft is not None:
         guesses = ModelConfig.coerce(draft)
-        own, kept_in = settings.dtype or stored_dtype(draft), settings.quantization
+        draft_dtype, kept_in = settings.dtype or stored_dtype(draft), settings.quantization
         if guesses.is_head:
-            guesses, own, kept_in = fitted(guesses, model), dtype, None
-        form = form_of(served_config(guesses, where.axis_size), where, own, kept_in)
+            guesses, draft_dtype, kept_in = fitted(guesses, model), dtype, None
+        served_draft = served_config(guesses, placement.axis_size)
+        form = form_of(served_draft, placement, draft_dtype, kept_in)
         drafts = guesses, form
-        choices = dataclasses.replace(choices, draft=choose_for(guesses, settings, where, form))
+        choices = dataclasses.replace(choices, draft=choose_for(guesses, settings, placement, form))
     # Params as they are loaded stay beside what is made of them to serve.
     ours = _leaves(params)
-    pairs = zip(_leaves(form_of(model, where, dtype, stored=stored)), ours, strict=True)
+    pairs = zip(_leaves(form_of(model, placement, dtype, stored=stored)), ours, strict=True)
     kept = bytes_on_device(
         [
-            own
-            for own, made in pairs
-            if is_quantized(own) != is_quantized(made) or own.shape != made.shape
+            loaded
+            for loaded, made in pairs
+            if is_quantized(loaded) != is_quantized(made) or loaded.shape != made.shape
         ]
     )
     weights = bytes_on_device((params, drafts and drafts[1]))
     if limits is None:
-        share, size = settings.memory_utilization, where.axis_size * where.replicas
-        limits = limits_to_come(where.device, share, weights + kept, size)
+        share, size = settings.memory_utilization, placement.axis_size * placement.replicas
+        limits = limits_to_come(placement.device, share, weights + kept, size)
     if kept and not limits.in_use:
         limits = dataclasses.replace(limits, in_use=weights + kept)
-    probe = probe_runner(model, settings, where, params, drafts, choices)
+    probe = probe_runner(model, settings, placement, params, drafts, choices)
     return plan_within(settings, limits, probe, compiled)
 
 
@@ -111,8 +120,8 @@ def _leaves(tree: Any) -> list[Any]:
 
 
 def _place(config: EngineConfig, devices: list[Any], compiled: bool) -> Placement:
-    """As many of the devices as are asked for; where nothing is compiled, a mesh of devices that
-    need not be.
+    """Return as many of the devices as are asked for; where nothing is compiled, a mesh of devices
+    that need not be.
     """
     shape = asked_shape(config)
     mesh: Any = serving_mesh(config, None, devices) if compiled else None
@@ -124,7 +133,7 @@ def _place(config: EngineConfig, devices: list[Any], compiled: bool) -> Placemen
 
 def form_of(
     model: ModelConfig,
-    where: Placement,
+    placement: Placement,
     dtype: Any,
     quantization: str | None = None,
     stored: Format | None = None,
@@ -138,15 +147,15 @@ def form_of(
         if kept is not None:
             return kept
         plain = jax.ShapeDtypeStruct(spec.shape, jnp.dtype(dtype))
-        form = served_form(spec, model, quantization, where.axis_size)
+        form = served_form(spec, model, quantization, placement.axis_size)
         if form is None:
             return plain
         return jax.eval_shape(lambda x: quantized(x, form, len(spec.sides[0])), plain)
 
     tree = nest({name: shape_of(spec) for name, spec in param_table(model).items()})
-    specs = specs_of(tree, param_specs(model, where.axis, where.axis_size))
+    specs = specs_of(tree, param_specs(model, placement.axis, placement.axis_size))
     tree = jax.tree.map(
-        lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where.sharding(spec)),
+        lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placement.sharding(spec)),
         tree,
         specs,
     )
@@ -165,14 +174,14 @@ def limits_to_come(device: Any, utilization: float, weights: int, devices: int =
 
 
 def _stored_format(model: ModelConfig | Mapping[str, Any] | str | Path) -> Format | None:
-    """How the weights of a checkpoint lie, by its config; None is plain."""
+    """Return how the weights of a checkpoint lie, by its config; None is plain."""
     if isinstance(model, str | Path):
         model = read_json(Path(model) / "config.json")
     return format_of(model) if isinstance(model, Mapping) else None
 
 
 def stored_dtype(model: ModelConfig | Mapping[str, Any] | str | Path) -> str:
-    """What the weights of a checkpoint are, by its config; bfloat16 where that does not say."""
+    """Return the dtype of a checkpoint's weights, by its config; bfloat16 if that has none."""
     if isinstance(model, str | Path):
         model = read_json(Path(model) / "config.json")
     raw = model if isinstance(model, Mapping) else {}
@@ -182,7 +191,7 @@ def stored_dtype(model: ModelConfig | Mapping[str, Any] | str | Path) -> str:
 def plan_pool(
     model: ModelConfig,
     config: EngineConfig,
-    where: Placement,
+    placement: Placement,
     params: Any,
     *,
     draft: DraftOf | None = None,
@@ -190,23 +199,23 @@ def plan_pool(
     needs: Needs | None = None,
     choices: Choices | None = None,
 ) -> MemoryPlan:
-    """The plan of the machine at hand, for a resolved config and serving trees that lie on its
-    devices.
+    """Return the plan of the machine at hand, for a resolved config and serving trees that lie on
+    its devices.
 
     draft: of a draft model. freed: bytes on a device that the engine itself will free first (the
     pool that a larger one replaces). needs: what an earlier plan measured, so that nothing is
     compiled. choices: as of Runner.
     """
-    limits = Limits.of(where.device, config.memory_utilization)
+    limits = Limits.of(placement.device, config.memory_utilization)
     weights = bytes_on_device((params, draft and draft[1]))
     if limits.pool is None:
         limits = dataclasses.replace(limits, in_use=limits.in_use - freed)
     else:  # virtual CPU devices share one memory, of which the weights have been taken already
-        devices = 1 if where.mesh is None else where.mesh.size
+        devices = 1 if placement.mesh is None else placement.mesh.size
         limits = Limits(
             total=limits.total // devices + weights + freed, pool=limits.pool // devices
         )
-    probe = probe_runner(model, config, where, params, draft, choices)
+    probe = probe_runner(model, config, placement, params, draft, choices)
     return plan_within(config, limits, probe, needs=needs)
 
 
@@ -217,49 +226,72 @@ def plan_within(
     compiled: bool = True,
     needs: Needs | None = None,
 ) -> MemoryPlan:
-    """The plan of one device; steps are compiled, if they may be, unless their needs are known, or
-    the bound holds (on CPU) and leaves the pool as it would be.
+    """Return the plan of one device; steps are compiled, if they may be, unless their needs are
+    known, or the bound holds (on CPU) and leaves the pool as it would be.
     """
     weights = bytes_on_device((probe.params, probe.draft_params))
-    sizes = [pool.device_block_bytes for pool in probe.pools]
-    most, widest = most_blocks(probe.model, config), widest_group(probe.model, config)
-    limited: list[int | None] = [None if at == widest else n for at, n in enumerate(most)]
-    if (draft := probe.draft_model) is not None:
-        of_draft = enumerate(most_blocks(draft, config))
-        limited += [None if at == widest_group(draft, config) else n for at, n in of_draft]
-    pool = PoolCost(tuple(zip(sizes, limited, strict=True)), in_use=most[widest])
+    pool, draft = _pool_cost(probe, config), probe.draft_model
     share = share_of(probe.model, probe.placement.axis_size)
     if needs is not None:
         return plan(config, limits, pool=pool, weights=weights, needs=needs)
-    needs = bound(share, config, probe.pools[0].dtype, pool.block_bytes)
+    needs = bound(share, config, probe.pools[0].dtype, pool.moved(config))
     if draft is not None:
         more = bound(share_of(draft, probe.placement.axis_size), config, probe.pools[-1].dtype)
         needs = dataclasses.replace(needs, temporaries=needs.temporaries + more.temporaries)
-    largest = pool.of(most[widest])
+    largest = pool.of(pool.in_use or 0)
     largest = largest if limits.pool is None else min(largest, limits.pool)
     is_cpu = probe.placement.device.platform == "cpu"
     kernels = [pool.kernel for pool in probe.pools if pool.kernel is not None]
     holds = is_cpu and not any(kernel.interpret for kernel in kernels)
     if compiled and (not holds or weights + needs.total + largest > limits.total):
-        needs = measured(probe, pool.block_bytes)
+        needs = measured(probe, pool.moved(config))
     return plan(config, limits, pool=pool, weights=weights, needs=needs)
+
+
+def _pool_cost(probe: Runner, config: EngineConfig) -> PoolCost:
+    """Return what the pools of a runner's models take of a device."""
+    most, widest = most_blocks(probe.model, config), widest_group(probe.model, config)
+    limited: list[int | None] = [None if at == widest else n for at, n in enumerate(most)]
+    if probe.draft_model is not None:
+        of_draft = enumerate(most_blocks(probe.draft_model, config))
+        end = widest_group(probe.draft_model, config)
+        limited += [None if at == end else n for at, n in of_draft]
+    keys: list[tuple[int, int | None]] = []
+    state_bytes = most_states = 0
+    for spec, limit in zip(probe.pools, limited, strict=True):
+        if limit is None or spec.group.record.per == "token":
+            keys.append((spec.device_block_bytes, limit))
+        else:
+            state_bytes, most_states = state_bytes + spec.device_block_bytes, limit
+    states = None
+    if state_bytes:
+        states = StateCost(
+            nbytes=state_bytes,
+            a_row=states_a_row(config),
+            blocks_a_row=config.max_blocks_per_seq,
+            most=most_states,
+            # Beside a number of blocks that is set, all of them.
+            pinned=config.num_states if config.num_blocks is None else most_states,
+        )
+    return PoolCost(tuple(keys), in_use=most[widest], states=states)
 
 
 def probe_runner(
     model: ModelConfig,
     config: EngineConfig,
-    where: Placement,
+    placement: Placement,
     params: Any,
     draft: DraftOf | None = None,
     choices: Choices | None = None,
 ) -> Runner:
-    """A runner to compile with and never to run: over the smallest pool whose block tables are as
-    wide as can be.
+    """Return a runner to compile with and never to run: over the smallest pool whose block tables
+    are as wide as can be.
 
     params: the serving tree, or ShapeDtypeStructs with shardings in its place.
     """
-    config = dataclasses.replace(config, num_blocks=config.max_blocks_per_seq)
-    return Runner(model, config, where, params, draft, choices)
+    few = states_a_row(config) if model.has_state else None
+    config = dataclasses.replace(config, num_blocks=config.max_blocks_per_seq, num_states=few)
+    return Runner(model, config, placement, params, draft, choices)
 
 
 def largest_buckets(table: Iterable[Shape]) -> list[Shape]:
@@ -277,9 +309,9 @@ def _needs(shape: Shape) -> tuple[int, ...]:
     return richness, scores, shape.tokens, shape.rows, shape.loras
 
 
-def measured(probe: Runner, block_bytes: int) -> Needs:
-    """What the compiled steps say; compiles the largest of each phase, draws under masks too: any
-    engine may come to need them.
+def measured(probe: Runner, moved: int) -> Needs:
+    """Return what the compiled steps say; compiles the largest of each phase, draws under masks
+    too: any engine may come to need them. moved: as of state_bytes.
     """
     config = dataclasses.replace(probe.config, structured_output=True)
     table = step_table(dataclasses.replace(probe.steps.setting, config=config))
@@ -298,25 +330,25 @@ def measured(probe: Runner, block_bytes: int) -> Needs:
     return Needs(
         temporaries=temporaries,
         code=code * (len(table) if probe.config.strict else min(len(table), RESIDENT_STEPS)),
-        state=state_bytes(share, probe.config, block_bytes)
+        state=state_bytes(share, probe.config, moved)
         + table_bytes(share, probe.config, probe.adapters.dtype),
         source=f"compiled for {probe.placement.device.device_kind}",
         is_measured=True,
     )
 
 
-def state_bytes(model: ModelConfig, config: EngineConfig, block_bytes: int) -> int:
+def state_bytes(model: ModelConfig, config: EngineConfig, moved: int) -> int:
     """Return the bytes that a device keeps of every row, and of blocks on their way to the host,
-    before each of two steps in flight, and back.
+    before each of two steps in flight, and back. moved: bytes of the blocks of one move.
     """
     rows = 4 * config.max_num_seqs * (2 + model.vocab_size)
-    moving = 3 * moved_blocks(config) * block_bytes if config.swap_space_gib else 0
+    moving = 3 * moved if config.swap_space_gib else 0
     return rows + moving
 
 
-def bound(model: ModelConfig, config: EngineConfig, dtype: Any, block_bytes: int = 0) -> Needs:
+def bound(model: ModelConfig, config: EngineConfig, dtype: Any, moved: int = 0) -> Needs:
     """Needs that no step on CPU exceeds, by either kernel; nothing is compiled. model: what a
-    device has (see share_of).
+    device has (see share_of). moved: as of state_bytes.
 
     It sums what the layers, the sampler, the scores of prompts and the adapters say that they
     allocate, and float16 weights in f32 (bfloat16 ones are multiplied as they are). Steps use up to
@@ -345,13 +377,13 @@ def bound(model: ModelConfig, config: EngineConfig, dtype: Any, block_bytes: int
     temporaries = layers.shared + layers.kept + logits + adapters + weights + indices + TILES
     return Needs(
         temporaries=temporaries,
-        state=state_bytes(model, config, block_bytes) + table_bytes(model, config, dtype),
+        state=state_bytes(model, config, moved) + table_bytes(model, config, dtype),
         source="an upper bound",
     )
 
 
 def bytes_on_device(tree: Any) -> int:
-    """Bytes of a tree of placed arrays (or ShapeDtypeStructs) on one of its devices."""
+    """Return the bytes of a tree of placed arrays (or ShapeDtypeStructs) on one of its devices."""
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
     )

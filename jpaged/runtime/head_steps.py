@@ -124,15 +124,15 @@ def _places(packed: Packed, *, is_decode: bool) -> tuple[Array, Array]:
     """Return the row and the position of each token."""
     if is_decode:
         return jnp.arange(packed.tokens_T.shape[0], dtype=jnp.int32), packed.context_lens_S - 1
-    where = (packed.query_start_loc_S1, packed.context_lens_S)
-    return locate(*where, packed.tokens_T.shape[0])
+    num_tokens = packed.tokens_T.shape[0]
+    return locate(packed.query_start_loc_S1, packed.context_lens_S, num_tokens)
 
 
 def _shifted(packed: Packed) -> Packed:
     """Return the step with the head's block tables, and contexts without the row's last token."""
-    own = packed.block_tables_GSM[-1:]
+    tables_GSM = packed.block_tables_GSM[-1:]
     lens_S = jnp.maximum(packed.context_lens_S - 1, 0)
-    return packed._replace(block_tables_GSM=own, context_lens_S=lens_S)
+    return packed._replace(block_tables_GSM=tables_GSM, context_lens_S=lens_S)
 
 
 def _without_firsts(packed: Packed, lens_S: Array) -> tuple[Packed, Array, Array]:

@@ -170,8 +170,8 @@ def masked_tile_max(logits_SV: Array, mask_SW: Array, vocabulary: Vocabulary = W
 
 
 def tile_sums(a_SV: Array, vocabulary: Vocabulary = WHOLE) -> Array:
-    """The sum of each SUM_TILE entries of the whole vocabulary, added by halving: an order that is
-    written down.
+    """Return the sum of each SUM_TILE entries of the whole vocabulary, added by halving: an order
+    that is written down.
 
     For jnp.sum, XLA:CPU picks one by the number of rows. This also fuses with what makes the
     entries, so that they are never stored, and runs over 16 lanes.
@@ -205,8 +205,8 @@ def kept_sums(
     one_pass: OnePass | None,
     vocabulary: Vocabulary = WHOLE,
 ) -> Array:
-    """The sums of `weights`, a tile each: of this device's tiles, or gathered where its vocabulary
-    is given.
+    """Return the sums of `weights`, a tile each: of this device's tiles, or gathered where its
+    vocabulary is given.
     """
     if one_pass is None:
         return tile_sums(weights(z_SV, max_S, tau_S, floor_S), vocabulary)

@@ -63,7 +63,7 @@ class Placement:
         return math.prod(self.mesh.shape[name] for name in self.data_axes)
 
     @property
-    def each(self) -> PartitionSpec:
+    def by_replica(self) -> PartitionSpec:
         """How an array lies whose first axis has a part for each replica."""
         return PartitionSpec(self.data_axes) if self.data_axes else PartitionSpec()
 
@@ -88,8 +88,8 @@ class Placement:
 def serving_mesh(
     config: EngineConfig, mesh: Mesh | None, devices: Sequence[Any] = ()
 ) -> Mesh | None:
-    """The mesh to serve on: `mesh`, else one of as many of the devices (none named: jax's) as
-    config's data_parallel_size and tensor_parallel_size ask for, over axes "data" and "tp". None
+    """Return the mesh to serve on: `mesh`, else one of as many of the devices (none named: jax's)
+    as config's data_parallel_size and tensor_parallel_size ask for, over axes "data" and "tp". None
     where they ask for nothing, or for a single device. ConfigError where there are too few.
     """
     shape = asked_shape(config)
@@ -103,6 +103,8 @@ def serving_mesh(
 
 
 def asked_shape(config: EngineConfig) -> dict[str, int]:
-    """The axes of the mesh that a config asks for, by name; none where it asks for one device."""
+    """Return the axes of the mesh that a config asks for, by name; none where it asks for one
+    device.
+    """
     asked = {"data": config.data_parallel_size or 1, "tp": config.tensor_parallel_size or 1}
     return {name: size for name, size in asked.items() if size > 1}

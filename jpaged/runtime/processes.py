@@ -23,7 +23,7 @@ from jpaged.errors import PeerError
 
 
 def are_many(mesh: Any) -> bool:
-    """Whether a mesh has devices of several processes."""
+    """Return whether a mesh has devices of several processes."""
     return count_of(mesh) > 1
 
 
@@ -33,39 +33,40 @@ def count_of(mesh: Any) -> int:
 
 
 def is_local(device: Any) -> bool:
-    """Whether a device is this process's."""
+    """Return whether a device is this process's."""
     return device.process_index == jax.process_index()
 
 
-def put(array: np.ndarray, where: Sharding) -> Array:
-    """A host array on the devices; over processes each gives its own shares of an equal array.
+def put(array: np.ndarray, sharding: Sharding) -> Array:
+    """Return a host array on the devices; over processes each gives its own shares of an equal
+    array.
 
     Not by jax.device_put there: that compares the array over all processes first, at a hundred
     times the cost.
     """
-    if where.is_fully_addressable:
-        return jax.device_put(array, where)
-    return jax.make_array_from_callback(array.shape, where, lambda index: array[index])
+    if sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
 def local_shards(array: Array, devices: Container[Any]) -> dict[Any, np.ndarray]:
-    """What those of the devices that are this process's hold of an array, on the host."""
+    """Return what those of the devices that are this process's hold of an array, on the host."""
     shards = (shard for shard in array.addressable_shards if shard.device in devices)
     return {shard.device: np.asarray(shard.data) for shard in shards}
 
 
 def from_shards(
-    shards: Mapping[Any, np.ndarray], shape: tuple[int, ...], dtype: Any, where: Sharding
+    shards: Mapping[Any, np.ndarray], shape: tuple[int, ...], dtype: Any, sharding: Sharding
 ) -> Array:
-    """The array again, of which each process has `local_shards`; zeros on all other devices."""
-    zeros = np.zeros(where.shard_shape(shape), dtype)
-    devices = sorted(where.addressable_devices, key=lambda device: device.id)
+    """Return the array of which each process has `local_shards`; zeros on all other devices."""
+    zeros = np.zeros(sharding.shard_shape(shape), dtype)
+    devices = sorted(sharding.addressable_devices, key=lambda device: device.id)
     placed = [jax.device_put(shards.get(device, zeros), device) for device in devices]
-    return jax.make_array_from_single_device_arrays(shape, where, placed)
+    return jax.make_array_from_single_device_arrays(shape, sharding, placed)
 
 
 def broadcast(value: Any = None) -> Any:
-    """What the first process passes, in every process; the others' values are not looked at.
+    """Return what the first process passes, in every process; the others' values are not looked at.
 
     Any picklable value. All processes must call it at the same point. Alone, it returns its value.
     """
@@ -80,7 +81,7 @@ def broadcast(value: Any = None) -> Any:
 
 
 def least(value: int) -> int:
-    """The least of a number over all processes."""
+    """Return the least of a number over all processes."""
     return int(np.min(multihost_utils.process_allgather(np.int64(value))))
 
 
@@ -88,7 +89,7 @@ class Peers:
     """What a runner asks of the other processes of its mesh. seconds: it waits for them at most."""
 
     def __init__(self, mesh: Mesh, seconds: float):
-        self._where = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        self._sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         self._num_devices, self._seconds = mesh.size, seconds
         whole = NamedSharding(mesh, PartitionSpec())
         self._differ = jax.jit(lambda x: jnp.max(x) - jnp.min(x), out_shardings=whole)
@@ -101,8 +102,8 @@ class Peers:
         crc = 0
         for part in parts:
             crc = zlib.crc32(part, crc)
-        own = np.full(self._num_devices, crc & 0x7FFFFFFF, np.int32)
-        return self._differ(put(own, self._where))
+        checksums = np.full(self._num_devices, crc & 0x7FFFFFFF, np.int32)
+        return self._differ(put(checksums, self._sharding))
 
     def check(self, compared: Array) -> None:
         """PeerError where the processes are about to run different steps."""
@@ -114,17 +115,17 @@ class Peers:
 
     def call[T](self, function: Callable[[], T], doing: str) -> T:
         """What a function returns that needs all processes; PeerError where one is gone or late."""
-        found: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        outcome: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
         def job() -> None:
             try:
-                found.put((function(), None))
+                outcome.put((function(), None))
             except BaseException as e:
-                found.put((None, e))
+                outcome.put((None, e))
 
         self._jobs.put(job)
         try:
-            result, error = found.get(timeout=self._seconds)
+            result, error = outcome.get(timeout=self._seconds)
         except queue.Empty:
             raise PeerError(
                 f"{doing}: another process did not come within peer_timeout_s={self._seconds:g}; "

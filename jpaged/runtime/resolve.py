@@ -17,7 +17,11 @@ MOST_COST = 1.2
 
 
 def resolve(
-    model: ModelConfig, config: EngineConfig, where: Placement, dtype: Any, is_plain: bool = True
+    model: ModelConfig,
+    config: EngineConfig,
+    placement: Placement,
+    dtype: Any,
+    is_plain: bool = True,
 ) -> tuple[EngineConfig, Choices]:
     """Return the config resolved for a model at a place, and what computes its steps.
 
@@ -25,12 +29,12 @@ def resolve(
     default. dtype: of the weights. is_plain: the params' experts are arrays, not in 8 or 4 bits.
     Raises ConfigError and UnsupportedError.
     """
-    processes = count_of(where.mesh)
-    check_combination(Facts(config=config, devices=where.axis_size, processes=processes))
+    processes = count_of(placement.mesh)
+    check_combination(Facts(config=config, devices=placement.axis_size, processes=processes))
     check_combination(Facts(config=config, has_state=model.has_state))
-    on_cpu = where.device.platform == "cpu"
+    on_cpu = placement.device.platform == "cpu"
     resolved = config.resolve(model, batch_invariant=True, on_cpu=on_cpu)
-    choices = choose(model, resolved, where, dtype, is_plain and not config.quantization)
+    choices = choose(model, resolved, placement, dtype, is_plain and not config.quantization)
     if not resolved.deterministic:
         return resolved, choices
     if not choices.is_batch_invariant:

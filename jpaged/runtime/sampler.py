@@ -271,8 +271,8 @@ def draw(kept: Kept, gumbel_SX: Array) -> tuple[Array, Array]:
 
 
 def report(kept: Kept, token_S: Array, total_S: Array, max_logprobs: int) -> Sampled:
-    """The tokens with their log-probabilities, in the full step their ranks and alternatives too.
-    total_S: of `draw`.
+    """Return the tokens with their log-probabilities, in the full step their ranks and alternatives
+    too. total_S: of `draw`.
     """
     max_S, sum_S = _denominators(kept, total_S)
     allowed_S = None if kept.mask_SW is None else _allowed_logprobs(kept, max_S, sum_S)
@@ -404,8 +404,8 @@ def gumbels(controls: Controls, count: int, first: Array | None = None) -> Array
 
 
 def _draw_tile(sums_SN: Array, gumbel_SN: Array, vocabulary: Vocabulary) -> tuple[Array, Array]:
-    """The tile with the largest noisy log-sum-exp, and the sums of all tiles. Each device looks
-    among its own tiles; all that passes between them is one array.
+    """Return the tile with the largest noisy log-sum-exp, and the sums of all tiles. Each device
+    looks among its own tiles; all that passes between them is one array.
     """
     score_SN = jnp.log(sums_SN) + gumbel_SN
     at_S = _argmax(score_SN)
@@ -422,7 +422,7 @@ def _draw_tile(sums_SN: Array, gumbel_SN: Array, vocabulary: Vocabulary) -> tupl
 
 
 def _argmax(x_SX: Array) -> Array:
-    """The first place of each row's maximum, X where there is none but NaN."""
+    """Return the first place of each row's maximum, X where there is none but NaN."""
     return first_true(x_SX == jnp.max(x_SX, axis=1, keepdims=True))
 
 
@@ -467,8 +467,8 @@ def _denominators(kept: Kept, total_S: Array) -> tuple[Array, Array]:
 
 
 def _allowed_logprobs(kept: Kept, max_S: Array, sum_S: Array) -> Array:
-    """The logarithm of what the model gives to all that the mask allows, of rows that ask for
-    tempered log-probabilities; 0 elsewhere. max_S, sum_S: of _denominators.
+    """Return the logarithm of what the model gives to all that the mask allows, of rows that ask
+    for tempered log-probabilities; 0 elsewhere. max_S, sum_S: of _denominators.
     """
     logits_SV, mask_SW, vocabulary = kept.logits_SV, kept.mask_SW, kept.vocabulary
     assert mask_SW is not None
@@ -484,7 +484,9 @@ def _allowed_logprobs(kept: Kept, max_S: Array, sum_S: Array) -> Array:
 
 
 def _ranked(kept: Kept, token_S: Array, max_logprobs: int) -> tuple[Array, Array, Array, Array]:
-    """The token's logit in the row's mode and its rank, and the largest logits with their ids."""
+    """Return the token's logit in the row's mode and its rank, and the largest logits with their
+    ids.
+    """
     z_SV, vocabulary, processed_S = kept.z_SV, kept.vocabulary, kept.mode_S == PROCESSED
 
     def lists(source_SV: Array) -> tuple[Array, Array, Array, Array]:

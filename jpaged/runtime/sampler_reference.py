@@ -52,7 +52,7 @@ def distribution(
 
 
 def draw(kept: Kept, gumbel_X: np.ndarray) -> int:
-    """The token. gumbel_X: noise of the TILE places in a tile, then of each tile."""
+    """Return the token. gumbel_X: noise of the TILE places in a tile, then of each tile."""
     if kept.takes_first:
         return int(np.argmax(kept.z_V))  # the lowest of equal ids
     # A tile is drawn by the log-sum-exp of its tokens, then a token of it, each by Gumbel-max: the
@@ -66,5 +66,5 @@ def draw(kept: Kept, gumbel_X: np.ndarray) -> int:
 
 
 def report(kept: Kept, token: int) -> float:
-    """The token's "processed" log-probability."""
+    """Return the token's "processed" log-probability."""
     return float(kept.z_V[token] - np.logaddexp.reduce(kept.z_V))

@@ -59,7 +59,7 @@ class StandIns:
         on.
         """
         self._missed[bucket] += 1
-        if are_many(self._steps.where.mesh):
+        if are_many(self._steps.placement.mesh):
             if self._missed[bucket] == often:
                 self._compile(bucket)
         elif bucket in self.compiling:

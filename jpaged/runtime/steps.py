@@ -209,19 +209,20 @@ class _Step:
         return self.to.vocabulary.masked(params.model.logits(x, context))
 
     def view(self, kv: tuple[Pool, ...], packed: Packed) -> tuple[PagedKV, Array, Array]:
-        """The step's view of the model's own pools, the first or (of a draft model) last of all,
-        and the row and position (-1: padding) of each token.
+        """Return the step's view of the model's own pools, the first or (of a draft model) last of
+        all, and the row and position (-1: padding) of each token.
         """
         is_decode = self.bucket.phase != "prefill"
         if is_decode:
             row_T = jnp.arange(self.bucket.rows, dtype=jnp.int32)
             positions_T = packed.context_lens_S - 1
         else:
-            where = (packed.query_start_loc_S1, packed.context_lens_S)
-            row_T, positions_T = locate(*where, self.bucket.tokens)
-        own = packed._replace(block_tables_GSM=packed.block_tables_GSM[self.own])
+            row_T, positions_T = locate(
+                packed.query_start_loc_S1, packed.context_lens_S, self.bucket.tokens
+            )
+        packed = packed._replace(block_tables_GSM=packed.block_tables_GSM[self.own])
         pools = self.to.own_pools
-        view = view_of(pools, kv[self.own], own, row_T, positions_T, is_decode=is_decode)
+        view = view_of(pools, kv[self.own], packed, row_T, positions_T, is_decode=is_decode)
         return view, row_T, positions_T
 
 
@@ -260,8 +261,10 @@ def _make_prefill(step: _Step) -> Callable[..., Any]:
         slot_T = None
         if "adapters" in fields:
             slot_T = jnp.take(fields["adapters"], row_T, mode="clip")
-        where = (fields["block_tables"], context_lens_S, start_loc_S1, start_loc_S1[-1])
-        _, x_TE, kv = step.advance(params, kv, Packed(tokens_T, *where), slot_T)
+        inputs = Packed(
+            tokens_T, fields["block_tables"], context_lens_S, start_loc_S1, start_loc_S1[-1]
+        )
+        _, x_TE, kv = step.advance(params, kv, inputs, slot_T)
         # What follows does not fuse into the last norm: a token's bits are those of a prefill that
         # scores its prompt.
         x_TE, out = jax.lax.optimization_barrier(x_TE), None
@@ -325,8 +328,8 @@ def _make_decode(step: _Step) -> Callable[..., Any]:
             i, last_S, steps_S, state, outputs = carry
             runs_S = i < steps_S
             context_lens_S = jnp.where(runs_S, first_lens_S + i, 0)
-            where = _one_each(fields, last_S, context_lens_S)
-            context, x_SE, kv = step.advance(params, state.kv, *where)
+            inputs, slot_S = _one_each(fields, last_S, context_lens_S)
+            context, x_SE, kv = step.advance(params, state.kv, inputs, slot_S)
             open_after_S = fields["open_after"] - i
             logits_SV = step.logits(params, context, x_SE)
             drawn = _draw(step, logits_SV, fields, context_lens_S, state.rows, open_after_S)
@@ -359,10 +362,10 @@ def _make_draft(step: _Step) -> Callable[..., Any]:
 
     def draft(params: StepParams, kv: tuple[Pool, ...], rows: RowState, packed: Array):
         # What it keeps of its rows is nobody's.
-        own = params
+        guessing = params
         if isinstance(params.draft, Forward):
-            own = StepParams(model=params.draft)
-        state, out = decode(own, DeviceState(kv=kv[count:], rows=rows), packed)
+            guessing = StepParams(model=params.draft)
+        state, out = decode(guessing, DeviceState(kv=kv[count:], rows=rows), packed)
         return (*kv[:count], *state.kv), out
 
     return draft
@@ -412,9 +415,16 @@ def _draw(
         )
     most = step.to.config.max_logprobs if full is not None else 0
     with jax.named_scope("sample"):
-        how: Any = {"max_logprobs": most, "vocabulary": step.to.vocabulary}
-        how |= {"filters": step.bucket.draws != "plain", "one_pass": step.to.choices.one_pass}
-        sampled = sample(logits_SV, controls, full, mask_SW, **how)
+        sampled = sample(
+            logits_SV,
+            controls,
+            full,
+            mask_SW,
+            max_logprobs=most,
+            vocabulary=step.to.vocabulary,
+            filters=step.bucket.draws != "plain",
+            one_pass=step.to.choices.one_pass,
+        )
     is_stop_S = jnp.any(stop_ids_SX == sampled.token_S[:, None], axis=1)
     return _Drawn(sampled.token_S, is_stop_S & (open_after_S <= 0), _outputs(sampled))
 
@@ -449,8 +459,10 @@ def _one_each(
 ) -> tuple[Packed, Array | None]:
     """Return the step's inputs with one token a row, and the slots of their adapters."""
     starts_S1 = jnp.arange(last_S.shape[0] + 1, dtype=jnp.int32)
-    where = (fields["block_tables"], context_lens_S, starts_S1, _last_row(context_lens_S))
-    return Packed(jnp.maximum(last_S, 0), *where), fields.get("adapters")
+    last_row = _last_row(context_lens_S)
+    tokens_S = jnp.maximum(last_S, 0)
+    inputs = Packed(tokens_S, fields["block_tables"], context_lens_S, starts_S1, last_row)
+    return inputs, fields.get("adapters")
 
 
 def _none(step: _Step) -> int:

@@ -36,7 +36,7 @@ def thresholds(
     vocabulary: Vocabulary = WHOLE,
     filters: bool = True,
 ) -> Array:
-    """The smallest logit that each row keeps, -inf where it keeps all."""
+    """Return the smallest logit that each row keeps, -inf where it keeps all."""
     if not filters:
         return jnp.full_like(max_S, NEG_INF)
     vocab = vocabulary.tokens(z_SV)
@@ -109,8 +109,8 @@ def _search_rows(
         )
 
         def largest(weight_GV: Array, target_G: Array, floor_G: Array) -> Array:
-            """The largest v >= floor such that sum(weight where z >= v) >= target, by bisection
-            over all floats.
+            """Return the largest v >= floor such that sum(weight where z >= v) >= target, by
+            bisection over all floats.
             """
 
             def halve(bounds: tuple[Array, Array]) -> tuple[Array, Array]:

@@ -23,16 +23,16 @@ class Transfers:
     blocks then go to each process's own memory.
     """
 
-    def __init__(self, where: Placement, peers: Peers | None = None):
-        self.where, self._peers = where, peers
+    def __init__(self, placement: Placement, peers: Peers | None = None):
+        self.placement, self._peers = placement, peers
         self.ups = self.downs = 0
-        self._each = where.sharding(where.each)
-        self.with_calls = where.mesh is None
+        self._each = placement.sharding(placement.by_replica)
+        self.with_calls = placement.mesh is None
         # Else blocks move as the shares of devices.
-        self._moves_whole = where.replicas == 1 and peers is None
+        self._moves_whole = placement.replicas == 1 and peers is None
         # Each process commits what all replicas drew, those of other processes among them.
-        gathers = where.replicas > 1 and peers is not None
-        self._gather = jax.jit(lambda x: x, out_shardings=where.replicated) if gathers else None
+        gathers = placement.replicas > 1 and peers is not None
+        self._gather = jax.jit(lambda x: x, out_shardings=placement.replicated) if gathers else None
 
     def sending(self) -> AbstractContextManager[None]:
         """Lets calls take what `put` returned, whatever transfer guard their caller has set."""
@@ -45,7 +45,7 @@ class Transfers:
 
     def put_for(self, replica: int, part: np.ndarray, fill: int) -> Array:
         """Up, the int32 part of one replica and `fill` in the others'."""
-        if (count := self.where.replicas) > 1:
+        if (count := self.placement.replicas) > 1:
             parts = np.full((count, max(part.size, 1)), fill, np.int32)
             parts[replica] = part
             part = parts.reshape(-1)
@@ -72,14 +72,14 @@ class Transfers:
         """
         self.ups += 1
         if self._moves_whole:
-            return jax.device_put(blocks, pool.shardings(self.where))
+            return jax.device_put(blocks, pool.shardings(self.placement))
         return self._joined(blocks, replica, pool, count)
 
     def start_blocks(self, blocks: Any, replica: int) -> None:
         """Start to send a replica's part of some blocks down, which get_blocks waits for."""
         parts: list[Array] = jax.tree.leaves(blocks)
         if not self._moves_whole:
-            devices = self.where.devices_of(replica)
+            devices = self.placement.devices_of(replica)
             shards = [shard for part in parts for shard in part.addressable_shards]
             parts = [shard.data for shard in shards if shard.device in devices]
         with jax.transfer_guard_device_to_host("allow"):
@@ -102,19 +102,19 @@ class Transfers:
         """Return the shares of a replica's devices, those of this process, in their order: another
         replica's devices take the same ones.
         """
-        devices = [d for d in self.where.devices_of(replica) if is_local(d)]
+        devices = [d for d in self.placement.devices_of(replica) if is_local(d)]
 
         def shares(part: Array) -> list[np.ndarray]:
             with jax.transfer_guard_device_to_host("allow"):
-                found = local_shards(part, devices)
-            return [found[device] for device in devices]
+                by_device = local_shards(part, devices)
+            return [by_device[device] for device in devices]
 
         return jax.tree.map(shares, blocks)
 
     def _joined(self, blocks: Any, replica: int, pool: PoolSpec, count: int) -> Any:
-        whole = pool.of_rows(self.where.replicas * pool.num_layers * count)
-        shardings = pool.shardings(self.where)
-        devices = [d for d in self.where.devices_of(replica) if is_local(d)]
+        whole = pool.of_rows(self.placement.replicas * pool.num_layers * count)
+        shardings = pool.shardings(self.placement)
+        devices = [d for d in self.placement.devices_of(replica) if is_local(d)]
         return {
             name: from_shards(
                 dict(zip(devices, blocks[name], strict=True)), x.shape, x.dtype, shardings[name]

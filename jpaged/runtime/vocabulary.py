@@ -28,16 +28,16 @@ class Vocabulary:
         return a_SV.shape[1] if self.size is None else self.size
 
     def first(self, a_SV: Array) -> Array | int:
-        """The id of the first column."""
+        """Return the id of the first column."""
         return 0 if self.axis is None else lax.axis_index(self.axis) * a_SV.shape[1]
 
     def ids(self, a_SV: Array) -> Array:
-        """The id of each column, [S, V]."""
+        """Return the id of each column, [S, V]."""
         ids_SV = lax.broadcasted_iota(jnp.int32, a_SV.shape, 1)
         return ids_SV if self.axis is None else ids_SV + self.first(a_SV)
 
     def columns(self, ids: Array, a_SV: Array) -> Array:
-        """The columns of ids, past the end for those that are not here."""
+        """Return the columns of ids, past the end for those that are not here."""
         if self.axis is None:
             return ids
         at = ids - self.first(a_SV)
@@ -65,7 +65,7 @@ class Vocabulary:
         return (jnp.take_along_axis(mask_SW, word_SC, axis=1) >> (ids_SC & 31)) & 1 != 0
 
     def gather(self, x_SX: Array) -> Array:
-        """What each device has of axis 1, one after the other."""
+        """Return what each device has of axis 1, one after the other."""
         return x_SX if self.axis is None else lax.all_gather(x_SX, self.axis, axis=1, tiled=True)
 
     def sum(self, x: Array) -> Array:
@@ -73,7 +73,7 @@ class Vocabulary:
         return x if self.axis is None else lax.psum(x, self.axis)
 
     def take(self, a_SV: Array, ids_SC: Array) -> Array:
-        """The entries of ids, all below V, whoever holds them."""
+        """Return the entries of ids, all below V, whoever holds them."""
         if self.axis is None:
             return jnp.take_along_axis(a_SV, ids_SC, axis=1)
         at_SC = self.columns(ids_SC, a_SV)
@@ -81,7 +81,7 @@ class Vocabulary:
         return self.sum(jnp.where(at_SC < a_SV.shape[1], found_SC, jnp.zeros_like(found_SC)))
 
     def pick(self, a_SV: Array, id_S: Array) -> Array:
-        """One entry of each row."""
+        """Return one entry of each row."""
         return self.take(a_SV, id_S[:, None])[:, 0]
 
 

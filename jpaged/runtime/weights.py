@@ -101,7 +101,7 @@ def _checked(params: Any, config: Any) -> Params:
     return Params(tree, model, source)
 
 
-def placement(params: Params, config: EngineConfig, mesh: Mesh | None) -> Placement:
+def place_params(params: Params, config: EngineConfig, mesh: Mesh | None) -> Placement:
     """Return where to serve: `mesh`, else data_parallel_size times tensor_parallel_size devices (of
     the params' mesh, if they have one), else that mesh, else the params' device.
     """
@@ -166,14 +166,14 @@ class ServingWeights:
     arrays that are dead or donated, always mean a new version.
     """
 
-    def __init__(self, where: Placement, dtype: str | None, quantization: str | None = None):
-        self.where = where
+    def __init__(self, placement: Placement, dtype: str | None, quantization: str | None = None):
+        self.placement = placement
         self.quantization = quantization
         self.dtype = None if dtype is None else jnp.dtype(dtype)
         self.version = 0
         # Bytes of leaves that were cast, padded or moved, and the seconds until they were there.
         self.moved_bytes, self.moved_seconds = 0, 0.0
-        self._placer = Placer(where.sharding)
+        self._placer = Placer(placement.sharding)
         # What the steps are compiled for, of every leaf as it is served.
         self._dtypes: list[str] | None = None
         self._structures: list[Any] | None = None
@@ -224,7 +224,7 @@ class ServingWeights:
             number if ours is None else ours for number, ours in zip(numbers, derived, strict=True)
         ]
         structure = jax.tree.structure(params, is_leaf=is_quantized)
-        served = served_config(params.config, self.where.axis_size)
+        served = served_config(params.config, self.placement.axis_size)
         return jax.tree.flatten(bind_any(served, jax.tree.unflatten(structure, chosen)))
 
     def report(self) -> dict[str, Any]:
@@ -263,9 +263,9 @@ class ServingWeights:
 
     def _weights(self, params: Params) -> list[Weight]:
         """Return each leaf with what it is to become. ConfigError for one that cannot be served."""
-        model, devices = params.config, self.where.axis_size
+        model, devices = params.config, self.placement.axis_size
         served = served_config(model, devices)
-        splits = jax.tree.leaves(param_specs(served, self.where.axis, devices))
+        splits = jax.tree.leaves(param_specs(served, self.placement.axis, devices))
         weights = [
             Weight(
                 spec=spec,

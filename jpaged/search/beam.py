@@ -179,7 +179,7 @@ class BeamSearch(Request):
         return [] if is_done else beams
 
     def _best_possible(self, total: float, generated: int) -> float:
-        """The best score that a beam of this sum of logprobs can be hoped to end with."""
+        """Return the best score that a beam of this sum of logprobs can be hoped to end with."""
         reach = (
             self.end - self.prompt_len
             if self.early_stopping == "never" and self.length_penalty > 0

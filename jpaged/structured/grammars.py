@@ -118,7 +118,7 @@ class Grammars:
             return self._kept.get(key)
 
     def _verdict(self, key: bytes, kind: str, text: str) -> Verdict:
-        """What the trial says of a form; verdicts are kept longer than forms."""
+        """Return what the trial says of a form; verdicts are kept longer than forms."""
         with self._lock:
             if (known := self._judged.get(key)) is not None:
                 self._judged.move_to_end(key)
@@ -154,8 +154,8 @@ class Grammars:
             self._trim()
 
     def renewed(self, form: "Form") -> "Form | None":
-        """The form compiled anew, for one row whose form failed after others had used it; it is
-        kept no longer for those that come. None where it cannot be compiled any more.
+        """Return the form compiled anew, for one row whose form failed after others had used it; it
+        is kept no longer for those that come. None where it cannot be compiled any more.
         """
         with self._lock:
             if self._kept.get(form.key) is form:
@@ -190,7 +190,7 @@ def check_served(config: EngineConfig) -> None:
 def form_begins(
     structured: Structured | None, prompt_lens: object, count: int, config: EngineConfig
 ) -> list[int]:
-    """Where the form of each of so many texts begins that are scored; checked."""
+    """Return where the form of each of so many texts begins that are scored; checked."""
     if (structured is None) != (prompt_lens is None):
         raise RequestError("structured and prompt_lens: pass both, or neither")
     if structured is None:
@@ -249,8 +249,9 @@ class Matcher:
         return self.copy()
 
     def renew(self, token_ids: Sequence[int]) -> bool:
-        """Where a limit of the shared lexer was met, which other rows helped to fill: go on after
-        these tokens in a lexer that is this row's alone. False where it was, or nothing failed.
+        """Go on after these tokens in a lexer that is this row's alone, where a limit of the shared
+        one was met, which other rows helped to fill. False where the lexer already was this row's,
+        or nothing failed.
         """
         if not self.state.is_error() or not self._change_form():
             return False
@@ -274,7 +275,7 @@ class Matcher:
         self.state.consume_tokens(list(token_ids))
 
     def forced(self) -> list[int]:
-        """The tokens that must come from here on, none where there is a choice."""
+        """Return the tokens that must come from here on, none where there is a choice."""
         return self.state.compute_ff_tokens()
 
     def advance(self, token_ids: Sequence[int]) -> None:

@@ -23,7 +23,9 @@ def check(structured: object) -> None:
 
 
 def grammar_of(structured: Structured) -> str:
-    """The form as llguidance's own notation, not yet compiled. RequestError where it is none."""
+    """Return the form as llguidance's own notation, not yet compiled. RequestError where it is
+    none.
+    """
     import llguidance  # pyright: ignore[reportMissingImports]
 
     kind = _kind(structured)
@@ -54,13 +56,13 @@ def _check_size(kind: str, text: str) -> None:
 
 
 def error(kind: str, what: object) -> RequestError:
-    """What is wrong with a form, in the words of who found it."""
+    """Return what is wrong with a form, in the words of who found it."""
     lines = str(what).strip().splitlines() or ["no reason given"]
     return RequestError(f"structured: {kind}: {' '.join(line.strip() for line in lines)[:500]}")
 
 
 def kind_of(structured: Structured) -> str:
-    """Which of KINDS it is."""
+    """Return which of KINDS it is."""
     return next(kind for kind in KINDS if kind in structured)
 
 
@@ -90,8 +92,8 @@ def _kind(structured: object) -> str:
 
 
 def guidance_of(schema: Any, *, compact: bool = False) -> dict[str, Any]:
-    """The options (x-guidance) under which a schema becomes a grammar: its own, and white space of
-    a bounded length unless they say something of white space. compact: none at all.
+    """Return the options (x-guidance) under which a schema becomes a grammar: its own, and white
+    space of a bounded length unless they say something of white space. compact: none at all.
 
     Raises ValueError where the schema's own are no options.
     """
@@ -104,7 +106,7 @@ def guidance_of(schema: Any, *, compact: bool = False) -> dict[str, Any]:
 
 
 def own_guidance(schema: Any) -> dict[str, Any]:
-    """The options that a schema has; ValueError where they are none."""
+    """Return the options that a schema has; ValueError where they are none."""
     guidance = schema.get(GUIDANCE, {}) if isinstance(schema, Mapping) else {}
     if not isinstance(guidance, Mapping):
         raise ValueError(f"{GUIDANCE}={guidance!r}: must be an object of llguidance's options")
@@ -116,7 +118,7 @@ def _named() -> str:
 
 
 def schema_text(value: Any) -> str:
-    """The JSON of a schema: of what json_schema may be."""
+    """Return the JSON of a schema: of what json_schema may be."""
     if isinstance(value, str):
         return value
     schema = value if isinstance(value, Mapping) else value.model_json_schema()

@@ -75,8 +75,8 @@ class Trial:
         self._end: Any = None
 
     def judge(self, kind: str, text: str) -> Verdict:
-        """Whether a form can be served: it is compiled, or refused, and its first masks are made,
-        within MOST_SECONDS, MOST_BYTES and MOST_FORM_BYTES. kind: one of spec.KINDS. text: in
+        """Return whether a form can be served: it is compiled, or refused, and its first masks are
+        made, within MOST_SECONDS, MOST_BYTES and MOST_FORM_BYTES. kind: one of spec.KINDS. text: in
         llguidance's notation. Raises ConfigError where no process can be started.
         """
         is_known = kind in ("choice", "json_object")
@@ -128,7 +128,7 @@ class Trial:
 
 
 def _why_it_ended(status: int) -> str:
-    """What a form took too much of, by the exit status of the process that tried it."""
+    """Return what a form took too much of, by the exit status of the process that tried it."""
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     if status == -signal.SIGXCPU:
         return f"takes more than {MOST_SECONDS} s of a processor to compile"

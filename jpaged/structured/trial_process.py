@@ -27,8 +27,8 @@ class _MallInfo2(ctypes.Structure):
 
 
 def heap_reader() -> Callable[[], int]:
-    """A function that reads how many bytes this process has allocated: glibc's own count, else the
-    largest that the process has been.
+    """Return a function that reads how many bytes this process has allocated: glibc's own count,
+    else the largest that the process has been.
     """
     mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if mallinfo2 is None:

@@ -57,11 +57,11 @@ MIDDLE = {
     "qwen2_moe_g2_d32_shared",
     "mixtral_g4_d32_window_tied",
     "gpt_oss_g2_d32_yarn",
-    "gemma4_shared_keys",
-    "mimo_d48_v32",
     "ministral3_g4_d64_mscale_tied",
     "hunyuan_g2_d32_alpha",
     "glm4_moe_g4_d32_groups",
+    "gemma4_shared_keys",
+    "mimo_d48_v32",
 }
 # Whatever a family does to heads that a mesh splits; the others do nothing that these do not.
 SPLIT = [

@@ -25,7 +25,7 @@ from jpaged.runtime import footprint, memory
 from jpaged.runtime.memory import Needs
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.runner import Runner
-from jpaged.runtime.weights import ServingWeights, placement
+from jpaged.runtime.weights import ServingWeights, place_params
 from jpaged.session import Session
 from tests.tiny import CONFIG, config, make_params, make_prompts
 
@@ -230,7 +230,7 @@ def test_devices_of_a_mesh_share_the_host(monkeypatch: pytest.MonkeyPatch) -> No
     params = make_params()
     whole = footprint.plan_pool(CONFIG, engine(), HERE, abstract(CONFIG, "float32"))
     mesh = Mesh(np.array(jax.devices()[:2]), ("tp",))
-    where = placement(params, engine(), mesh)
+    where = place_params(params, engine(), mesh)
     weights = ServingWeights(where, None)
     weights.update(params)
     found = footprint.plan_pool(CONFIG, engine(), where, weights.modules(params))

@@ -20,7 +20,7 @@ from jpaged.models.forward import bind
 from jpaged.models.quantized import quantized
 from jpaged.runtime import weights as runtime_weights
 from jpaged.runtime.mesh import Placement
-from jpaged.runtime.weights import ServingWeights, as_params, placement
+from jpaged.runtime.weights import ServingWeights, as_params, place_params
 from tests.tiny import CONFIG, ENGINE, config, engine, make_params, make_prompts
 
 ONE_DEVICE = Placement(mesh=None, axis=None, device=jax.devices()[0])
@@ -402,15 +402,15 @@ def mesh(*shape: int, names: tuple[str, ...] = ("fsdp", "tp")) -> Mesh:
 
 def test_placement_follows_the_params() -> None:
     params = make_params()
-    assert placement(params, ENGINE, None) == ONE_DEVICE
+    assert place_params(params, ENGINE, None) == ONE_DEVICE
     elsewhere = jax.device_put(params, jax.devices()[3])
-    assert placement(elsewhere, ENGINE, None).device == jax.devices()[3]
-    assert placement(jax.device_get(params), ENGINE, None).device == jax.devices()[0]
+    assert place_params(elsewhere, ENGINE, None).device == jax.devices()[3]
+    assert place_params(jax.device_get(params), ENGINE, None).device == jax.devices()[0]
     grid = mesh(2, 2)
     on_grid = jax.device_put(params, NamedSharding(grid, PartitionSpec()))
-    found = placement(on_grid, ENGINE, None)
+    found = place_params(on_grid, ENGINE, None)
     assert (found.mesh, found.axis, found.axis_size) == (grid, "tp", 2)
-    assert placement(params, ENGINE, mesh(1, 1)).mesh is None, "one device needs no mesh"
+    assert place_params(params, ENGINE, mesh(1, 1)).mesh is None, "one device needs no mesh"
 
 
 def test_the_axis_is_the_one_that_kv_heads_use() -> None:
@@ -421,26 +421,26 @@ def test_the_axis_is_the_one_that_kv_heads_use() -> None:
         return jax.device_put(leaf, NamedSharding(grid, spec))
 
     tree = jax.tree.map(lambda x: shard(x, PartitionSpec()), dict(params))
-    assert placement(Params(tree, CONFIG), ENGINE, None).axis is None, (
+    assert place_params(Params(tree, CONFIG), ENGINE, None).axis is None, (
         "no usual name, no use of it: replicated"
     )
     attention = tree["layers"]["0"]["attention"]
     attention["qkv"] = shard(attention["qkv"], PartitionSpec("b"))
-    assert placement(Params(tree, CONFIG), ENGINE, None).axis == "b"
+    assert place_params(Params(tree, CONFIG), ENGINE, None).axis == "b"
     named = engine(tensor_axis="a")
-    assert placement(Params(tree, CONFIG), named, None).axis == "a"
+    assert place_params(Params(tree, CONFIG), named, None).axis == "a"
     none = engine(tensor_axis=None)
-    assert placement(Params(tree, CONFIG), none, None).axis is None
+    assert place_params(Params(tree, CONFIG), none, None).axis is None
     with pytest.raises(
         ConfigError, match=r"tensor_axis='c': 'c' is not an axis of the mesh \('a', 'b'\)"
     ):
-        placement(params, engine(tensor_axis="c"), grid)
+        place_params(params, engine(tensor_axis="c"), grid)
     with pytest.raises(
         ConfigError, match=r"mesh axis 'tp': num_heads=4 and num_kv_heads=2 do not split over 8"
     ):
-        placement(params, ENGINE, mesh(1, 8))
+        place_params(params, ENGINE, mesh(1, 8))
     row = mesh(1, 2)
     both = NamedSharding(row, PartitionSpec(("fsdp", "tp")))
     attention["qkv"] = jax.device_put(params["layers"]["0"]["attention"]["qkv"], both)
-    found = placement(Params(tree, CONFIG), ENGINE, row)
+    found = place_params(Params(tree, CONFIG), ENGINE, row)
     assert (found.axis, found.axis_size) == (("fsdp", "tp"), 2), "two axes as if they were one"

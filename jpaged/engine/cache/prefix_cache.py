@@ -76,12 +76,14 @@ class PrefixCache:
             content = self.contents.find(seq, i, size, parent)
             if content is None:
                 break
-            found = [group.matched(content) for group in self.groups]
-            if any(x is None and g.window is None for x, g in zip(found, self.groups, strict=True)):
+            matched = [group.matched(content) for group in self.groups]
+            if any(
+                x is None and g.window is None for x, g in zip(matched, self.groups, strict=True)
+            ):
                 break
             num_known, parent = i + 1, content
             contents.append(content)
-            for table, slots_of_group, x in zip(tables, slots, found, strict=True):
+            for table, slots_of_group, x in zip(tables, slots, matched, strict=True):
                 if isinstance(x, Slot):
                     slots_of_group[i] = x
                 table.append(GONE if x is None else LOAD if isinstance(x, Slot) else x)
@@ -131,7 +133,10 @@ class PrefixCache:
         return Match(
             contents[:length],
             tuple([GONE] * first + table[first:length] for first, table in cut),
-            tuple({i: x for i, x in own.items() if first <= i < length} for first, own in kept),
+            tuple(
+                {i: x for i, x in slots_of_group.items() if first <= i < length}
+                for first, slots_of_group in kept
+            ),
             num_known,
         )
 

@@ -20,7 +20,7 @@ ID = re.compile(r"batch_req_(\d+)")
 
 
 def answer_line(request: BatchRequest, output: RequestOutput) -> Mapping[str, Any]:
-    """The output line of a request that finished without an error."""
+    """Return the output line of a request that finished without an error."""
     form, name = request.answer_form, str(request.number)
     if request.form == "chat":
         body = responses.chat_completion(output, form, name=name, model=request.model)
@@ -43,8 +43,8 @@ def answer_line(request: BatchRequest, output: RequestOutput) -> Mapping[str, An
 def error_line(
     request: BatchRequest, error: BaseException | str, style: ErrorStyle = "openai"
 ) -> Mapping[str, Any]:
-    """The output line of a request that cannot run or that failed: always with its line number and
-    the reason.
+    """Return the output line of a request that cannot run or that failed: always with its line
+    number and the reason.
 
     style: of batch requests that could be read, OpenAI's (the error in the response's body) or that
     of vLLM's run_batch (no body, the error beside the response).
@@ -64,7 +64,7 @@ def error_line(
 
 
 def row_number(row: Any) -> int | None:
-    """The input line that an output line answers; None for what is no output line."""
+    """Return the input line that an output line answers; None for what is no output line."""
     if not isinstance(row, dict):
         return None
     if type(row.get("line")) is int:
@@ -74,18 +74,20 @@ def row_number(row: Any) -> int | None:
 
 
 def row_id(row: Mapping[str, Any]) -> str | int | None:
-    """The id of the request that an output line answers."""
+    """Return the id of the request that an output line answers."""
     return row.get("id") if "line" in row else row.get("custom_id")
 
 
 def row_failed(row: Mapping[str, Any]) -> bool:
-    """Whether an output line is an error."""
+    """Return whether an output line is an error."""
     status = (row.get("response") or {}).get("status_code", 200)
     return row.get("error") is not None or status != 200
 
 
 def row_code(row: Mapping[str, Any]) -> str:
-    """The code of the error that an output line is, as it was written; empty where it is none."""
+    """Return the code of the error that an output line is, as it was written; empty where it is
+    none.
+    """
     response = row.get("response") or {}
     error = (response.get("body") or {}).get("error") or row.get("error") or {}
     error = error.get("error", error) if isinstance(error, dict) else {}
@@ -93,7 +95,7 @@ def row_code(row: Mapping[str, Any]) -> str:
 
 
 def encode_line(line: Mapping[str, Any]) -> bytes:
-    """One line of UTF-8 JSON; escaped where an id or a text cannot be written as it is."""
+    """Return one line of UTF-8 JSON; escaped where an id or a text cannot be written as it is."""
     try:
         return json.dumps(line, ensure_ascii=False).encode() + b"\n"
     except UnicodeEncodeError:

@@ -50,8 +50,8 @@ def line_chart(
 def histogram(
     title: str, values: Sequence[float] | np.ndarray, unit: str, *, whole: bool = False
 ) -> dict[str, Any]:
-    """How often which value came, with the median and the 99th percentile; whole: the values are
-    counts.
+    """Return how often which value came, with the median and the 99th percentile; whole: the values
+    are counts.
     """
     numbers = np.asarray(values, np.float64)
     low, median, p99, high = np.percentile(numbers, (0, 50, 99, 100)).tolist()
@@ -98,7 +98,8 @@ def _edges(low: float, high: float, is_log: bool, whole: bool) -> np.ndarray:
 
 
 def _drawn(title: str, draw: Any) -> str:
-    """An <svg> element of what `draw` puts on the axes it is given, its parts' gids as classes.
+    """Return an <svg> element of what `draw` puts on the axes it is given, its parts' gids as
+    classes.
 
     The gid of a bar is "bar" and what a pointer on it is told. Raises ImportError without
     matplotlib.

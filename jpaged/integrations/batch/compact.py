@@ -22,7 +22,7 @@ class IdSet:
         return len(self._sorted) + len(self._new)
 
     def add(self, text: str) -> bool:
-        """Whether it was not there yet."""
+        """Return whether it was not there yet."""
         digest = xxhash.xxh3_128_digest(text.encode(errors="surrogatepass"))
         place = int(self._sorted.searchsorted(digest))
         there = self._sorted[place : place + 1].tobytes()

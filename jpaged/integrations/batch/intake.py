@@ -71,8 +71,8 @@ class Intake:
         self.ended = True
 
     def total(self) -> tuple[int | None, bool]:
-        """How many lines this shard has, and whether that is exact: else by the share of the bytes
-        that was read.
+        """Return how many lines this shard has, and whether that is exact: else by the share of the
+        bytes that was read.
         """
         if self.ended:
             return self.seen, True
@@ -123,7 +123,7 @@ class ReadAhead:
             return self._read_all and not self._queue
 
     def next(self, *, wait: float | None = None) -> Line | None:
-        """The next line; None at the end, or when none came in `wait` seconds.
+        """Return the next line; None at the end, or when none came in `wait` seconds.
 
         Without `wait`, a pipe that was not slow last time gets a moment, so that the engine's first
         batches are full.

@@ -138,7 +138,7 @@ class Journal:
 
 
 def to_read(request: BatchRequest, line: Mapping[str, Any]) -> bytes:
-    """A prompt and its answer for a person's eyes."""
+    """Return a prompt and its answer for a person's eyes."""
     prompt = _asked(request).rstrip()
     if len(prompt) > 1000:
         prompt = f"{prompt[:500]}\n... ({len(prompt) - 1000} characters) ...\n{prompt[-500:]}"
@@ -173,6 +173,6 @@ def _asked(request: BatchRequest) -> str:
 
 
 def shard_path(output: str, shard: tuple[int, int]) -> str:
-    """Where shard i of N writes: answers.jsonl -> answers.i-of-N.jsonl."""
+    """Return where shard i of N writes: answers.jsonl -> answers.i-of-N.jsonl."""
     path = Path(output)
     return str(path.with_name(f"{path.stem}.{shard[0]}-of-{shard[1]}{path.suffix}"))

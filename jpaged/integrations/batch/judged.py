@@ -54,6 +54,7 @@ NOT_JUDGED_ENGINE: Mapping[str, str] = {
     "memory_utilization": _POOL,
     "mixed": _SAME_TOKENS,
     "num_blocks": _POOL,
+    "num_states": _POOL,
     "peer_timeout_s": "decides when a silent process ends the run",
     "separate_draw": "compiles the model and the draw apart; they draw the same tokens",
     "seq_buckets": _SAME_TOKENS,
@@ -115,7 +116,7 @@ NOT_JUDGED_FLAGS: Mapping[str, str] = {
 
 
 def judged_engine(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of EngineConfig that can change an answer, by name.
+    """Return the fields of EngineConfig that can change an answer, by name.
 
     settings: the fields that were set. A field that is left at its default, or set to it, is None:
     an output that was begun before a field existed can then be resumed.
@@ -129,14 +130,14 @@ def judged_engine(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def judged_flags(names: Iterable[str]) -> list[str]:
-    """Those of the flags that are judged by their value. names: of all flags, the engine's not
-    among them.
+    """Return those of the flags that are judged by their value. names: of all flags, the engine's
+    not among them.
     """
     return sorted(set(names) - set(JUDGED_BY_CONTENT) - set(NOT_JUDGED_FLAGS))
 
 
 def not_judged() -> list[str]:
-    """Every setting that a manifest leaves out: when one of them is judged later, outputs that were
-    begun without it cannot be resumed.
+    """Return every setting that a manifest leaves out: when one of them is judged later, outputs
+    that were begun without it cannot be resumed.
     """
     return sorted({*NOT_JUDGED_ENGINE, *NOT_JUDGED_FLAGS})

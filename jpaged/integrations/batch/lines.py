@@ -114,7 +114,7 @@ class BatchRequest:
         self.params = body.params(settings.defaults, **more)
 
     def prompt_for(self, llm: Any) -> Any:
-        """The prompt that LLM.add_request takes. Raises RequestError."""
+        """Return the prompt that LLM.add_request takes. Raises RequestError."""
         assert self.body is not None
         prompt = self.body.prompt_for(llm, self.params)
         return prompt if self.adapter is None else with_adapter(self.adapter, prompt)
@@ -134,8 +134,8 @@ class BatchRequest:
     def _read(
         self, line: dict[str, Any], settings: Settings
     ) -> tuple[type[GenerationRequest], dict[str, Any]]:
-        """Which model the request is of, and its fields: the body of a batch request, the object
-        itself where it is bare.
+        """Return which model the request is of, and its fields: the body of a batch request, the
+        object itself where it is bare.
         """
         reason = id_of(line)
         if {"body", "url", "method"} & set(line):
@@ -162,7 +162,7 @@ class BatchRequest:
     def _known(
         self, kind: type[Body], fields: dict[str, Any], settings: Settings
     ) -> dict[str, Any]:
-        """The fields without unknown ones, if the run may leave them out."""
+        """Return the fields without unknown ones, if the run may leave them out."""
         if not settings.ignore_unknown:
             return fields
         known, unknown = kind.known(fields)
@@ -170,13 +170,13 @@ class BatchRequest:
         return known
 
     def _seed(self, seed: int) -> int:
-        """A seed of the line's own: the same in a whole run, a resumed one and a shard."""
+        """Return a seed of the line's own: the same in a whole run, a resumed one and a shard."""
         key = f"line {self.number}" if self.id is None else f"id {self.id}"
         return stable_seed(seed, key)
 
 
 def id_of(line: Mapping[str, Any]) -> str | int | None:
-    """The id that a line gives its request, None where it gives none."""
+    """Return the id that a line gives its request, None where it gives none."""
     value = line.get("custom_id") if "custom_id" in line else line.get("id")
     return value if type(value) in (str, int) else None
 
@@ -192,7 +192,7 @@ def identify(raw: bytes, number: int) -> str | int | None:
 
 
 def decode(raw: bytes, number: int) -> str:
-    """The text of a line without its ending. Raises LineError when it is not UTF-8."""
+    """Return the text of a line without its ending. Raises LineError when it is not UTF-8."""
     try:
         return raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
     except UnicodeDecodeError as e:

@@ -38,7 +38,7 @@ def make_manifest(
     shard: tuple[int, int] | None,
     adapters: Mapping[str, Mapping[str, str]] | None = None,
 ) -> dict[str, Any]:
-    """The manifest of a run.
+    """Return the manifest of a run.
 
     model: its model_identity. adapters: that of each adapter, by name. settings: everything else
     that an answer depends on beside its line, the judged settings of judged.py among it.
@@ -86,8 +86,8 @@ def _files_below(folder: Path, above: set[str]) -> Iterator[Path]:
 
 
 def _digest_of_description(path: Path) -> str | None:
-    """A digest of all of a file that describes a model, or of the header of a safetensors file;
-    None for any other file.
+    """Return a digest of all of a file that describes a model, or of the header of a safetensors
+    file; None for any other file.
     """
     with open(path, "rb") as file:
         if path.suffix == ".safetensors":
@@ -100,7 +100,7 @@ def _digest_of_description(path: Path) -> str | None:
 
 
 def read_manifest(output: str) -> dict[str, Any]:
-    """The manifest beside an output. Raises BatchError."""
+    """Return the manifest beside an output. Raises BatchError."""
     path = manifest_path(output)
     try:
         manifest = json.loads(Path(path).read_bytes())
@@ -160,8 +160,8 @@ def check_same(
 
 
 def first_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, str, str] | None:
-    """The first field in which two manifests differ, by its dotted name, and what it is in both, as
-    JSON; None where they are of one run.
+    """Return the first field in which two manifests differ, by its dotted name, and what it is in
+    both, as JSON; None where they are of one run.
     """
     was, now = dict(_flat(old)), dict(_flat(new))
     for name in dict.fromkeys((*was, *now)):

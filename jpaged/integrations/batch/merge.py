@@ -12,8 +12,8 @@ from jpaged.integrations.batch.source import BatchError
 
 
 def find_shards(output: str) -> list[str]:
-    """The shards of an output, first to last: OUTPUT.i-of-N. Raises BatchError for a set that is
-    not whole.
+    """Return the shards of an output, first to last: OUTPUT.i-of-N. Raises BatchError for a set
+    that is not whole.
     """
     path = Path(output)
     stem = str(path.with_name(path.stem))

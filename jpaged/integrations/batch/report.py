@@ -21,7 +21,7 @@ NO_CHARTS = "Charts need matplotlib: pip install 'jpaged[plot]'."
 
 
 def render(stats: BatchStats, *, title: str, settings: Mapping[str, Any]) -> str:
-    """The page. settings: what the run was told, by name."""
+    """Return the page. settings: what the run was told, by name."""
     pages = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -94,7 +94,7 @@ def _kind(stats: BatchStats, code: str, count: int) -> dict[str, Any]:
 
 
 def _earlier_kinds(stats: BatchStats) -> list[dict[str, Any]]:
-    """What failed in earlier runs, of which only codes and lines are known."""
+    """Return what failed in earlier runs, of which only codes and lines are known."""
     return [
         {"name": code, "count": count, "note": f"in an earlier run: {lines_of(count, first)}"}
         for code, (count, first) in stats.earlier_errors.items()

@@ -37,7 +37,7 @@ class Found:
         self._codes, self._code_names = bytearray(), [""]
 
     def __contains__(self, number: int) -> bool:
-        """Whether the line is done."""
+        """Return whether the line is done."""
         return number < len(self._states) and self._states[number] in (OK, FAILED)
 
     @property
@@ -132,7 +132,7 @@ def scan(path: str) -> Found:
 
 
 def _row(raw: bytes) -> dict[str, Any] | None:
-    """The row, or None for what is torn or foreign."""
+    """Return the row, or None for what is torn or foreign."""
     if not raw.endswith(b"\n"):
         return None
     try:

@@ -138,7 +138,7 @@ class Run:
             self.progress.update(self.llm)
 
     def answered(self) -> str:
-        """What there is of a run that does not reach its end, and how to go on."""
+        """Return what there is of a run that does not reach its end, and how to go on."""
         path = self.job.output
         if path in (None, "-"):
             return f"{self.stats.done} lines were answered"
@@ -297,7 +297,7 @@ def _progress_mode(job: Job) -> Literal["bar", "lines", "none"]:
 
 
 def sentence(error: BaseException) -> str:
-    """An error in one line: our own as they are, others with their type."""
+    """Return an error in one line: our own as they are, others with their type."""
     text = " ".join(str(error).split())
     if isinstance(error, OSError) and error.strerror:
         text = error.strerror + (f": {error.filename}" if error.filename else "")

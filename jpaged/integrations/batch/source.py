@@ -45,15 +45,15 @@ class Source:
         raise NotImplementedError
 
     def total(self) -> int | None:
-        """How many lines there are, if that is known without reading them."""
+        """Return how many lines there are, if that is known without reading them."""
         return None
 
     def fraction(self) -> float | None:
-        """How much of the input has been read, 0 to 1; None for a pipe."""
+        """Return how much of the input has been read, 0 to 1; None for a pipe."""
         return None
 
     def identity(self) -> dict[str, Any]:
-        """What tells this input from another, for the manifest."""
+        """Return what tells this input from another, for the manifest."""
         raise NotImplementedError
 
     def close(self) -> None:

@@ -100,7 +100,7 @@ class BatchStats:
         return max((time.perf_counter() if self.ended is None else self.ended) - self.began, 1e-9)
 
     def counted(self, name: str) -> float:
-        """How far one of the engine's COUNTERS has come in this run."""
+        """Return how far one of the engine's COUNTERS has come in this run."""
         return self.engine.get(name, 0) - self.engine_began.get(name, 0)
 
     @property
@@ -155,11 +155,11 @@ class BatchStats:
             first.append(number)
 
     def where(self, code: str) -> str:
-        """The first lines of a kind of error."""
+        """Return the first lines of a kind of error."""
         return lines_of(self.errors[code], self.first_lines[code])
 
     def record(self) -> dict[str, Any]:
-        """All of it as JSON, for summary.json; latencies and lengths as percentiles."""
+        """Return all of it as JSON, for summary.json; latencies and lengths as percentiles."""
         names = ("done", "ok", "failed", "earlier_ok", "earlier_failed")
         lines = {name: getattr(self, name) for name in names}
         if self.total is not None:
@@ -187,7 +187,7 @@ class BatchStats:
         }
 
     def table(self) -> str:
-        """The summary that a person reads."""
+        """Return the summary that a person reads."""
         seconds, tokens = self.seconds, self.tokens_in + self.tokens_out
         rates = f"{self.tokens_out / seconds:.1f} tok/s out, {tokens / seconds:.1f} tok/s in all"
         rows = {"requests": f"{self.ok + self.failed} ({self.ok} ok, {self.failed} failed)"}
@@ -231,7 +231,7 @@ class BatchStats:
         return text
 
     def _what_to_raise(self) -> str:
-        """The limits that cut answers off, the most frequent first."""
+        """Return the limits that cut answers off, the most frequent first."""
         by = self.cut_by.most_common()
         if len(by) == 1:
             return RAISE[by[0][0]]
@@ -259,7 +259,7 @@ def _rows_of(rows: dict[str, str]) -> str:
 
 
 def lines_of(count: int, first: list[int]) -> str:
-    """The first of so many line numbers."""
+    """Return the first of so many line numbers."""
     return f"line {', '.join(map(str, first))}{', ...' if count > len(first) else ''}"
 
 

@@ -41,7 +41,7 @@ class Table(Source):
         raise NotImplementedError
 
     def _check(self, there: list[str]) -> list[str] | None:
-        """The columns to read, None for all."""
+        """Return the columns to read, None for all."""
         if missing := sorted(set(self._fields) - set(there)):
             raise BatchError(f"--columns {missing[0]}: {self.path} has {', '.join(there)}")
         return list(self._fields) or None
@@ -134,7 +134,7 @@ class DatasetSource(Table):
 
 
 def as_line(row: Mapping[str, Any]) -> bytes | LineError:
-    """A row as the bytes of a JSON line."""
+    """Return a row as the bytes of a JSON line."""
     try:
         return json.dumps(_without_nulls(row), ensure_ascii=False, default=_plain).encode()
     except (TypeError, ValueError) as e:

@@ -26,7 +26,7 @@ class Embedding:
 
     @classmethod
     def of(cls, weight: Parameter) -> Self:
-        """The embedding of a parameter."""
+        """Return the embedding of a parameter."""
         return cls(weight=weight.value, name=weight.spec.short_name)
 
     def __call__(self, tokens: Array, step: StepContext) -> Array:

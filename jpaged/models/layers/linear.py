@@ -26,7 +26,7 @@ class Products(Adder, Protocol):
     def activations(self) -> str: ...
 
     def supported(self, x: Array, weight: Array, /) -> bool:
-        """Whether it is the better one for x [T, E] and weight [N, E]."""
+        """Return whether it is the better one for x [T, E] and weight [N, E]."""
         ...
 
     def linear(self, x: Array, weight: Array, count: Any, dtype: DTypeLike, /) -> Array:
@@ -110,11 +110,11 @@ class StepContext:
         return self.adapters[name].expert_rows(self.slot_T)
 
     def count(self, x: Array) -> Any:
-        """How many rows of x are real."""
+        """Return how many rows of x are real."""
         return x.shape[0] if self.num_rows is None else self.num_rows
 
     def axis_over(self, size: int | None) -> MeshAxis | None:
-        """The mesh axis that splits an axis of this size; None where none does."""
+        """Return the mesh axis that splits an axis of this size; None where none does."""
         return None if size is None or size % self.axis_size else self.tensor_axis
 
     def product(self, x: Array, weight_NE: Array, dtype: DTypeLike) -> Array:
@@ -144,7 +144,7 @@ class Linear:
 
     @classmethod
     def of(cls, weight: Parameter, bias: Parameter | None = None) -> Self:
-        """The product with a weight."""
+        """Return the product with a weight."""
         spec = weight.spec
         outputs, inputs = spec.sides
         return cls(

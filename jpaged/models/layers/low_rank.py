@@ -18,7 +18,7 @@ class Adder(Protocol):
     """A module that adds what adapters give, reading those of a step's rows alone."""
 
     def adds(self, x: Array, a: Array, /) -> bool:
-        """Whether it can for x [T, E] and a [parts, slots, rank, E]."""
+        """Return whether it can for x [T, E] and a [parts, slots, rank, E]."""
         ...
 
     def add_low_rank(
@@ -72,8 +72,8 @@ class LowRank:
         slots, other slots' part masked between them, whose cost depends on the number of slots.
         """
         a = self.a.reshape(*self.a.shape[:3], -1)
-        if (own := self._by(adder, x_TE, a)) is not None:
-            return own.add_low_rank(
+        if (kernel := self._by(adder, x_TE, a)) is not None:
+            return kernel.add_low_rank(
                 y, x_TE, a, self._flat_b(), self.slot_T, n, self._num_interleaved
             )
         return y + self(x_TE, product).reshape(y.shape)
@@ -86,44 +86,51 @@ class LowRank:
         slot_T = jnp.where((at_T >= 0) & (at_T < inputs), self.slot_T, slots)
         h = self.a[:, jnp.minimum(slot_T, slots - 1), :, jnp.clip(at_T, 0, inputs - 1)]
         x, none = h.reshape(h.shape[0], -1), self.a[..., :0]  # h [T, parts, rank]
-        if (own := self._by(adder, x, none)) is not None:
-            return own.add_low_rank(y_TE, x, none, self._flat_b(), slot_T, n, self._num_interleaved)
+        if (kernel := self._by(adder, x, none)) is not None:
+            return kernel.add_low_rank(
+                y_TE, x, none, self._flat_b(), slot_T, n, self._num_interleaved
+            )
         return y_TE + self._outputs(h[:, :, None], slot_T).reshape(y_TE.shape)
 
     def __call__(self, x_TE: Array, product: Product) -> Array:
-        """What they add to the product of x, f32 [T, *outputs]."""
+        """Return what they add to the product of x, f32 [T, *outputs]."""
         tokens, (parts, slots, rank, *_) = x_TE.shape[0], self.a.shape
         if self._has_few(tokens):
-            own = self.a.reshape(parts, slots, rank, -1)[:, jnp.minimum(self.slot_T, slots - 1)]
-            h = jnp.einsum("te,ptre->tpr", x_TE, own, preferred_element_type=jnp.float32)
+            a_of_rows = self.a.reshape(parts, slots, rank, -1)[
+                :, jnp.minimum(self.slot_T, slots - 1)
+            ]
+            h = jnp.einsum("te,ptre->tpr", x_TE, a_of_rows, preferred_element_type=jnp.float32)
             return self._outputs(h.astype(x_TE.dtype)[:, :, None], self.slot_T)
         h = product(x_TE, self.a.reshape(parts * slots * rank, -1), x_TE.dtype)
         return self._outputs(h.reshape(tokens, parts, slots, rank), self.slot_T)
 
     def _has_few(self, tokens: int) -> bool:
-        """Whether to copy a pair for each of so many rows is less than to read all slots."""
+        """Return whether to copy a pair for each of so many rows is less than to read all slots."""
         return PASSES * tokens <= self.a.shape[1]
 
     def _outputs(self, h: Array, slot_T: Array) -> Array:
         """From [T, parts, slots (or 1), rank] on."""
         tokens, parts, slots, rank = h.shape[0], *self.a.shape[:3]
         if self._has_few(tokens):
-            is_own = (slot_T < slots)[:, None]
-            own = jnp.minimum(slot_T, slots - 1)
-            each, dims = [b.reshape(slots, rank, -1)[own] for b in self.b], "tr,trn->tn"
+            is_of_row = (slot_T < slots)[:, None]
+            slots_of_rows = jnp.minimum(slot_T, slots - 1)
+            weights, dims = (
+                [b.reshape(slots, rank, -1)[slots_of_rows] for b in self.b],
+                "tr,trn->tn",
+            )
         else:
-            is_own = slot_T[:, None] == jnp.arange(slots, dtype=jnp.int32)[None, :]
-            each, dims = [b.reshape(slots * rank, -1) for b in self.b], "tr,rn->tn"
-        h = jnp.where(is_own[:, None, :, None], h, jnp.zeros_like(h)).reshape(tokens, parts, -1)
+            is_of_row = slot_T[:, None] == jnp.arange(slots, dtype=jnp.int32)[None, :]
+            weights, dims = [b.reshape(slots * rank, -1) for b in self.b], "tr,rn->tn"
+        h = jnp.where(is_of_row[:, None, :, None], h, jnp.zeros_like(h)).reshape(tokens, parts, -1)
         added = [
             jnp.einsum(dims, h[:, i], b, preferred_element_type=jnp.float32)
-            for i, b in enumerate(each)
+            for i, b in enumerate(weights)
         ]
         shaped = [y.reshape(tokens, *b.shape[2:]) for y, b in zip(added, self.b, strict=True)]
         return jnp.concatenate(shaped, axis=1 + self.joined)
 
     def _by(self, adder: Adder | None, x: Array, a: Array) -> Adder | None:
-        """The adder, if it can."""
+        """Return the adder, if it can."""
         return adder if adder is not None and adder.adds(x, a) else None
 
     @property
@@ -150,7 +157,7 @@ class ExpertLowRank:
     joined: int = dataclasses.field(metadata={"static": True})
 
     def of_expert(self, expert: Any, rows: Array) -> LowRank:
-        """Those of one expert, for the tokens at `rows`."""
+        """Return those of one expert, for the tokens at `rows`."""
 
         def own(table: Array, axis: int) -> Array:
             return jax.lax.dynamic_index_in_dim(table, expert, axis, keepdims=False)

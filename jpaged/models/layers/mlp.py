@@ -42,7 +42,7 @@ class MLPConfig:
         return {"F": self.intermediate_size}
 
     def params(self) -> tuple[ParamSpec, ...]:
-        """Its parameters, by names within a layer."""
+        """Return its parameters, by names within a layer."""
         gate_up = ParamSpec("mlp.gate_up", "2 F, E", GATE_UP, "normal", "F")
         gate_up_bias = ParamSpec("mlp.gate_up_bias", "2 F", GATE_UP_BIAS, "zeros", "F")
         down = ParamSpec("mlp.down", "E, F", "mlp.down_proj.weight", "residual", "F")
@@ -50,15 +50,15 @@ class MLPConfig:
         return (gate_up, gate_up_bias, down, down_bias) if self.bias else (gate_up, down)
 
     def scratch(self, step: StepSizes) -> Scratch:
-        """What a step allocates for it."""
+        """Return what a step allocates for it."""
         return Scratch(shared=step.rows * 12 * self.intermediate_size)
 
     def share(self, devices: int) -> Self:
-        """What each of so many devices has of it."""
+        """Return what each of so many devices has of it."""
         return dataclasses.replace(self, intermediate_size=share(self.intermediate_size, devices))
 
     def build(self, weights: Parameters) -> "MLP":
-        """The module of these parameters."""
+        """Return the module of these parameters."""
         return MLP(
             gate_up=Linear.of(weights["mlp.gate_up"], weights.get("mlp.gate_up_bias")),
             down=Linear.of(weights["mlp.down"], weights.get("mlp.down_bias")),
@@ -90,7 +90,7 @@ class MLP:
 
 
 def gated(kind: Activation, gate: Array, up: Array) -> Array:
-    """The activation of gate, times up; f32 [..., F]."""
+    """Return the activation of gate, times up; f32 [..., F]."""
     if kind == "clamped":  # GPT-OSS's
         gate, up = jnp.minimum(gate, LIMIT), jnp.clip(up, -LIMIT, LIMIT)
         return gate * jax.nn.sigmoid(ALPHA * gate) * (up + 1)

@@ -92,8 +92,8 @@ class WholeAnswer:
                 index += 1
 
     def _of_prompt(self, output: RequestOutput) -> dict[str, Any]:
-        """What an answer says of a prompt, where it was asked; its logprobs are made as they are
-        written.
+        """Return what an answer says of a prompt, where it was asked; its logprobs are made as they
+        are written.
         """
         parts: dict[str, Any] = {}
         if output.prompt_logprobs is not None:

@@ -81,7 +81,7 @@ class Server:
             await self.llm.close()
 
     def _endpoint(self, handle: Handler, path: str, *, is_open: bool = False) -> Any:
-        """An ASGI application of one path. is_open: without a key."""
+        """Return an ASGI application of one path. is_open: without a key."""
         return Endpoint(self, handle, path, is_open)
 
     def _told(self, status: int, message: str) -> Any:
@@ -132,7 +132,7 @@ class Server:
     async def _prepared(
         self, exchange: Exchange, function: Callable[[Any, dict[str, Any]], Prepared]
     ) -> bytes:
-        """What a function makes of a body, in a thread."""
+        """Return what a function makes of a body, in a thread."""
         with contextlib.closing(self._generation.room.hold()) as held:
             await exchange.read(held)
             body = await self._generation.prepare(len(exchange.text), self._json, exchange.text)

@@ -98,7 +98,7 @@ class Served(OfRoute, GenerationRequest):
         return self.wants_usage and options is not None and options.continuous_usage_stats
 
     def prompts_for(self, llm: Any, params: SamplingParams) -> list[Any]:
-        """The prompts, as LLM.add_request takes them. Raises RequestError."""
+        """Return the prompts, as LLM.add_request takes them. Raises RequestError."""
         return [self.prompt_for(llm, params)]
 
 
@@ -172,7 +172,9 @@ class ServedChat(Served, ChatCompletionRequest):
 
 
 def _many_prompts(value: Any) -> Any:
-    """One prompt as a list of one. Lists of texts and of token ids are many, a list of ids one."""
+    """Return one prompt as a list of one. Lists of texts and of token ids are many, a list of ids
+    one.
+    """
     if isinstance(value, list) and value and all(isinstance(v, str | list) for v in value):
         return value
     return [value]

@@ -10,14 +10,14 @@ from jpaged.request.outputs import RequestOutput
 
 
 def text_of(llm: Any, prompt: Any, *, last: int | None = None) -> str:
-    """The text of a prompt, or of so many of its last tokens."""
+    """Return the text of a prompt, or of so many of its last tokens."""
     if isinstance(prompt, dict):
         prompt = prompt.get("prompt") or prompt.get("prompt_token_ids")
     return prompt if isinstance(prompt, str) else _decoded(llm, prompt[-(last or 0) :])
 
 
 def _decoded(llm: Any, ids: list[int]) -> str:
-    """The text of token ids. Raises RequestError."""
+    """Return the text of token ids. Raises RequestError."""
     if llm.tokenizer is None:
         raise RequestError("echo: this model has no tokenizer")
     if bad := [t for t in ids if not 0 <= t < llm.model_config.vocab_size]:

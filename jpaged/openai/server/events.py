@@ -60,7 +60,7 @@ class Events:
         self._drawn: Counter[int] = Counter()  # tokens of the choices, where events tell of them
 
     def pieces(self, prompt: int, chunk: CompletionChunk) -> bytes:
-        """The events of a chunk: none where it has nothing to say yet."""
+        """Return the events of a chunk: none where it has nothing to say yet."""
         choice, begun = prompt * self._n + chunk.index, b""
         if choice not in self._readers:
             self._readers[choice] = self._make_reader()
@@ -94,11 +94,13 @@ class Events:
         return begun
 
     def _echoes(self, choice: int) -> bool:
-        """Whether the prompt is to come before the next text of a choice."""
+        """Return whether the prompt is to come before the next text of a choice."""
         return self._echo is not None and choice not in self._echoed
 
     def _is_text_alone(self, choice: int, chunk: CompletionChunk) -> bool:
-        """Whether there is nothing to say of a piece but its text and what a reader finds in it."""
+        """Return whether there is nothing to say of a piece but its text and what a reader finds in
+        it.
+        """
         has_more = chunk.finish_reason is not None or chunk.text_delta is None
         return self._is_plain and not has_more and not self._echoes(choice)
 
@@ -113,7 +115,7 @@ class Events:
         return deltas + reader.finish() if chunk.finish_reason else deltas
 
     def _piece(self, choice: int, chunk: CompletionChunk) -> dict[str, Any]:
-        """What an event says beside the text."""
+        """Return what an event says beside the text."""
         piece: dict[str, Any] = {"logprobs": self._logprobs(choice, chunk)}
         piece["finish_reason"] = chunk.finish_reason
         if chunk.finish_reason is not None:
@@ -123,7 +125,7 @@ class Events:
         return piece
 
     def end(self, outputs: list[RequestOutput]) -> bytes:
-        """What comes after the last chunk."""
+        """Return what comes after the last chunk."""
         if not self._with_usage:
             return DONE
         usage = encode(total_usage(outputs))
@@ -134,7 +136,7 @@ class Events:
         return self._head + encode(whole) + self._tail(choice)
 
     def _tail(self, choice: int) -> bytes:
-        """What an event of a choice ends with."""
+        """Return what an event of a choice ends with."""
         if self._prompt_sizes is None:
             return self._same_tail
         prompt, drawn = self._prompt_sizes[choice // self._n], self._drawn[choice]

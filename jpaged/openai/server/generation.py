@@ -132,7 +132,7 @@ class Generation:
         return [*self._settings.models, *sorted(self._llm.adapters)]
 
     def check_model(self, name: str | None) -> str:
-        """The name to answer under, which may be an adapter's; ApiError for one that is not
+        """Return the name to answer under, which may be an adapter's; ApiError for one that is not
         served.
         """
         names = self.models
@@ -265,7 +265,7 @@ class Generation:
 
 
 def _events(llm: Any, asked: Asked) -> Events | ResponseEvents:
-    """What makes events of the answer's pieces. llm: its tokenizer is asked for."""
+    """Return what makes events of the answer's pieces. llm: its tokenizer is asked for."""
     if isinstance(asked.body, ServedResponse):
         return _response(llm, asked, asked.body.asked)
     return Events(
@@ -301,7 +301,7 @@ def _check_sizes(body: Served, params: SamplingParams) -> None:
 
 
 def _has_form(body: Served, params: SamplingParams) -> bool:
-    """Whether a form is to be compiled, which may take seconds."""
+    """Return whether a form is to be compiled, which may take seconds."""
     return params.structured is not None or (
         isinstance(body, ServedChat) and bool(body.callable_tools)
     )
@@ -408,7 +408,7 @@ def _whole_response(llm: Any, asked: Asked, output: RequestOutput) -> bytes:
 
 
 def _output(item: Any) -> RequestOutput:
-    """What a request has come to; its error is raised."""
+    """Return what a request has come to; its error is raised."""
     if isinstance(item, BaseException):
         raise item
     if item.error is not None:

@@ -81,7 +81,7 @@ class Metrics:
         return min(max(wait, 1), LONGEST_WAIT_S)
 
     def text(self, stats: dict[str, Any]) -> str:
-        """The exposition that Prometheus reads. stats: the engine's."""
+        """Return the exposition that Prometheus reads. stats: the engine's."""
         return "".join(f"{line}\n" for line in self._lines(stats))
 
     def _lines(self, stats: dict[str, Any]) -> Iterator[str]:

@@ -27,7 +27,7 @@ class Page:
 
 
 def _hash_of(tag: str, text: str) -> str:
-    """What allows the one element of this name and no other."""
+    """Return what allows the one element of this name and no other."""
     [content] = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
     digest = hashlib.sha256(content.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"

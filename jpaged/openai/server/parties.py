@@ -35,7 +35,7 @@ class Parties:
         self._shares = settings.share_prefix_cache
 
     def of(self, key: str | None, address: str | None) -> Party:
-        """The party of a request that came with a key of this server, from an address."""
+        """Return the party of a request that came with a key of this server, from an address."""
         if self._by_key and key is not None:
             name = self._digest(f"key {key}")
             return Party(name=name, salt=None if self._shares else name, is_known=True)
@@ -46,7 +46,7 @@ class Parties:
 
 
 def _network(address: str | None) -> str:
-    """What one client has of addresses: one of IPv4, a /64 of IPv6."""
+    """Return what one client has of addresses: one of IPv4, a /64 of IPv6."""
     try:
         parsed = ipaddress.ip_address(address or "")
     except ValueError:

@@ -82,7 +82,7 @@ class Reasoning(Strict):
 
 
 def _function(tool: Any) -> Any:
-    """A tool with all that it says; what is null is not said."""
+    """Return a tool with all that it says; what is null is not said."""
     if not isinstance(tool, dict) or tool.get("type") != "function":
         raise ValueError("must be a list of functions")
     return {name: value for name, value in tool.items() if value is not None}
@@ -247,7 +247,7 @@ PARTS = ("input_text", "output_text", "reasoning_text", "summary_text", "text", 
 
 
 def _text(content: Any) -> str:
-    """The text of a content, which may come in parts."""
+    """Return the text of a content, which may come in parts."""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [content]

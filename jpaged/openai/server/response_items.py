@@ -131,7 +131,7 @@ class ResponseEvents:
         self._number = 0
 
     def pieces(self, prompt: int, chunk: CompletionChunk) -> bytes:
-        """The events of a chunk: none where it has nothing to say yet."""
+        """Return the events of a chunk: none where it has nothing to say yet."""
         events = self._begun()
         deltas = self._reader.push(chunk.text_delta) if chunk.text_delta else []
         if chunk.finish_reason:
@@ -141,7 +141,7 @@ class ResponseEvents:
         return self._written(events)
 
     def end(self, outputs: list[RequestOutput]) -> bytes:
-        """What comes after the last chunk."""
+        """Return what comes after the last chunk."""
         [done] = outputs[0].outputs
         is_whole = done.finish_reason != "length"
         events = self._begun() + self._items.finish(is_whole=is_whole)
@@ -159,7 +159,7 @@ class ResponseEvents:
         return self._response("completed" if is_whole else "incomplete", [output])
 
     def _begun(self) -> list[Event]:
-        """What comes before the first piece."""
+        """Return what comes before the first piece."""
         if self._number:
             return []
         response = {"response": self._response("in_progress", None)}

@@ -146,7 +146,7 @@ def _address(info: Any) -> tuple[int, Any]:
 
 
 def _bound(family: int, address: Any) -> socket.socket:
-    """A socket of an address that nobody listens on."""
+    """Return a socket of an address that nobody listens on."""
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

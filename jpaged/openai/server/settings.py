@@ -9,7 +9,7 @@ from jpaged.errors import ConfigError
 
 
 def _knob[T](default: T, help: str) -> T:
-    """A field: its default and what it is, which the command line shows as well."""
+    """Return a field: its default and what it is, which the command line shows as well."""
     return dataclasses.field(default=default, metadata={"help": help})
 
 

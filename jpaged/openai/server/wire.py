@@ -52,7 +52,7 @@ class ApiError(Exception):
 
     @classmethod
     def of(cls, error: BaseException) -> "ApiError":
-        """What a client is told of any error; not what is wrong within."""
+        """Return what a client is told of any error; not what is wrong within."""
         if isinstance(error, cls):
             return error
         if isinstance(error, TimeoutError):
@@ -193,7 +193,7 @@ class Exchange:
             raise BodyError(said, code="invalid_encoding") from None
 
     async def while_connected[T](self, work: Coroutine[Any, Any, T]) -> T:
-        """What some work comes to. It is cancelled, and Gone raised, when the client leaves."""
+        """Return the result of some work. If the client leaves, cancel it and raise Gone."""
 
         async def leave() -> None:
             while (await self._receive())["type"] != "http.disconnect":
@@ -278,8 +278,8 @@ class Exchange:
 
 
 def is_own_host(header: str, hosts: tuple[str, ...]) -> bool:
-    """Whether a Host header names this machine, or one of the hosts. An absent one does: browsers
-    always send it.
+    """Return whether a Host header names this machine, or one of the hosts. An absent one does:
+    browsers always send it.
     """
     name = header.strip().lower()
     if not name or "*" in hosts:
