@@ -17,6 +17,7 @@ from jpaged.errors import CheckpointError
 from jpaged.models.config import ModelConfig
 from jpaged.models.families import FAMILIES
 from jpaged.models.layers.attention import AttentionConfig
+from jpaged.models.layers.delta import DeltaConfig
 from jpaged.models.layers.experts import ExpertsConfig
 from tests.golden.configs import CONFIGS
 from tests.golden.reference import load
@@ -43,13 +44,16 @@ PIXTRAL = [
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Index:
-    """What a file holds. layer: of every layer; window: of those with one; dense, mixture: of those
-    with an MLP, with experts. others: of no layer of the model, which no part of it takes. {x} is
-    an expert, {L} the number of layers.
+    """What a file holds. layer: of every layer; window: of those with one; attention, delta: of
+    those that have it, or the gated delta rule; dense, mixture: of those with an MLP, with experts.
+    others: of no layer of the model, which no part of it takes. {x} is an expert, {L} the number of
+    layers.
     """
 
     layer: list[str]
     window: list[str] = dataclasses.field(default_factory=list)
+    attention: list[str] = dataclasses.field(default_factory=list)
+    delta: list[str] = dataclasses.field(default_factory=list)
     dense: list[str] = dataclasses.field(default_factory=lambda: MLP)
     mixture: list[str] = dataclasses.field(default_factory=list)
     others: list[str] = dataclasses.field(default_factory=list)
@@ -64,6 +68,7 @@ class Index:
             count = ffn.num_experts if isinstance(ffn, ExpertsConfig) else 0
             has_window = isinstance(layer.mixer, AttentionConfig) and layer.mixer.window is not None
             of_kind = [*(self.mixture if count else self.dense), *(self.window * has_window)]
+            of_kind += self.delta if isinstance(layer.mixer, DeltaConfig) else self.attention
             for name in [*self.layer, *of_kind]:
                 copies = range(count) if "{x}" in name else [0]
                 names += [f"{self.text}layers.{i}.{name.replace('{x}', str(x))}" for x in copies]
@@ -71,6 +76,12 @@ class Index:
         return names if self.head is None else [*names, self.head]
 
 
+DELTA = ["linear_attn.A_log", "linear_attn.dt_bias", "linear_attn.norm.weight"]
+DELTA += ["linear_attn.conv1d.weight", "linear_attn.out_proj.weight"]
+DELTA_IN = [f"linear_attn.in_proj_{x}.weight" for x in ("qkv", "z", "b", "a")]
+SHARED_EXPERT = [f"mlp.shared_expert.{part}" for part in PARTS] + ["mlp.shared_expert_gate.weight"]
+MTP = [f"mtp.{x}.weight" for x in ("fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")]
+MTP += [f"mtp.layers.0.{name}" for name in [*QKVO, *QK_NORMS, *NORMS]]
 GUESSES = ["eh_proj.weight", "enorm.weight", "hnorm.weight", "shared_head.norm.weight"]
 INDICES = {
     "ministral3_g4_d64_mscale_tied": Index(
@@ -125,11 +136,43 @@ INDICES = {
             for name in [*GUESSES, *QKVO, *BIASED, "embed_tokens.weight", "shared_head.head.weight"]
         ],
     ),
-    "mimo_d48_v32": Index(
-        layer=QKVO + NORMS,
-        window=["self_attn.attention_sink_bias"],
-        mixture=BIASED + EXPERTS,
-        others=[f"model.mtp.layers.0.{name}" for name in [*QKVO, "eh_proj.weight"]],
+    "qwen3_5_h2x3_c16_y24": Index(
+        layer=NORMS,
+        attention=QKVO + QK_NORMS,
+        delta=DELTA + DELTA_IN,
+        others=MTP + [f"mtp.layers.0.{name}" for name in MLP],
+    ),
+    "qwen3_5_moe_h2x2_c16_y32": Index(
+        layer=NORMS,
+        attention=QKVO + QK_NORMS,
+        delta=DELTA + DELTA_IN,
+        mixture=[
+            *("mlp.gate.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+            *SHARED_EXPERT,
+        ],
+        text="model.language_model.",
+        others=[
+            *MTP,
+            *(f"mtp.layers.0.mlp.experts.0.{part}" for part in PARTS),
+            *(f"model.visual.{name}" for name in VISUAL),
+        ],
+    ),
+    "qwen3_next_h4x2_c24_y16": Index(
+        layer=NORMS,
+        attention=QKVO + QK_NORMS,
+        delta=[*DELTA, "linear_attn.in_proj_qkvz.weight", "linear_attn.in_proj_ba.weight"],
+        mixture=["mlp.gate.weight", *EXPERTS, *SHARED_EXPERT],
+        others=MTP + [f"mtp.layers.0.mlp.experts.0.{part}" for part in PARTS],
+    ),
+    "olmo_hybrid_h3x1_c16_y40": Index(
+        layer=[],
+        attention=[*(QKVO + QK_NORMS), NORMS[1], "post_feedforward_layernorm.weight"],
+        delta=[
+            *("attention_layer_norm.weight", "feedforward_layer_norm.weight"),
+            *("linear_attn.A_log", "linear_attn.dt_bias", "linear_attn.o_norm.weight"),
+            *(f"linear_attn.{x}_proj.weight" for x in "qkvbago"),
+            *(f"linear_attn.{x}_conv1d.weight" for x in "qkv"),
+        ],
     ),
     "solar_open_g1_d32": Index(layer=QKVO + QKV_BIAS + NORMS, mixture=BIASED + EXPERTS + SHARED),
     "minimax_m2_g2_d32": Index(
@@ -138,6 +181,12 @@ INDICES = {
             *("block_sparse_moe.gate.weight", "block_sparse_moe.e_score_correction_bias"),
             *(f"block_sparse_moe.experts.{{x}}.{w}.weight" for w in ("w1", "w2", "w3")),
         ],
+    ),
+    "mimo_d48_v32": Index(
+        layer=QKVO + NORMS,
+        window=["self_attn.attention_sink_bias"],
+        mixture=BIASED + EXPERTS,
+        others=[f"model.mtp.layers.0.{name}" for name in [*GUESSES, *QKVO, *MLP]],
     ),
     "ernie4_5_moe_g4_d32": Index(
         layer=QKVO + NORMS,
@@ -161,14 +210,18 @@ def write(folder: Path, raw: dict[str, Any], names: list[str]) -> Path:
     for place in stored:  # the last part of a tensor ends it
         shapes[place.name] = (place.first + place.shape[0], *place.shape[1:])
     hidden = config.hidden_size
+    stacked = FAMILIES[config.family].stacked_experts
+    is_transposed = stacked is not None and stacked.transposed
     tensors = {}
     for name in names:
         ours = name.replace("language_model.model.", "model.").replace("language_model.", "")
         shape = shapes.get(ours, (2, 2))
         if ours.endswith("mlp.experts.gate_up_proj"):
-            shape = (config.num_experts, hidden, 2 * config.expert_size)
+            one = (2 * config.expert_size, hidden)
+            shape = (config.num_experts, *(one[::-1] if is_transposed else one))
         elif ours.endswith("mlp.experts.down_proj"):
-            shape = (config.num_experts, config.expert_size, hidden)
+            one = (hidden, config.expert_size)
+            shape = (config.num_experts, *(one[::-1] if is_transposed else one))
         tensors[name] = np.zeros(shape, np.float32)
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors")
