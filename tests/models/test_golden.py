@@ -74,7 +74,6 @@ SPLIT = [
     "granite_g2_d32_tied",
     "glm4_moe_g4_d32_groups",
     "lfm2_c96_w3",
-    "lfm2_moe_c80_w3",
     "llama_g2_d64_mlp_bias",
     "minimax_m2_g2_d32",
     "olmo2_g4_d32_bias",
