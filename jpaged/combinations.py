@@ -420,6 +420,14 @@ def ngram_takes_no_model(speculative: Speculative) -> str | None:
     return None
 
 
+@_rule("num_states", "model")
+def states_are_of_models_that_keep_them(config: EngineConfig, has_state: bool) -> str | None:
+    """`num_states` takes a model that keeps a state a sequence."""
+    if config.num_states is not None and not has_state:
+        return f"num_states={config.num_states}: this model keeps no state a sequence"
+    return None
+
+
 @_rule("speculative", "model", error=UnsupportedError)
 def states_cannot_go_back(config: EngineConfig, has_state: bool) -> str | None:
     """`speculative` takes a model, and a draft, without a state a sequence: a state cannot go back

@@ -113,6 +113,12 @@ class EngineConfig:
     num_blocks: int | None = _knob(
         None, "N, KV blocks of a replica; None sizes the pool from memory"
     )
+    num_states: int | None = _knob(
+        None,
+        "of a model that keeps a state a sequence: states in a replica's pool, those that are kept "
+        "to be found again among them; None is a few a row of max_num_seqs, as far as memory holds "
+        "them beside as many bytes of keys and values",
+    )
     memory_utilization: float = _knob(
         0.9, "share of an accelerator's memory for weights, temporaries and pool together"
     )
@@ -220,6 +226,8 @@ class EngineConfig:
             object.__setattr__(self, "speculative", Speculative.of(self.speculative))
         chosen = ("max_model_len", "num_blocks", "decode_steps")
         chosen += ("tensor_parallel_size", "data_parallel_size")
+        if self.num_states is not None:  # a step reads one and writes the next
+            at_least(2, self, "num_states")
         # Unless they are None.
         at_least(1, self, *(name for name in chosen if getattr(self, name) is not None))
         share, swap = self.memory_utilization, self.swap_space_gib

@@ -17,6 +17,7 @@ class EngineFields(TypedDict, total=False):
     max_num_batched_tokens: int
     block_size: int
     num_blocks: int | None
+    num_states: int | None
     memory_utilization: float
     enable_prefix_caching: bool
     max_n: int

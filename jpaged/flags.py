@@ -17,6 +17,7 @@ ENGINE_GROUPS: dict[str, tuple[str, ...]] = {
         "max_num_seqs",
         "max_num_batched_tokens",
         "num_blocks",
+        "num_states",
         "memory_utilization",
         "block_size",
         "enable_prefix_caching",

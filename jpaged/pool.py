@@ -11,6 +11,7 @@ from jpaged.errors import CapacityError, ConfigError
 from jpaged.models.config import ModelConfig
 from jpaged.runtime.choices import Choices
 from jpaged.runtime.footprint import plan_pool
+from jpaged.runtime.kv_cache import states_a_row
 from jpaged.runtime.memory import Needs
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.processes import are_many, least, peers_of
@@ -32,6 +33,25 @@ class Served:
     params: PyTree
     draft: DraftOf | None
     version: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """How large a pool is: blocks of keys and values, and states of sequences (None for a model
+    that keeps none).
+    """
+
+    num_blocks: int
+    num_states: int | None = None
+
+    def __str__(self) -> str:
+        states = "" if self.num_states is None else f" and {self.num_states} states"
+        return f"{self.num_blocks} blocks{states}"
+
+    def grown(self, other: "Size") -> "Size":
+        """Return the larger number of each."""
+        states = None if self.num_states is None else max(self.num_states, other.num_states or 0)
+        return Size(max(self.num_blocks, other.num_blocks), states)
 
 
 class Pool:
@@ -92,13 +112,13 @@ class Pool:
             self._engine.reset_prefix_cache()
             self._cached_version = served.version
 
-    def start(self, num_blocks: int | None = None) -> None:
-        """Make the engine over a pool of so many blocks; None: of num_blocks, or what memory holds.
+    def start(self, size: Size | None = None) -> None:
+        """Make the engine over a pool of this size; None: of num_blocks, or what memory holds.
         Weights must be bound. The last engine goes once the new one is made.
         """
         assert self._served is not None, "bind weights first"
-        num_blocks = num_blocks or self._most_blocks(self._served)
-        config = dataclasses.replace(self.config, num_blocks=num_blocks)
+        size = size or self._largest(self._served)
+        config = dataclasses.replace(self.config, **vars(size))
         served, placement = self._served, self._placement
         peers = peers_of(placement.mesh, config.peer_timeout_s)
         runner = Runner(
@@ -115,32 +135,50 @@ class Pool:
 
     def reserve(self, sizes: Iterable[int]) -> None:
         """If it grows, have a pool that holds sequences of so many blocks each, as far as they
-        run at once. It has a power of two of blocks, or num_blocks. No request may be unfinished.
+        run at once. It has a power of two of blocks, or num_blocks, and states for a power of two
+        of sequences. No request may be unfinished.
         """
         if not self._grows:
             return
-        pinned = self.config.num_blocks
-        held = 0 if self._engine is None else self._engine.config.num_blocks or 0
-        longest = sorted(sizes, reverse=True)[: self.config.max_num_seqs]
-        needed = max(sum(longest), LEAST_BLOCKS)
-        if held and (needed <= held or pinned is not None):
+        held, config = self._held, self.config
+        longest = sorted(sizes, reverse=True)[: config.max_num_seqs]
+        needed = Size(max(sum(longest), LEAST_BLOCKS), self._states_of(len(longest)))
+        if held and (needed.grown(held) == held or config.num_blocks is not None):
             return
         assert self._served is not None, "bind weights first"
-        power_of_two = 1 << (needed - 1).bit_length()
-        blocks = pinned or min(power_of_two, self._most_blocks(self._served))
-        if blocks > held:
+        most = self._largest(self._served)
+        blocks = min(1 << (needed.num_blocks - 1).bit_length(), most.num_blocks)
+        size = Size(config.num_blocks or blocks, needed.num_states)
+        if most.num_states is not None and needed.num_states is not None:
+            size = dataclasses.replace(size, num_states=min(needed.num_states, most.num_states))
+        size = size if held is None else size.grown(held)
+        if size != held:
             if held:
-                log.info(
-                    "the KV pool grows from %d to %d blocks: steps compile again", held, blocks
-                )
-            self.start(blocks)
+                log.info("the KV pool grows from %s to %s: steps compile again", held, size)
+            self.start(size)
+
+    @property
+    def _held(self) -> Size | None:
+        """The size of the pool that there is."""
+        if self._engine is None:
+            return None
+        config = self._engine.config
+        return Size(config.num_blocks or 0, config.num_states)
+
+    def _states_of(self, sequences: int) -> int | None:
+        """Return the states that so many sequences are given, or num_states."""
+        config = self.config
+        if not self._model.has_state or config.num_states is not None:
+            return config.num_states
+        rows = min(1 << (max(sequences, 1) - 1).bit_length(), config.max_num_seqs)
+        return rows * states_a_row(config)
 
     def resize_tables(self, config: EngineConfig) -> None:
         """Serve adapters from tables of the sizes that this config has; steps compile again."""
         log.info("adapters take %d slots: steps compile again", config.max_loras)
         self.config, self._needs = config, None
         if self._engine is not None:
-            self.start(self._engine.config.num_blocks)
+            self.start(self._held)
 
     def misfit(self, request: Request) -> CapacityError | None:
         """Return the error of a request whose prompt the whole pool cannot hold, or None."""
@@ -169,13 +207,13 @@ class Pool:
         """Return the totals of engine and device since the start."""
         return self.engine.report() | self.runner.report()
 
-    def _most_blocks(self, served: Served) -> int:
-        """Return the blocks of the default pool, which is also as far as a pool grows. What
-        compiled steps need does not depend on the pool: they are asked once.
+    def _largest(self, served: Served) -> Size:
+        """Return the size of the default pool, which is also as far as a pool grows. What compiled
+        steps need does not depend on the pool: they are asked once.
         """
         config, placement = self.config, self._placement
         if config.num_blocks is not None:
-            return config.num_blocks
+            return Size(config.num_blocks, self._states_of(config.max_num_seqs))
         plan = plan_pool(
             self._model,
             config,
@@ -187,4 +225,6 @@ class Pool:
             choices=self._choices,
         )
         self._needs = plan.needs if plan.needs.is_measured else None
-        return least(plan.num_blocks) if are_many(placement.mesh) else plan.num_blocks
+        sizes = [plan.num_blocks, plan.num_states]
+        blocks, states = map(least, sizes) if are_many(placement.mesh) else sizes
+        return Size(blocks, states if self._model.has_state else None)

@@ -130,9 +130,14 @@ def table(plan: MemoryPlan) -> str:
     rows = [
         f"{k:<12}{n:>20,} bytes {n / GIB:>9.3f} GiB {n * share:>6.1f}%" for k, n in parts.items()
     ]
-    blocks = f"{plan.num_blocks:,} blocks of {plan.block_bytes:,} bytes"
+    block_bytes = plan.block_bytes - (plan.pool.states.nbytes if plan.pool.states else 0)
+    blocks = f"{plan.num_blocks:,} blocks of {block_bytes:,} bytes"
     tokens = f"{plan.num_blocks * plan.block_size:,} tokens (decided by {plan.decided_by})"
-    return "\n".join([*rows, f"{blocks}, {plan.block_size} tokens each: {tokens}"])
+    rows.append(f"{blocks}, {plan.block_size} tokens each: {tokens}")
+    if plan.pool.states is not None:
+        states = f"{plan.num_states:,} states of {plan.pool.states.nbytes:,} bytes"
+        rows.append(f"{states}: {plan.num_seqs:,} sequences run at once")
+    return "\n".join(rows)
 
 
 def report(args: argparse.Namespace) -> None:
@@ -147,7 +152,7 @@ def report(args: argparse.Namespace) -> None:
     print(table(plan))
     for length in args.length:
         held = plan.num_blocks // -(-length // plan.block_size)
-        at_once = f"{held:,} in the pool, {config.max_num_seqs} run at once"
+        at_once = f"{held:,} in the pool, {plan.num_seqs} run at once"
         print(f"requests of {length:,} tokens: {at_once}")
     print(f"waste: {plan.waste:,} bytes of the limit that nothing uses")
 

@@ -70,6 +70,7 @@ HOST_SETTINGS = {
     "token_buckets": None,
     "decode_steps": None,
     "num_blocks": None,
+    "num_states": None,
     "memory_utilization": 0.9,
     "enable_prefix_caching": True,
     "swap_space_gib": 0.0,

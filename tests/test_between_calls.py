@@ -122,7 +122,7 @@ def test_the_pool_grows_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
         assert names == [], "what fits compiles nothing"
         long = SamplingParams(temperature=0, max_tokens=20)
         outputs = generate(params, PROMPTS, long, engine_config=settings)
-    assert "the KV pool grows from 8 to 32 blocks: steps compile again" in caplog.text
+    assert "the KV pool grows from 8 blocks to 32 blocks: steps compile again" in caplog.text
     assert kept()[1].replicas[0].blocks.num_blocks == 32
     assert tokens_of(outputs) == [dense_greedy(params, prompt, 20) for prompt in PROMPTS]
     generate(params, PROMPTS[:1], engine_config=settings)

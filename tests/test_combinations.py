@@ -53,6 +53,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "max_num_batched_tokens": (32,),
     "block_size": (8,),
     "num_blocks": (24,),
+    "num_states": (9,),
     "enable_prefix_caching": (False,),
     "max_n": (2,),
     "swap_space_gib": (0.01,),

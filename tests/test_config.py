@@ -287,6 +287,18 @@ def test_coerce(tmp_path: Path) -> None:
         (hf("qwen3", head_dim=15), "even"),
         (hf("qwen3", num_attention_heads=5), "num_heads=5 is not a multiple of num_kv_heads=2"),
         (hf("qwen3", num_hidden_layers=2.5), "num_hidden_layers"),
+        (
+            hf("hunyuan_v1_dense", use_qk_norm=False),
+            r"use_qk_norm=False is not supported \(True is",
+        ),
+        (hf("minimax_m2", scoring_func="softmax"), r"scoring_func='softmax' .* \('sigmoid' is\)"),
+        (hf("ernie4_5_moe", use_bias=True), "use_bias=True is not supported"),
+        (hf("glm4_moe", n_group=3), "n_group=3 does not divide 128 experts"),
+        (hf("glm4_moe", n_group=4, topk_group=8), "topk_group=8 of n_group=4"),
+        (
+            hf("ministral3", rope_parameters={"rope_type": "default", "llama_4_scaling_beta": 0.1}),
+            "llama_4_scaling_beta=0.1 without original_max_position_embeddings",
+        ),
         (hf("qwen3", eos_token_id=["a"]), "eos_token_id"),
     ],
 )

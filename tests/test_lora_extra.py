@@ -24,17 +24,13 @@ from tests.tiny import (
     config,
     engine,
     make_params,
+    routed,
     tokens_of,
 )
 
 TIED = config(num_layers=1, tie_word_embeddings=True)
-OF_EXPERTS = config(
-    family="qwen3_moe",
-    num_layers=1,
-    num_experts=4,
-    experts_per_token=2,
-    expert_size=24,
-    norm_topk_prob=True,
+OF_EXPERTS = routed(
+    config(num_layers=1, num_experts=4, experts_per_token=2, expert_size=24, norm_topk_prob=True)
 )
 ENDS = ("embedding", "head")
 pytestmark = pytest.mark.middle

@@ -21,7 +21,7 @@ from jpaged.models.served import quantized_tree
 from jpaged.runtime.footprint import form_of
 from kernels_cpu import library, quantized
 from kernels_pallas.experts import triton
-from tests.tiny import ENGINE, compiles, config, make_params, make_prompts
+from tests.tiny import ENGINE, compiles, config, make_params, make_prompts, routed
 
 MODEL = config(head_dim=32, intermediate_size=64)
 MIXTURE = config(
@@ -110,7 +110,7 @@ def test_fp8_by_fp8(monkeypatch: pytest.MonkeyPatch, tensor_parallel_size: int) 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])
 def test_experts_too(form: Any, tensor_parallel_size: int) -> None:
-    params = make_params(0, MIXTURE)
+    params = make_params(0, routed(MIXTURE))
     llm = served(params, quantization=form, tensor_parallel_size=tensor_parallel_size)
     plain = served(rounded(params, form))
     for (ours, logprobs), (theirs, expected) in zip(answers(llm), answers(plain), strict=True):

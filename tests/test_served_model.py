@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from jpaged.errors import ConfigError
+from jpaged.pool import Size
 from jpaged.runtime.weights import ServingWeights
 from jpaged.served_model import ServedModel
 from tests.tiny import ENGINE, config, make_params
@@ -53,12 +54,12 @@ def test_weights_that_cannot_be_made_leave_the_old_ones(
             patch.setattr(ServingWeights, "update", refuse)
             served.bind(NEW, draft=NEW_DRAFT)
         assert bound(served) == (OLD, OLD_DRAFT)
-        served.pool.start(num_blocks=8)
+        served.pool.start(Size(8))
         assert served.pool.runner.weight_version == served.weights.version
 
 
 def test_a_model_that_sleeps_takes_weights_for_later(served: ServedModel) -> None:
-    served.pool.start(num_blocks=8)
+    served.pool.start(Size(8))
     served.sleep()
     with pytest.raises(ConfigError, match="sleeps: call wake"):
         served.check_awake()
@@ -70,7 +71,7 @@ def test_a_model_that_sleeps_takes_weights_for_later(served: ServedModel) -> Non
 
 
 def test_unbind_lets_go_of_what_the_caller_passed(served: ServedModel) -> None:
-    served.pool.start(num_blocks=8)
+    served.pool.start(Size(8))
     served.unbind()
     assert bound(served) == (None, None) and served.pool.runner.params is None
     with pytest.raises(ConfigError, match="pass draft= again"):

@@ -12,10 +12,14 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jpaged import LLM, Params, RequestOutput, SamplingParams
-from jpaged.errors import UnsupportedError
+import jpaged
+from jpaged import LLM, EngineConfig, Params, RequestOutput, SamplingParams, kept
+from jpaged.errors import ConfigError, UnsupportedError
+from jpaged.runtime import memory
+from jpaged.runtime.footprint import form_of, probe_runner
+from jpaged.runtime.mesh import Placement
 from tests.hlo import filled
-from tests.recurrent import HYBRID
+from tests.recurrent import HYBRID, hybrid
 from tests.tiny import (
     assert_idle,
     dense_greedy,
@@ -27,6 +31,7 @@ from tests.tiny import (
     tokens_of,
 )
 
+HERE = Placement(mesh=None, axis=None, device=jax.devices()[0])
 PARAMS = make_params(0, HYBRID)
 # Too few blocks for the prompts below at once.
 ROWS: dict[str, Any] = {"max_num_seqs": 12, "seq_buckets": (12,), "max_logprobs": 12}
@@ -82,6 +87,7 @@ def check(prompts: list[list[int]], outputs: list[RequestOutput], atol: float = 
 
 WAYS: dict[str, dict[str, Any]] = {
     "recomputed": {},
+    "few states": {"num_blocks": 200, "num_states": 9},
     "swapped": SWAP,
     "4 steps": {"decode_steps": 4},
     "mixed": {"mixed": True},
@@ -99,7 +105,12 @@ def test_the_dense_models_tokens(way: str) -> None:
     prompts = [*SHORT, *PROMPTS]
     check(prompts, run(llm, prompts))
     kind = "preemptions_swapped" if way == "swapped" else "preemptions_recomputed"
-    assert llm.stats()[kind] > before[kind]
+    after = llm.stats()
+    assert after[kind] > before[kind] or way == "few states"
+    assert [group["num_blocks"] for group in after["kv_groups"]] == {
+        "few states": [9, 200],
+        "4 steps": [12 * 4, 24],
+    }.get(way, [12 * 3, 24])
     check(PROMPTS[2:3], run(llm, PROMPTS[2:3]))
     again = run(llm, PROMPTS[2:3])
     check(PROMPTS[2:3], again)
@@ -112,7 +123,7 @@ def test_a_hit_at_every_block() -> None:
     """
     llm, (prompt,) = llm_of(), make_prompts(32, seed=1)
     llm.reset_prefix_cache()
-    hits = []
+    hits, before = [], llm.stats()
     for shared in (32, 28, 24, 20, 16, 12, 8, 4, 2):
         for other in (91, 92):  # the first leaves a state where it parts, the second finds it
             tokens = prompt[:shared] + [other] * (40 - shared)
@@ -120,6 +131,8 @@ def test_a_hit_at_every_block() -> None:
             check([tokens], output)
             hits.append(output[0].num_cached_tokens)
     assert hits[0] == 0 and hits[1::2] == [32, 28, 24, 20, 16, 12, 8, 4, 0]
+    counts = {name: llm.stats()[name] - before[name] for name in ("state_hits", "state_misses")}
+    assert counts == {"state_hits": sum(x > 0 for x in hits), "state_misses": 6}, hits
 
 
 def test_forks_and_beams() -> None:
@@ -210,6 +223,13 @@ def test_keys_in_8_bits_beside_states() -> None:
         np.testing.assert_allclose(output.outputs[0].token_logprobs, expected, atol=0.2)
 
 
+def test_states_are_asked_of_models_that_keep_them() -> None:
+    with pytest.raises(ConfigError, match=r"num_states=4: this model keeps no state"):
+        LLM(make_params(), **vars(engine(num_states=4)))
+    with pytest.raises(ConfigError, match=r"num_states=1"):
+        engine(num_states=1)
+
+
 def test_nothing_is_guessed_ahead() -> None:
     """A model with states takes no guesses, and none guesses for another."""
     with pytest.raises(UnsupportedError, match=r"speculative: method='ngram': this model keeps a"):
@@ -217,3 +237,43 @@ def test_nothing_is_guessed_ahead() -> None:
     drafts: dict[str, Any] = vars(engine()) | {"speculative": {"method": "draft", "model": PARAMS}}
     with pytest.raises(UnsupportedError, match=r"speculative: method='draft': this model keeps a"):
         LLM(make_params(), **drafts).generate(PROMPTS, GREEDY)
+
+
+def test_a_pool_that_grows() -> None:
+    """States for a power of two of the sequences of a call, and no fewer ever after."""
+    settings = dataclasses.replace(CROWDED, num_blocks=None)
+    sizes = []
+    for prompts in (PROMPTS[:1], PROMPTS[:3], PROMPTS[:1]):
+        outputs = jpaged.generate(PARAMS, prompts, GREEDY, engine_config=settings)
+        check(prompts, outputs)
+        runner = kept.sessions()[-1].runner
+        sizes.append([pool.num_blocks for pool in runner.pools])
+    jpaged.release(compiled=True)
+    assert [states for states, _ in sizes] == [3, 12, 12]
+
+
+def test_states_take_no_more_than_keys_and_values() -> None:
+    """Where memory is short. Where keys and values fit for all rows, all rows have states."""
+    model, sizes = hybrid(max_position_embeddings=4096), {"block_size": 16, "max_num_seqs": 64}
+    settings = EngineConfig(dtype="float32", **sizes)
+
+    def planned(gib: float, **changes: Any) -> memory.MemoryPlan:
+        limits = memory.Limits(total=int(gib * 2**30))
+        config = dataclasses.replace(settings, **changes)
+        return jpaged.plan_memory(model, config, limits=limits, compiled=False)
+
+    plenty = planned(4)
+    assert plenty.num_states == 64 * 3 and plenty.num_seqs == 64
+    assert plenty.num_blocks == 64 * 4096 // 16
+    pool = plenty.pool
+    assert pool.states is not None
+    rest = sum(plenty.account.values()) - plenty.account["pool"]
+    short = planned((rest + 100 * pool.states.nbytes) / 2**30)
+    keys = short.num_blocks * pool.groups[0][0]
+    assert short.waste >= 0 and short.num_states < 64 * 3
+    assert 0 <= keys - short.num_states * pool.states.nbytes < pool.states.nbytes
+    assert short.num_seqs == short.num_states // 2 < 64
+    few = planned((rest + 100 * pool.states.nbytes) / 2**30, num_states=10)
+    assert few.num_states == 10 and few.num_blocks > short.num_blocks and few.num_seqs == 5
+    runner = probe_runner(model, settings.resolve(model), HERE, form_of(model, HERE, "float32"))
+    assert [pool.num_blocks for pool in runner.pools] == [3, 4096 // 16]

@@ -17,6 +17,8 @@ import jpaged
 from jpaged import EngineConfig, ModelConfig, Params
 from jpaged.engine.engine import Engine
 from jpaged.models.forward import bind
+from jpaged.models.layers.experts import ExpertsConfig
+from jpaged.models.layers.router import RouterConfig
 from jpaged.models.params import nest, param_shapes, param_table
 from jpaged.models.quantized import is_quantized
 from jpaged.session import Session
@@ -57,6 +59,23 @@ COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 def config(**changes: Any) -> ModelConfig:
     return dataclasses.replace(CONFIG, **changes)
+
+
+def routed(model: ModelConfig) -> ModelConfig:
+    """The same with another router: sigmoids, a choosing bias, groups where experts can be halved,
+    a scale, and experts that every token takes without a gate.
+    """
+    layers = []
+    for layer in model.layers:
+        ffn = layer.ffn
+        if isinstance(ffn, ExpertsConfig):
+            groups = 2 if ffn.num_experts % 2 == 0 else 1
+            router = RouterConfig(
+                score="sigmoid", has_bias=True, num_groups=groups, normalized=True, scale=1.5
+            )
+            ffn = dataclasses.replace(ffn, router=router, shared_gate=False, shared_expert_size=16)
+        layers.append(dataclasses.replace(layer, ffn=ffn))
+    return dataclasses.replace(model, family="glm4_moe", layers=tuple(layers))
 
 
 def make_params(seed: int = 0, config: ModelConfig = CONFIG, dtype: Any = np.float32) -> Params:

@@ -233,6 +233,7 @@ class Engine:
             self._router.restore(self.requests.values(), state.placed)
             for index, replica in enumerate(self.replicas):
                 replica.queues.preemptions = self.stats.preemptions
+                replica.queues.states = self.stats.states
                 for seq in replica.queues.running:
                     seq.lose_row_state()
                 replica.queues.adapters.load_again()
@@ -430,6 +431,7 @@ class Engine:
             decode_steps=config.decode_steps or 1,
             mixed=config.mixed,
             preemptions=self.stats.preemptions,
+            states=self.stats.states,
             max_loras=config.max_loras,
             drafter=self.drafter,
         )
@@ -438,7 +440,7 @@ class Engine:
 def _summed(reports: list[dict[str, Any]]) -> dict[str, Any]:
     """Add up what the replicas report."""
     groups = [
-        {"window": each[0]["window"]}
+        {name: each[0][name] for name in ("window", "per")}
         | {name: sum(group[name] for group in each) for name in ("num_blocks", "in_use")}
         for each in zip(*(report["kv_groups"] for report in reports), strict=True)
     ]

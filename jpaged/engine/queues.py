@@ -14,8 +14,8 @@ from jpaged.errors import CapacityError
 class Queues:
     """What waits and what runs; a running sequence holds a row of the device and blocks.
 
-    max_num_seqs: rows of the device's state, so sequences that run at once. preemptions: see Stats.
-    max_loras: adapters that the running ones have at most.
+    max_num_seqs: rows of the device's state, so sequences that run at once. preemptions,
+    states: see Stats. max_loras: adapters that the running ones have at most.
     drafter: None where nothing is guessed.
     """
 
@@ -25,6 +25,7 @@ class Queues:
         *,
         max_num_seqs: int,
         preemptions: Counter[str] | None = None,
+        states: Counter[str] | None = None,
         max_loras: int = 0,
         drafter: Drafter | None = None,
     ):
@@ -33,6 +34,7 @@ class Queues:
         self.drafter = drafter
         self.max_num_seqs = max_num_seqs
         self.preemptions: Counter[str] = Counter() if preemptions is None else preemptions
+        self.states: Counter[str] = Counter() if states is None else states
         self.waiting = Policy(max_num_seqs)
         self.running: dict[Sequence, None] = {}  # an ordered set, the oldest admission first
         self.finished: list[Sequence] = []  # since they were last taken
@@ -47,6 +49,9 @@ class Queues:
         """Run a waiting sequence on the blocks that the cache or the store has."""
         self._count_return(seq, "swapped" if match.num_loaded else "recomputed")
         self.blocks.admit(seq, match)
+        if not self.blocks.can_rewind:  # it goes on from a state, if one is kept
+            self.states["hits"] += match.num_blocks > 0
+            self.states["misses"] += match.num_known > match.num_blocks
         cached = match.num_blocks * self.blocks.block_size
         self._run(seq, num_computed=cached, fill=len(seq))
 

@@ -30,8 +30,8 @@ class Scheduler:
 
     max_num_seqs: rows of the device's state, so sequences that run at once. max_num_batched_tokens:
     tokens of a prefill step. decode_steps: tokens of a row in one decode dispatch. mixed: rows that
-    decode join the prefill steps. preemptions: see Stats. max_loras: adapters that the running
-    sequences have at most.
+    decode join the prefill steps. preemptions, states: see Stats. max_loras: adapters that the
+    running sequences have at most.
     """
 
     def __init__(
@@ -43,12 +43,15 @@ class Scheduler:
         decode_steps: int = 1,
         mixed: bool = False,
         preemptions: Counter[str] | None = None,
+        states: Counter[str] | None = None,
         max_loras: int = 0,
         drafter: Drafter | None = None,
     ):
         self.blocks = blocks
         limits = {"max_num_seqs": max_num_seqs, "max_loras": max_loras}
-        self.queues = Queues(blocks, **limits, preemptions=preemptions, drafter=drafter)
+        self.queues = Queues(
+            blocks, **limits, preemptions=preemptions, states=states, drafter=drafter
+        )
         self.max_num_batched_tokens = max_num_batched_tokens
         self.decode_steps = decode_steps
         self.mixed = mixed
@@ -121,7 +124,7 @@ class Scheduler:
         """
         blocks = self.blocks
         groups = [
-            {"window": g.window, "num_blocks": g.num_blocks, "in_use": g.num_used}
+            {"window": g.window, "per": g.per, "num_blocks": g.num_blocks, "in_use": g.num_used}
             for g in blocks.groups
         ]
         return {

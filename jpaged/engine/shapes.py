@@ -13,6 +13,7 @@ from jpaged.config import EngineConfig, has_draft_model, has_head_adapters
 from jpaged.engine.plan import Plan
 
 MOST_MOVED = 64  # blocks of a move between pool and host: enough to fill a transfer
+MOST_STATES_MOVED = 4  # of those that hold a state, which has megabytes a layer
 TOKENS_A_ROW = 64  # of a prefill with the smaller of its two numbers of rows
 
 # What a draw can do, each more than the one before: "filtered" has top_k, top_p and min_p, "full"
@@ -293,11 +294,12 @@ def padded_blocks(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def moved_blocks(config: EngineConfig) -> int:
+def moved_blocks(config: EngineConfig, per: Literal["token", "block"] = "token") -> int:
     """Return the most blocks of a group that one move takes; more are moved one part after the
-    other.
+    other. per: see GroupSize.
     """
-    return min(padded_blocks(config.max_blocks_per_seq), MOST_MOVED)
+    most = MOST_MOVED if per == "token" else MOST_STATES_MOVED
+    return min(padded_blocks(config.max_blocks_per_seq), most)
 
 
 def _up_to(sizes: tuple[int, ...], value: int) -> tuple[int, ...]:

@@ -19,9 +19,12 @@ class Stats:
     results. mask_time_s: making masks of rows whose answers have a form, while the device works.
     padded_tokens: rows of tokens computed, padding included. preemptions: counts of what was
     "preempted" and, once it runs again, whether blocks of it were loaded from the host ("swapped")
-    or not ("recomputed"). swap_out_bytes, swap_in_bytes: of blocks moved to the host and back.
-    loaded_blocks: that came back. idle_replica_steps: dispatches in which a replica had nothing to
-    do, of as many as there are dispatches and replicas. adapter_loads: adapters written into slots.
+    or not ("recomputed"). states: of a model that keeps a state a sequence, admissions that went on
+    from one that was kept ("hits"), and those whose beginning was computed before, up to where no
+    state was kept any more or none ever was ("misses"). swap_out_bytes, swap_in_bytes: of blocks
+    moved to the host and back. loaded_blocks: that came back. idle_replica_steps: dispatches in
+    which a replica had nothing to do, of as many as there are dispatches and replicas.
+    adapter_loads: adapters written into slots.
     """
 
     def __init__(self) -> None:
@@ -35,6 +38,7 @@ class Stats:
         self.idle_replica_steps = self.adapter_loads = 0
         self._last_done = 0.0
         self.preemptions: Counter[str] = Counter()
+        self.states: Counter[str] = Counter()
         self.prefill_sizes: Counter[int] = Counter()  # steps by their number of tokens
         self.decode_sizes: Counter[int] = Counter()  # and of rows
 
@@ -111,4 +115,6 @@ class Stats:
             "preemptions": self.preemptions["preempted"],
             "preemptions_swapped": self.preemptions["swapped"],
             "preemptions_recomputed": self.preemptions["recomputed"],
+            "state_hits": self.states["hits"],
+            "state_misses": self.states["misses"],
         }

@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from jpaged.checks import read_json
 from jpaged.config import EngineConfig
-from jpaged.engine.shapes import DRAWS, PrefillShape, Shape, moved_blocks
+from jpaged.engine.shapes import DRAWS, PrefillShape, Shape
 from jpaged.models.config import ModelConfig
 from jpaged.models.eagle import Head, bind_any, fitted
 from jpaged.models.forward import Forward
@@ -35,8 +35,16 @@ from jpaged.models.served import served_config, served_form, share_of, stored_sh
 from jpaged.runtime import logprobs, sampler
 from jpaged.runtime.adapter_tables import adapted_ranks, adapter_scratch_bytes, table_bytes
 from jpaged.runtime.choices import Choices
-from jpaged.runtime.kv_cache import most_blocks, widest_group
-from jpaged.runtime.memory import CPU_POOL_BYTES, Limits, MemoryPlan, Needs, PoolCost, plan
+from jpaged.runtime.kv_cache import most_blocks, states_a_row, widest_group
+from jpaged.runtime.memory import (
+    CPU_POOL_BYTES,
+    Limits,
+    MemoryPlan,
+    Needs,
+    PoolCost,
+    StateCost,
+    plan,
+)
 from jpaged.runtime.mesh import Placement, asked_shape, serving_mesh
 from jpaged.runtime.resolve import resolve
 from jpaged.runtime.runner import DraftOf, Runner, choose_for
@@ -222,28 +230,50 @@ def plan_within(
     known, or the bound holds (on CPU) and leaves the pool as it would be.
     """
     weights = bytes_on_device((probe.params, probe.draft_params))
-    sizes = [pool.device_block_bytes for pool in probe.pools]
-    most, widest = most_blocks(probe.model, config), widest_group(probe.model, config)
-    limited: list[int | None] = [None if at == widest else n for at, n in enumerate(most)]
-    if (draft := probe.draft_model) is not None:
-        of_draft = enumerate(most_blocks(draft, config))
-        limited += [None if at == widest_group(draft, config) else n for at, n in of_draft]
-    pool = PoolCost(tuple(zip(sizes, limited, strict=True)), in_use=most[widest])
+    pool, draft = _pool_cost(probe, config), probe.draft_model
     share = share_of(probe.model, probe.placement.axis_size)
     if needs is not None:
         return plan(config, limits, pool=pool, weights=weights, needs=needs)
-    needs = bound(share, config, probe.pools[0].dtype, pool.block_bytes)
+    needs = bound(share, config, probe.pools[0].dtype, pool.moved(config))
     if draft is not None:
         more = bound(share_of(draft, probe.placement.axis_size), config, probe.pools[-1].dtype)
         needs = dataclasses.replace(needs, temporaries=needs.temporaries + more.temporaries)
-    largest = pool.of(most[widest])
+    largest = pool.of(pool.in_use or 0)
     largest = largest if limits.pool is None else min(largest, limits.pool)
     is_cpu = probe.placement.device.platform == "cpu"
     kernels = [pool.kernel for pool in probe.pools if pool.kernel is not None]
     holds = is_cpu and not any(kernel.interpret for kernel in kernels)
     if compiled and (not holds or weights + needs.total + largest > limits.total):
-        needs = measured(probe, pool.block_bytes)
+        needs = measured(probe, pool.moved(config))
     return plan(config, limits, pool=pool, weights=weights, needs=needs)
+
+
+def _pool_cost(probe: Runner, config: EngineConfig) -> PoolCost:
+    """Return what the pools of a runner's models take of a device."""
+    most, widest = most_blocks(probe.model, config), widest_group(probe.model, config)
+    limited: list[int | None] = [None if at == widest else n for at, n in enumerate(most)]
+    if probe.draft_model is not None:
+        of_draft = enumerate(most_blocks(probe.draft_model, config))
+        end = widest_group(probe.draft_model, config)
+        limited += [None if at == end else n for at, n in of_draft]
+    keys: list[tuple[int, int | None]] = []
+    state_bytes = most_states = 0
+    for spec, limit in zip(probe.pools, limited, strict=True):
+        if limit is None or spec.group.record.per == "token":
+            keys.append((spec.device_block_bytes, limit))
+        else:
+            state_bytes, most_states = state_bytes + spec.device_block_bytes, limit
+    states = None
+    if state_bytes:
+        states = StateCost(
+            nbytes=state_bytes,
+            a_row=states_a_row(config),
+            blocks_a_row=config.max_blocks_per_seq,
+            most=most_states,
+            # Beside a number of blocks that is set, all of them.
+            pinned=config.num_states if config.num_blocks is None else most_states,
+        )
+    return PoolCost(tuple(keys), in_use=most[widest], states=states)
 
 
 def probe_runner(
@@ -259,7 +289,8 @@ def probe_runner(
 
     params: the serving tree, or ShapeDtypeStructs with shardings in its place.
     """
-    config = dataclasses.replace(config, num_blocks=config.max_blocks_per_seq)
+    few = states_a_row(config) if model.has_state else None
+    config = dataclasses.replace(config, num_blocks=config.max_blocks_per_seq, num_states=few)
     return Runner(model, config, placement, params, draft, choices)
 
 
@@ -278,9 +309,9 @@ def _needs(shape: Shape) -> tuple[int, ...]:
     return richness, scores, shape.tokens, shape.rows, shape.loras
 
 
-def measured(probe: Runner, block_bytes: int) -> Needs:
+def measured(probe: Runner, moved: int) -> Needs:
     """Return what the compiled steps say; compiles the largest of each phase, draws under masks
-    too: any engine may come to need them.
+    too: any engine may come to need them. moved: as of state_bytes.
     """
     config = dataclasses.replace(probe.config, structured_output=True)
     table = step_table(dataclasses.replace(probe.steps.setting, config=config))
@@ -299,25 +330,25 @@ def measured(probe: Runner, block_bytes: int) -> Needs:
     return Needs(
         temporaries=temporaries,
         code=code * (len(table) if probe.config.strict else min(len(table), RESIDENT_STEPS)),
-        state=state_bytes(share, probe.config, block_bytes)
+        state=state_bytes(share, probe.config, moved)
         + table_bytes(share, probe.config, probe.adapters.dtype),
         source=f"compiled for {probe.placement.device.device_kind}",
         is_measured=True,
     )
 
 
-def state_bytes(model: ModelConfig, config: EngineConfig, block_bytes: int) -> int:
+def state_bytes(model: ModelConfig, config: EngineConfig, moved: int) -> int:
     """Return the bytes that a device keeps of every row, and of blocks on their way to the host,
-    before each of two steps in flight, and back.
+    before each of two steps in flight, and back. moved: bytes of the blocks of one move.
     """
     rows = 4 * config.max_num_seqs * (2 + model.vocab_size)
-    moving = 3 * moved_blocks(config) * block_bytes if config.swap_space_gib else 0
+    moving = 3 * moved if config.swap_space_gib else 0
     return rows + moving
 
 
-def bound(model: ModelConfig, config: EngineConfig, dtype: Any, block_bytes: int = 0) -> Needs:
+def bound(model: ModelConfig, config: EngineConfig, dtype: Any, moved: int = 0) -> Needs:
     """Needs that no step on CPU exceeds, by either kernel; nothing is compiled. model: what a
-    device has (see share_of).
+    device has (see share_of). moved: as of state_bytes.
 
     It sums what the layers, the sampler, the scores of prompts and the adapters say that they
     allocate, and float16 weights in f32 (bfloat16 ones are multiplied as they are). Steps use up to
@@ -346,7 +377,7 @@ def bound(model: ModelConfig, config: EngineConfig, dtype: Any, block_bytes: int
     temporaries = layers.shared + layers.kept + logits + adapters + weights + indices + TILES
     return Needs(
         temporaries=temporaries,
-        state=state_bytes(model, config, block_bytes) + table_bytes(model, config, dtype),
+        state=state_bytes(model, config, moved) + table_bytes(model, config, dtype),
         source="an upper bound",
     )
 

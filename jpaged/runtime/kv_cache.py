@@ -155,36 +155,42 @@ def pool_specs(
     """Return the pools of a model for a resolved config.
 
     kernels: one for each of kv_groups(model), None for states. num_blocks: of the group that
-    reaches furthest back; others need no more than can be in use. dtype: of the weights.
+    reaches furthest back; others need no more than can be in use, and states are as many as
+    num_states says where it does. dtype: of the weights.
     """
     most, widest = most_blocks(model, config), widest_group(model, config)
+    groups = kv_groups(model)
+    blocks = [
+        n if group.record.per == "block" else min(num_blocks, n)
+        for group, n in zip(groups, most, strict=True)
+    ]
+    blocks[widest] = num_blocks
     return tuple(
         PoolSpec(
             group=group,
             kernel=kernel,
-            num_blocks=num_blocks if i == widest else min(num_blocks, most[i]),
+            num_blocks=count,
             block_size=config.block_size,
             dtype=jnp.dtype(dtype),
             kv_dtype=None if kernel is None else kernel.shapes.kv_dtype,
             shards=where.axis_size,
         )
-        for i, (group, kernel) in enumerate(zip(kv_groups(model), kernels, strict=True))
+        for group, kernel, count in zip(groups, kernels, blocks, strict=True)
     )
 
 
 def most_blocks(model: ModelConfig, config: EngineConfig) -> list[int]:
-    """Return how many blocks of each group can be in use at once. Of states there is one more a
-    row, to be found again once its sequence has gone on or ended.
+    """Return how many blocks of each group are of use at once; of states, num_states where that is
+    set.
     """
     assert config.decode_steps is not None
     size, most = config.block_size, []
     for group in kv_groups(model):
-        a_row, chunks = config.max_blocks_per_seq, 0
         if group.record.per == "block":
-            # The state that a step reads, those that it writes (a chunk writes one, tokens that are
-            # drawn ahead one a block), and the one that stays.
-            a_row = min(1 + -(-(config.decode_steps - 1) // size) + 1, a_row) + 1
-        elif group.window is not None:
+            most.append(config.num_states or config.max_num_seqs * states_a_row(config))
+            continue
+        a_row, chunks = config.max_blocks_per_seq, 0
+        if group.window is not None:
             # What a row still sees, the block that it writes, as many as it may draw ahead; and
             # what one prefill writes.
             ahead = 2 + -(-config.decode_steps // size)
@@ -192,6 +198,15 @@ def most_blocks(model: ModelConfig, config: EngineConfig) -> list[int]:
             chunks = -(-config.max_num_batched_tokens // size)
         most.append(min(config.max_num_seqs * a_row + chunks, _whole(config)))
     return most
+
+
+def states_a_row(config: EngineConfig) -> int:
+    """Return how many states a row is given in each group that keeps them: the one that a step
+    reads, those that it writes (a chunk writes one, tokens that are drawn ahead one a block), and
+    one that stays when its sequence has gone on or ended, to be found again.
+    """
+    assert config.decode_steps is not None
+    return 2 + -(-(config.decode_steps - 1) // config.block_size) + 1
 
 
 def widest_group(model: ModelConfig, config: EngineConfig) -> int:

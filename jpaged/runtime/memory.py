@@ -18,6 +18,7 @@ from typing import Any
 import jax
 
 from jpaged.config import EngineConfig
+from jpaged.engine.shapes import moved_blocks
 from jpaged.errors import CapacityError, ConfigError
 
 CPU_POOL_BYTES = 4 << 30
@@ -71,38 +72,83 @@ class Limits:
         return cls(total=int(stats["bytes_limit"] * utilization), in_use=stats["bytes_in_use"])
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StateCost:
+    """What states take beside keys and values. nbytes: of one, in every group that keeps states.
+    a_row: states that a row is given. blocks_a_row: blocks of a sequence of max_model_len. most: as
+    many as all rows are given. pinned: their number where settings say it.
+    """
+
+    nbytes: int
+    a_row: int
+    blocks_a_row: int
+    most: int
+    pinned: int | None = None
+
+    def beside(self, num_blocks: int, nbytes: int) -> int:
+        """Return how many states there are beside so many blocks of keys and values, which take
+        this many bytes: those of as many rows as the blocks hold whole, or as many as take the same
+        bytes, whichever is more.
+        """
+        if self.pinned is not None:
+            return self.pinned
+        whole = self.a_row * -(-num_blocks // self.blocks_a_row)
+        return min(max(whole, nbytes // self.nbytes), self.most)
+
+
 @dataclasses.dataclass(frozen=True)
 class PoolCost:
-    """What pools take of a device. groups: bytes of a block of each group of layers, and the blocks
-    that it needs at most (None: as many as there are). in_use: of the latter, how many can be in
-    use at once; None is max_num_seqs * max_model_len.
+    """What pools take of a device. groups: bytes of a block of each group of layers with keys and
+    values, and the blocks that it needs at most (None: as many as there are). in_use: of the
+    latter, how many can be in use at once; None is max_num_seqs * max_model_len. states: what those
+    take that are kept beside.
     """
 
     groups: tuple[tuple[int, int | None], ...]
     in_use: int | None = None
+    states: StateCost | None = None
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block in every group."""
-        return sum(size for size, _ in self.groups)
+        return sum(size for size, _ in self.groups) + (self.states.nbytes if self.states else 0)
 
     def of(self, num_blocks: int) -> int:
-        """Return the bytes of this many blocks."""
-        return sum(
-            size * (num_blocks if most is None else min(num_blocks, most))
-            for size, most in self.groups
-        )
+        """Return the bytes of this many blocks, and of the states beside them."""
+        states = self.states.nbytes * self.num_states(num_blocks) if self.states else 0
+        return self._blocks(num_blocks) + states
+
+    def num_states(self, num_blocks: int) -> int:
+        """Return how many states there are beside this many blocks."""
+        if self.states is None:
+            return 0
+        return self.states.beside(num_blocks, self._blocks(num_blocks))
+
+    def moved(self, config: EngineConfig) -> int:
+        """Return the bytes of the most blocks of all groups that one move between pool and host
+        takes.
+        """
+        keys = moved_blocks(config) * sum(size for size, _ in self.groups)
+        if self.states is None:
+            return keys
+        return keys + moved_blocks(config, per="block") * self.states.nbytes
 
     def within(self, nbytes: int) -> int:
         """Return how many blocks fit into this many bytes."""
         unbounded = sum(size for size, most in self.groups if most is None)
         return bisect.bisect_right(range(nbytes // unbounded + 1), nbytes, key=self.of) - 1
 
+    def _blocks(self, num_blocks: int) -> int:
+        return sum(
+            size * (num_blocks if most is None else min(num_blocks, most))
+            for size, most in self.groups
+        )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
     """The bytes of one device. other: arrays that are not the engine's. num_blocks: of the group of
-    layers that reaches furthest back. decided_by: what set it.
+    layers that reaches furthest back. decided_by: what set it. max_num_seqs: rows of the config.
     """
 
     limit: int
@@ -113,11 +159,26 @@ class MemoryPlan:
     block_size: int
     num_blocks: int
     decided_by: str
+    max_num_seqs: int
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block in every group of layers."""
         return self.pool.block_bytes
+
+    @property
+    def num_states(self) -> int:
+        """States of sequences in the pool; 0 for a model that keeps none."""
+        return self.pool.num_states(self.num_blocks)
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences that run at once: max_num_seqs, as far as there are states for them, of which
+        each needs one to go on from and one to write.
+        """
+        if self.pool.states is None:
+            return self.max_num_seqs
+        return min(self.max_num_seqs, max(self.num_states // 2, 1))
 
     @property
     def account(self) -> dict[str, int]:
@@ -160,9 +221,10 @@ def plan(
         left = max(free if limits.pool is None else min(free, limits.pool), 0)
         lower = _settings(config, "block_size", "max_num_batched_tokens", "max_num_seqs")
         raise ConfigError(
-            f"no KV block of {pool.block_bytes} bytes fits the {left} bytes left for the pool "
-            f"(weights take {weights}, other arrays {other}, steps {needs.total}): lower {lower}, "
-            f"or raise {_settings(config, 'memory_utilization', 'tensor_parallel_size')}"
+            f"no KV block of {pool.block_bytes} bytes{_beside(pool)} fits the {left} bytes left "
+            f"for the pool (weights take {weights}, other arrays {other}, steps {needs.total}): "
+            f"lower {lower}, or raise "
+            f"{_settings(config, 'memory_utilization', 'tensor_parallel_size')}"
         )
     return MemoryPlan(
         limit=limits.total,
@@ -173,6 +235,7 @@ def plan(
         block_size=config.block_size,
         num_blocks=sizes[decided_by],
         decided_by=decided_by,
+        max_num_seqs=config.max_num_seqs,
     )
 
 
@@ -202,6 +265,13 @@ def explained(config: EngineConfig, *, pool_bytes: int | None = None) -> Iterato
         raise CapacityError(
             f"a step could not get {asked[1] if asked else 'memory'}: lower {lower}"
         ) from e
+
+
+def _beside(pool: PoolCost) -> str:
+    """Return the states that come with the first block, for an error."""
+    if pool.states is None:
+        return ""
+    return f" with {pool.num_states(1)} states of {pool.states.nbytes} bytes"
 
 
 def _settings(config: EngineConfig, *names: str, last: str = ", ") -> str:

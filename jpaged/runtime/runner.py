@@ -323,10 +323,11 @@ class Runner:
         assert self._state is not None
         read = BlocksRead(replica, [[] for _ in block_ids], [])
         for group, ids in enumerate(block_ids):
-            for first in range(0, len(ids), self._most_moved):
+            most = self._most_moved(group)
+            for first in range(0, len(ids), most):
                 if read.under_way:
                     self._arrive(read)
-                part = ids[first : first + self._most_moved]
+                part = ids[first : first + most]
                 count = padded_blocks(len(part))
                 move = self.steps.move("read_blocks", group, count)
                 places = self.transfers.put_for(replica, _padded(part, count, -1), -1)
@@ -352,8 +353,9 @@ class Runner:
         """Put what fetch_blocks gave into these blocks, transfers of many blocks of a group."""
         self.allocate()
         for group, (data, ids) in enumerate(zip(blocks, block_ids, strict=True)):
-            for first in range(0, len(ids), self._most_moved):
-                part = slice(first, first + self._most_moved)
+            most = self._most_moved(group)
+            for first in range(0, len(ids), most):
+                part = slice(first, first + most)
                 self._write(group, data[part], ids[part], replica)
 
     def _write(self, group: int, blocks: list[Any], block_ids: list[int], replica: int) -> None:
@@ -366,10 +368,9 @@ class Runner:
         kv[group] = self.steps.move("write_blocks", group, count)(kv[group], places, sent)
         self._state = DeviceState(kv=tuple(kv), rows=rows)
 
-    @property
-    def _most_moved(self) -> int:
-        """Blocks of one transfer at most."""
-        return moved_blocks(self.config)
+    def _most_moved(self, group: int) -> int:
+        """Return the blocks of one transfer of a group at most."""
+        return moved_blocks(self.config, self.pools[group].group.record.per)
 
     def allocate(self, *, full: bool = False) -> None:
         """Have the pools and the device rows, and for full steps the counts; ConfigError where

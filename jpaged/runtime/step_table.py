@@ -10,8 +10,10 @@ from typing import Any, Literal
 
 from tqdm import tqdm
 
+from jpaged.config import EngineConfig
 from jpaged.engine.shapes import PrefillShape, Shape, moved_blocks, padded_blocks, shape_table
 from jpaged.runtime.compiled_steps import CompiledSteps
+from jpaged.runtime.kv_cache import PoolSpec
 from jpaged.runtime.steps import StepSetting
 
 
@@ -75,13 +77,12 @@ def warmup(
     # The largest first: they take longest.
     jobs: list[Any] = [functools.partial(steps.__getitem__, bucket) for bucket in reversed(table)]
     if config.swap_space_gib:
-        sizes = {padded_blocks(n) for n in range(1, moved_blocks(config) + 1)}
         moves: tuple[Literal["read_blocks", "write_blocks"], ...] = ("read_blocks", "write_blocks")
         jobs += [
             functools.partial(steps.move, move, group, size)
             for move in moves
-            for group in range(len(steps.setting.pools))
-            for size in sizes
+            for group, pool in enumerate(steps.setting.pools)
+            for size in _sizes_moved(config, pool)
         ]
     jobs += [steps.set_counts, steps.copy_blocks]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -90,6 +91,12 @@ def warmup(
         for future in tqdm(done, total=len(jobs), **bar):
             future.result()
     return time.perf_counter() - started
+
+
+def _sizes_moved(config: EngineConfig, pool: PoolSpec) -> set[int]:
+    """Return the numbers of blocks that moves of a group are compiled for."""
+    most = moved_blocks(config, pool.group.record.per)
+    return {padded_blocks(n) for n in range(1, most + 1)}
 
 
 def bucket_reports(steps: CompiledSteps, usage: Mapping[Shape, Usage]) -> list[BucketReport]:

@@ -1,5 +1,6 @@
 """Models of text and images: their text part, under the names of two times."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from safetensors.numpy import save_file
 
 import jpaged
 from jpaged import CheckpointError, ConfigError, ModelConfig
+from tests.golden.configs import CONFIGS
 from tests.golden.reference import load
 
 GOLDEN = load("gemma3_g2_d32_linear")
@@ -72,3 +74,21 @@ def test_what_is_of_neither_part_is_refused(tmp_path: Path) -> None:
 def test_refusals(change: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         ModelConfig.from_hf(CONFIG | change)
+
+
+def test_the_family_of_a_text_part_is_what_it_says() -> None:
+    raw = copy.deepcopy(CONFIGS["mistral3_g2_d32"])
+    assert ModelConfig.from_hf(raw).family == "mistral"
+    raw["text_config"]["model_type"] = "ministral3"
+    assert ModelConfig.from_hf(raw).family == "ministral3"
+    said = r"text_config of mistral3: model_type='mistral4' is not supported \(mistral, ministral3"
+    with pytest.raises(ConfigError, match=said):
+        raw["text_config"]["model_type"] = "mistral4"
+        ModelConfig.from_hf(raw)
+
+
+def test_an_older_file_has_the_keys_of_text_beside_those_of_images() -> None:
+    raw = copy.deepcopy(CONFIGS["qwen2_5_vl_g2_d32"])
+    flat = {**raw, **raw["text_config"], "model_type": "qwen2_5_vl"}
+    del flat["text_config"]
+    assert ModelConfig.from_hf(flat) == ModelConfig.from_hf(raw)

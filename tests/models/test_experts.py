@@ -23,6 +23,7 @@ from tests.tiny import (
     engine,
     make_params,
     make_prompts,
+    routed,
     tokens_of,
 )
 
@@ -106,7 +107,7 @@ WHOLE = dataclasses.replace(
 
 @pytest.mark.parametrize(
     ("model", "dtype"),
-    [pytest.param(MIXTURE, "float32", marks=pytest.mark.middle), (WHOLE, "bfloat16")],
+    [pytest.param(routed(MIXTURE), "float32", marks=pytest.mark.middle), (WHOLE, "bfloat16")],
     ids=["pinned", "native"],
 )
 def test_deterministic_in_any_company(model: ModelConfig, dtype: str) -> None:

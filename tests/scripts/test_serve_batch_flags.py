@@ -66,6 +66,7 @@ SETTINGS: dict[str, tuple[list[str], Any]] = {
     "max_num_batched_tokens": (["--max-num-batched-tokens", "48"], 48),
     "block_size": (["--block-size", "16"], 16),
     "num_blocks": (["--num-blocks", "9"], 9),
+    "num_states": (["--num-states", "9"], 9),
     "memory_utilization": (["--memory-utilization", "0.5"], 0.5),
     "enable_prefix_caching": (["--no-prefix-caching"], False),
     "max_n": (["--max-n", "4"], 4),

@@ -48,6 +48,7 @@ class BlockGroup:
         self, size: GroupSize, block_size: int, index: int = 0, traffic: Traffic | None = None
     ):
         self.window = size.window
+        self.per = size.per
         self.block_bytes = size.block_bytes
         self.block_size = block_size
         self.index = index

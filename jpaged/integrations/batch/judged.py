@@ -54,6 +54,7 @@ NOT_JUDGED_ENGINE: Mapping[str, str] = {
     "memory_utilization": _POOL,
     "mixed": _SAME_TOKENS,
     "num_blocks": _POOL,
+    "num_states": _POOL,
     "peer_timeout_s": "decides when a silent process ends the run",
     "separate_draw": "compiles the model and the draw apart; they draw the same tokens",
     "seq_buckets": _SAME_TOKENS,
