@@ -1,6 +1,7 @@
 """ModelConfig and EngineConfig: round trips, and refusals that name what they refuse."""
 
 import copy
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -222,6 +223,19 @@ def test_model_config_round_trip(raw: dict[str, Any], want: dict[str, Any]) -> N
     assert read == want
     back = ModelConfig.from_hf(json.loads(json.dumps(config.to_hf())))
     assert back == config and back.eos_token_ids == config.eos_token_ids
+
+
+def test_what_no_switch_sets_stays_where_switches_change() -> None:
+    changes = {"num_hidden_layers": 2, "num_attention_heads": 2, "n_routed_experts": 16}
+    raw = hf("glm4_moe", n_group=4, topk_group=2, routed_scaling_factor=3.0, norm_topk_prob=False)
+    ours = {"num_layers": 2, "num_heads": 2, "num_experts": 16, "head_dim": 8}
+    changed = dataclasses.replace(ModelConfig.from_hf(raw | {"head_dim": 8}), **ours)
+    assert changed == ModelConfig.from_hf(raw | changes | {"head_dim": 8})
+    assert "('num_groups', 4)" in repr(changed)
+    for family in ("glm4", "hunyuan_v1_dense"):
+        wide = ModelConfig.from_hf(hf(family, head_dim=8, num_key_value_heads=1))
+        made = dataclasses.replace(ModelConfig.from_hf(hf(family, head_dim=8)), num_kv_heads=1)
+        assert made == wide
 
 
 def test_equal_by_value_without_eos() -> None:

@@ -263,7 +263,7 @@ class Switches:
         if (scaling := dict(alike.rope).get("query_scaling")) is not None:
             original = {"original_max_position_embeddings": scaling.length}
             rope |= {"llama_4_scaling_beta": scaling.beta} | original
-        if alike.partial_rotary_factor != 1.0:
+        if self.partial_rotary:  # also 1.0: some families have another default
             rope["partial_rotary_factor"] = alike.partial_rotary_factor
         if self.rope_by_kind:
             theta = alike.local_rope_theta or alike.rope_theta

@@ -12,6 +12,7 @@ from jpaged.checks import positive
 from jpaged.errors import ConfigError
 from jpaged.models.kv_view import KVView, Place
 from jpaged.models.layers.attention import Attention, AttentionConfig
+from jpaged.models.layers.delta import Delta, DeltaConfig
 from jpaged.models.layers.experts import Experts, ExpertsConfig
 from jpaged.models.layers.linear import StepContext
 from jpaged.models.layers.mlp import MLP, MLPConfig
@@ -64,7 +65,7 @@ class LayerConfig:
     number, a parameter.
     """
 
-    mixer: AttentionConfig | None
+    mixer: AttentionConfig | DeltaConfig | None
     ffn: MLPConfig | ExpertsConfig | ParallelFFNConfig | None
     norms: Literal["pre", "post", "both"] = "pre"
     norm: NormConfig = PLAIN_NORM
@@ -81,7 +82,9 @@ class LayerConfig:
         return {name: size for part in self._parts for name, size in part.sizes.items()}
 
     @property
-    def _parts(self) -> Iterator[PartConfig[Attention | MLP | Experts | ParallelFFN | PerLayer]]:
+    def _parts(
+        self,
+    ) -> Iterator[PartConfig[Attention | Delta | MLP | Experts | ParallelFFN | PerLayer]]:
         return (part for part in (self.mixer, self.ffn, self.per_layer) if part is not None)
 
     @property
@@ -134,7 +137,13 @@ class LayerConfig:
         return self._with(mixer=mixer, ffn=None if self.ffn is None else self.ffn.share(devices))
 
     def _with(
-        self, **changes: AttentionConfig | MLPConfig | ExpertsConfig | ParallelFFNConfig | None
+        self,
+        **changes: AttentionConfig
+        | DeltaConfig
+        | MLPConfig
+        | ExpertsConfig
+        | ParallelFFNConfig
+        | None,
     ) -> Self:
         return dataclasses.replace(self, **changes)
 
@@ -219,7 +228,7 @@ class Layer:
     """
 
     around_mixer: Residual
-    mixer: Attention | None
+    mixer: Attention | Delta | None
     around_ffn: Residual
     ffn: MLP | Experts | ParallelFFN | None
     per_layer: PerLayer | None = None
