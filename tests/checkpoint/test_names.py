@@ -136,12 +136,6 @@ INDICES = {
             for name in [*GUESSES, *QKVO, *BIASED, "embed_tokens.weight", "shared_head.head.weight"]
         ],
     ),
-    "mimo_d48_v32": Index(
-        layer=QKVO + NORMS,
-        window=["self_attn.attention_sink_bias"],
-        mixture=BIASED + EXPERTS,
-        others=[f"model.mtp.layers.0.{name}" for name in [*QKVO, "eh_proj.weight"]],
-    ),
     "qwen3_5_h2x3_c16_y24": Index(
         layer=NORMS,
         attention=QKVO + QK_NORMS,
