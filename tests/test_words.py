@@ -14,8 +14,6 @@ NAMES = {"how", "own", "each", "where", "found", "given"}
 BOUNDS: dict[str, int] = {
     "jpaged/checkpoint": 2,  # `each` of load_params, which callers name
     "jpaged/engine": 13,
-    "jpaged/models": 2,
-    "jpaged/runtime": 8,
 }
 
 
