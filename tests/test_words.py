@@ -13,7 +13,6 @@ ROOT = Path(__file__).parents[1]
 NAMES = {"how", "own", "each", "where", "found", "given"}
 BOUNDS: dict[str, int] = {
     "jpaged/checkpoint": 2,  # `each` of load_params, which callers name
-    "jpaged/engine": 13,
 }
 
 
