@@ -195,8 +195,8 @@ class Costs:
 
     def _seconds(self, rows: int) -> deque[float] | None:
         """Return the times of plain steps that ran ahead, or of others if no step does."""
-        each = (self._plain.get((ahead, _size(rows))) for ahead in (True, False))
-        return next((kept for kept in each if kept and len(kept) >= MIN_SAMPLES), None)
+        kinds = (self._plain.get((ahead, _size(rows))) for ahead in (True, False))
+        return next((kept for kept in kinds if kept and len(kept) >= MIN_SAMPLES), None)
 
 
 _Kind = tuple[bool, int, int]
@@ -285,28 +285,28 @@ class Drafter:
         # Where even guesses that all come true do not pay, nothing is looked up.
         best = min(room, len(everyone) * self.asked.num_tokens)
         pays = self._pays(best, best, [best / len(everyone)] * len(everyone))
-        found: dict[Sequence, list[int]] = {}
+        guesses: dict[Sequence, list[int]] = {}
         for rows in replicas if pays else ():
             left = self.most - len(rows)
             for i, seq in enumerate(rows):
                 share = -(-left // (len(rows) - i))
                 if tokens := self._draft(seq, self._row(seq), share):
-                    found[seq] = tokens
+                    guesses[seq] = tokens
                     left -= len(tokens)
-        if found:
+        if guesses:
             expected, gains = 0.0, []
             for seq in everyone:
                 row = self._row(seq)
-                gain = row.expected(len(found.get(seq, ())))
+                gain = row.expected(len(guesses.get(seq, ())))
                 row.gain = max(gain, DECAY * row.gain)
                 gains.append(row.gain)
                 expected += gain
-            pays = self._pays(sum(map(len, found.values())), expected, gains)
+            pays = self._pays(sum(map(len, guesses.values())), expected, gains)
         spent = time.perf_counter() - began
-        if pays and not found and all(self._row(seq).rate <= PRIOR_RATE for seq in everyone):
+        if pays and not guesses and all(self._row(seq).rate <= PRIOR_RATE for seq in everyone):
             spent *= DOUBT_FACTOR
-        self._spent = 0.0 if found and pays else self._spent + spent
-        return found if pays else {}
+        self._spent = 0.0 if guesses and pays else self._spent + spent
+        return guesses if pays else {}
 
     def _pays(self, drafted: int, expected: float, gains: list[float]) -> bool:
         return not self.asked.adaptive or self.costs.pays(drafted, expected, gains)
@@ -322,10 +322,10 @@ class Drafter:
         most = min(most, self.asked.num_tokens, seq.end - len(seq) - seq.pending - 1)
         if most < 1 or not can_draft(seq):
             return []
-        found = row.look_up(seq.token_ids, most)
+        guesses = row.look_up(seq.token_ids, most)
         if not self.asked.adaptive:
-            return found
-        return found[: _worth(row.rate)] if found and row.rate >= MIN_RATE else []
+            return guesses
+        return guesses[: _worth(row.rate)] if guesses and row.rate >= MIN_RATE else []
 
     def _row(self, seq: Sequence) -> _Row:
         if (row := self._rows.get(seq)) is None:

@@ -210,7 +210,7 @@ class Engine:
             self._drain(time.perf_counter())
             moves = [replica.blocks.take_stores() for replica in self.replicas]
             self._finish_reads(
-                [self._start_read(index, own) for index, own in enumerate(moves) if own]
+                [self._start_read(index, moved) for index, moved in enumerate(moves) if moved]
             )
             block_ids = [replica.blocks.in_use() for replica in self.replicas]
             reads = [self.runner.read_blocks(ids, i) for i, ids in enumerate(block_ids)]
@@ -256,7 +256,7 @@ class Engine:
         totals = self.stats.report() | drafts | _summed([r.report() for r in self.replicas])
         block_bytes = sum(size.block_bytes for size in self.runner.kv_groups)
         traffic = (replica.blocks.traffic for replica in self.replicas)
-        stores = {id(own.store): own.store for own in traffic if own is not None}.values()
+        stores = {id(kept.store): kept.store for kept in traffic if kept is not None}.values()
         return totals | {
             "host_blocks": sum(store.num_bytes for store in stores) // block_bytes,
             "host_blocks_in_use": -(-sum(store.used_bytes for store in stores) // block_bytes),
@@ -428,9 +428,9 @@ class Engine:
 def _summed(reports: list[Report]) -> Report:
     """Add up what the replicas report."""
     groups = [
-        {name: each[0][name] for name in ("window", "per")}
-        | {name: sum(group[name] for group in each) for name in ("num_blocks", "in_use")}
-        for each in zip(*(report["kv_groups"] for report in reports), strict=True)
+        {name: parts[0][name] for name in ("window", "per")}
+        | {name: sum(part[name] for part in parts) for name in ("num_blocks", "in_use")}
+        for parts in zip(*(report["kv_groups"] for report in reports), strict=True)
     ]
     names = [name for name in reports[0] if name != "kv_groups"]
     return {name: sum(r[name] for r in reports) for name in names} | {"kv_groups": groups}

@@ -194,7 +194,7 @@ def schedule(replicas: List[Scheduler]) -> list[Plan]:
         if any(entries):
             policy.took(turn)
             planned = zip(replicas, entries, strict=True)
-            return [replica.plan(phase, own) for replica, own in planned]
+            return [replica.plan(phase, mine) for replica, mine in planned]
     return []
 
 
@@ -228,11 +228,11 @@ def should_wait_for_tokens(replicas: List[Scheduler]) -> bool:
 def _prefill(replicas: List[Scheduler]) -> tuple[Phase, list[list[PlanEntry]]]:
     """Plan chunks of prompts on each replica, and beside them a token of each row that may join."""
     rows = [r.decoding_rows() if r.can_join and r.wants_decode else [] for r in replicas]
-    chunks = [r.plan_chunks(len(own)) for r, own in zip(replicas, rows, strict=True)]
+    chunks = [r.plan_chunks(len(seqs)) for r, seqs in zip(replicas, rows, strict=True)]
     if not any(chunks):
         return "prefill", []
     planned = zip(replicas, rows, chunks, strict=True)
-    return "prefill", [[*decode_entries(r.blocks, own, 1), *more] for r, own, more in planned]
+    return "prefill", [[*decode_entries(r.blocks, seqs, 1), *more] for r, seqs, more in planned]
 
 
 def _decode(replicas: List[Scheduler]) -> tuple[Phase, list[list[PlanEntry]]]:
@@ -245,19 +245,21 @@ def _decode(replicas: List[Scheduler]) -> tuple[Phase, list[list[PlanEntry]]]:
     planned, drafter = list(zip(replicas, rows, strict=True)), replicas[0].queues.drafter
     runs: dict[Sequence, list[int]] = {}
     is_masked = False
-    for replica, own in planned:
-        structured = [seq for seq in own if seq.structured is not None]
+    for replica, seqs in planned:
+        structured = [seq for seq in seqs if seq.structured is not None]
         if structured:
-            is_masked, room = True, replica.most_draws - len(own)
-            runs |= certain_runs(structured, room, len(own))
+            is_masked, room = True, replica.most_draws - len(seqs)
+            runs |= certain_runs(structured, room, len(seqs))
     guesses = not runs
     if guesses and drafter is not None:
         runs = drafter.runs(*rows)
     if runs:
-        return "prefill", [run_entries(r.blocks, own, runs, guesses=guesses) for r, own in planned]
+        return "prefill", [
+            run_entries(r.blocks, seqs, runs, guesses=guesses) for r, seqs in planned
+        ]
     # One step is drawn under masks, on every replica.
     steps = 1 if is_masked else replicas[0].decode_steps
-    return "decode", [decode_entries(r.blocks, own, steps) for r, own in planned]
+    return "decode", [decode_entries(r.blocks, seqs, steps) for r, seqs in planned]
 
 
 class PrefillPlanner:

@@ -48,7 +48,7 @@ class KVGroup:
 
 
 def kv_groups(config: ModelConfig) -> tuple[KVGroup, ...]:
-    """The groups of a model, in the order of their first layers."""
+    """Return the groups of a model, in the order of their first layers."""
     layers: dict[tuple[Record, int | None, int | None], list[int]] = {}
     for i, (layer, records) in enumerate(zip(config.layers, config.keeps(), strict=True)):
         for record in records:
@@ -82,7 +82,7 @@ def kv_places(config: ModelConfig) -> list[tuple[tuple[int, int], ...]]:
 
 
 def dense_view(config: ModelConfig, x: Array) -> DenseKV:
-    """The view of a model in training, of tokens whose embeddings are x [..., T, E]."""
+    """Return the view of a model in training, of tokens whose embeddings are x [..., T, E]."""
     batch, length = x.shape[:-2], x.shape[-2]
 
     def keys_and_values(group: KVGroup) -> tuple[Array, Array]:

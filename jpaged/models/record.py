@@ -28,7 +28,7 @@ class Record:
     per: Literal["token", "block"] = "token"
 
     def __getitem__(self, name: str) -> Field:
-        """The field of a name."""
+        """Return the field of a name."""
         return next(field for field in self.fields if field.name == name)
 
     @property

@@ -83,7 +83,11 @@ class Choices:
 
 
 def choose(
-    model: ModelConfig, config: EngineConfig, where: Placement, dtype: Any, is_plain: bool = True
+    model: ModelConfig,
+    config: EngineConfig,
+    placement: Placement,
+    dtype: Any,
+    is_plain: bool = True,
 ) -> Choices:
     """Choose for a model at a place; UnsupportedError where a kernel or an arithmetic that is named
     cannot run.
@@ -91,7 +95,7 @@ def choose(
     config: resolved. dtype: of the weights. is_plain: experts are served as arrays, not in 8 or 4
     bits.
     """
-    device, shards, dtype = where.device, where.axis_size, jnp.dtype(dtype)
+    device, shards, dtype = placement.device, placement.axis_size, jnp.dtype(dtype)
     served = served_config(model, shards)
     products = choose_products(
         device,

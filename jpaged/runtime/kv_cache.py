@@ -59,11 +59,11 @@ class PoolSpec:
         them out (K0, V0, K1, V1, ... on axis 1, padded), and other fields of the group's record as
         the layer declares them, once a token or once a block.
         """
-        own, fields = self.group.record, list[Field]()
-        if own.has_keys:
+        kept, fields = self.group.record, list[Field]()
+        if kept.has_keys:
             fields += self._keys_and_values
-        slots = (self.block_size,) if own.per == "token" else ()
-        for field in own.fields:
+        slots = (self.block_size,) if kept.per == "token" else ()
+        for field in kept.fields:
             if field.name not in ("keys", "values"):
                 split = None if field.split is None else len(slots) + field.split
                 dtype = self.dtype if field.dtype is None else jnp.dtype(field.dtype)
@@ -100,23 +100,23 @@ class PoolSpec:
             for field in self.record.fields
         }
 
-    def specs(self, where: Placement) -> Pool:
-        """How each field lies at a place; see `partition`."""
-        return {field.name: partition(field, where) for field in self.record.fields}
+    def specs(self, placement: Placement) -> Pool:
+        """Return how each field lies at a place; see `partition`."""
+        return {field.name: partition(field, placement) for field in self.record.fields}
 
-    def shardings(self, where: Placement) -> Pool:
-        """The same as shardings."""
-        return {name: where.sharding(spec) for name, spec in self.specs(where).items()}
+    def shardings(self, placement: Placement) -> Pool:
+        """Return `specs` as shardings."""
+        return {name: placement.sharding(spec) for name, spec in self.specs(placement).items()}
 
     def operand(self, pool: Pool) -> Any:
-        """The keys and values of a pool as its kernel takes them."""
+        """Return the keys and values of a pool as its kernel takes them."""
         if self.kv_dtype is None:
             return pool["kv"]
         assert self.kernel is not None
         return ScaledPool(pool["kv"], pool["scales"], self.kernel.pool_layout.slots_last)
 
     def written(self, pool: Pool, operand: Any) -> Pool:
-        """The pool with these keys and values."""
+        """Return the pool with these keys and values."""
         if self.kv_dtype is None:
             return pool | {"kv": operand}
         return pool | {"kv": operand.values, "scales": operand.scales}
@@ -147,7 +147,7 @@ class PoolSpec:
 def pool_specs(
     model: ModelConfig,
     config: EngineConfig,
-    where: Placement,
+    placement: Placement,
     kernels: Sequence[Kernel | None],
     num_blocks: int,
     dtype: Any,
@@ -173,7 +173,7 @@ def pool_specs(
             block_size=config.block_size,
             dtype=jnp.dtype(dtype),
             kv_dtype=None if kernel is None else kernel.shapes.kv_dtype,
-            shards=where.axis_size,
+            shards=placement.axis_size,
         )
         for group, kernel, count in zip(groups, kernels, blocks, strict=True)
     )
@@ -210,7 +210,7 @@ def states_a_row(config: EngineConfig) -> int:
 
 
 def widest_group(model: ModelConfig, config: EngineConfig) -> int:
-    """The group that reaches furthest back, for which num_blocks is meant."""
+    """Return the group that reaches furthest back, for which num_blocks is meant."""
     reaches = [reach(group, config) for group in kv_groups(model)]
     return reaches.index(max(reaches))
 
@@ -228,14 +228,14 @@ def reach(group: KVGroup, config: EngineConfig) -> int:
     return config.max_model_len if window is None else min(window, config.max_model_len)
 
 
-def partition(field: Field, where: Placement) -> PartitionSpec:
-    """How an array of a field, [rows, *field.shape], lies at a place: replicas one after the other,
-    and the field's own split axis over the tensor axis.
+def partition(field: Field, placement: Placement) -> PartitionSpec:
+    """Return how an array of a field, [rows, *field.shape], lies at a place: replicas one after the
+    other, and the field's own split axis over the tensor axis.
     """
-    replicas = where.data_axes or None
+    replicas = placement.data_axes or None
     if field.split is None:
         return PartitionSpec(replicas)
-    return PartitionSpec(replicas, *[None] * field.split, where.tensor_axis)
+    return PartitionSpec(replicas, *[None] * field.split, placement.tensor_axis)
 
 
 def _bytes(field: Field) -> int:
@@ -271,24 +271,25 @@ def joined(blocks: Sequence[Any], num_layers: int, count: int) -> Any:
 
 
 @functools.cache
-def _zeros(shape: tuple[int, ...], dtype: jnp.dtype, where: Sharding) -> Any:
+def _zeros(shape: tuple[int, ...], dtype: jnp.dtype, placement: Sharding) -> Any:
     def zeros() -> Array:
         return jnp.zeros(shape, dtype)
 
-    return jax.jit(zeros, out_shardings=where).lower().compile()
+    return jax.jit(zeros, out_shardings=placement).lower().compile()
 
 
-def zeros(shape: tuple[int, ...], dtype: Any, where: Sharding) -> Array:
-    """A fresh array, made on the device: nothing is sent up, no share is copied from another's.
+def zeros(shape: tuple[int, ...], dtype: Any, placement: Sharding) -> Array:
+    """Return a fresh array, made on the device: nothing is sent up, no share is copied from
+    another's.
 
     A pool begins as zeros, not garbage: whole pages are read and 0 * NaN would poison a row.
     """
-    return _zeros(shape, jnp.dtype(dtype), where)()
+    return _zeros(shape, jnp.dtype(dtype), placement)()
 
 
 def copy_blocks(pool: Any, copies_C2: Array, *, num_layers: int) -> Any:
-    """The pool after each (source, target) pair of blocks in turn, all layers of a block at once,
-    in place.
+    """Return the pool after each (source, target) pair of blocks in turn, all layers of a block at
+    once, in place.
 
     A pair whose blocks are the same ends the list: no copies cost nothing.
     """
@@ -332,7 +333,7 @@ def read_blocks(pool: Any, block_ids_B: Array, *, num_layers: int) -> Any:
 
 
 def write_blocks(pool: Any, block_ids_B: Array, blocks: Any, *, num_layers: int) -> Any:
-    """The pool with blocks from read_blocks in these places; none is written for ids of -1."""
+    """Return the pool with blocks from read_blocks in these places; ids of -1 write none."""
     rows = _rows(block_ids_B, num_layers, _first(pool).shape[0])
 
     def write(part: Array, new: Array) -> Array:

@@ -226,8 +226,8 @@ def locate(start_loc_S1: Array, context_lens_S: Array, num_tokens: int) -> tuple
 def slot_mapping(
     row_T: Array, positions_T: Array, block_table_SM: Array, block_size: int, rows: int
 ) -> Array:
-    """Where each token's KV goes, as block * P + slot; padding goes past the end of the pool. rows:
-    of the pool.
+    """Return where each token's KV goes, as block * P + slot; padding goes past the end of the
+    pool. rows: of the pool.
     """
     flat = row_T * block_table_SM.shape[1] + positions_T // block_size
     block_T = jnp.take(block_table_SM.reshape(-1), flat, mode="clip")

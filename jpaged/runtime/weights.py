@@ -247,14 +247,15 @@ class ServingWeights:
         leaves, specs = _leaves(params), _specs(params.config)
         dtypes = [self.dtype or jnp.dtype(leaf.dtype) for leaf in leaves]
         names = [str(dtype) for dtype in dtypes]
-        pairs = zip(names, specs, strict=True)
-        linear = {name for name, spec in pairs if spec.is_multiplied}
         structures = [
             leaf.structure if is_quantized(leaf) and self.quantization is None else None
             for leaf in leaves
         ]
+        if (names, structures) == (self._dtypes, self._structures):
+            return
+        pairs = zip(names, specs, strict=True)
         facts = Facts(
-            linear_dtypes=linear,
+            linear_dtypes={name for name, spec in pairs if spec.is_multiplied},
             dtypes=names,
             built_dtypes=self._dtypes,
             keeps_forms=self._structures in (None, structures),

@@ -17,7 +17,9 @@ class Description(Protocol):
         ...
 
     def write(self, config: Any) -> dict[str, Any]:
-        """What `read` reads back. config: the ModelConfig; ConfigError where nothing says it."""
+        """Return what `read` reads back. config: the ModelConfig; ConfigError where nothing says
+        it.
+        """
         ...
 
 

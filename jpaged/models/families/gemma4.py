@@ -84,7 +84,7 @@ class Gemma4:
 
 
 def _layer(hf: dict[str, Any], i: int, keys_of: int | None) -> LayerConfig:
-    """The i-th layer. keys_of: as of AttentionConfig."""
+    """Return the i-th layer. keys_of: as of AttentionConfig."""
     kind, norm = hf["layer_types"][i], NormConfig(eps=hf["rms_norm_eps"], in_f32=True)
     special = hf["per_layer_config"].get(str(i), {})
     head_dim = special.get("head_dim", hf["head_dim"])

@@ -300,7 +300,7 @@ def read_scaling(rope: dict[str, Any], max_position: int) -> RopeScaling | None:
     numbers = [(k, v) for k, v in options.items() if k not in lists]
     if kind == "yarn":
         numbers += [(k, rope[k]) for k in MSCALES if rope.get(k) is not None]
-    numbers += [(k, v) for k, found in lists.items() for v in found]
+    numbers += [(k, v) for k, values in lists.items() for v in values]
     if bad := {k: v for k, v in numbers if not isinstance(v, int | float) or not math.isfinite(v)}:
         raise ConfigError(f"rope_parameters={bad}: must be numbers")
     options |= lists
@@ -323,7 +323,7 @@ def _yarn_attention_factor(factor: float, rope: dict[str, Any]) -> float:
 
 
 def _sliding_windows(hf: dict[str, Any]) -> tuple[int | None, ...]:
-    """One window a layer; () where every layer attends to everything."""
+    """Return one window a layer; () where every layer attends to everything."""
     window, kinds = hf.get("sliding_window"), hf.get("layer_types")
     kinds = ["sliding_attention"] * hf["num_hidden_layers"] if kinds is None else kinds
     if unknown := set(kinds) - {"sliding_attention", "full_attention"}:

@@ -149,7 +149,7 @@ class AttentionConfig:
         return self.keys_of is None and self.value_width != self.head_dim
 
     def params(self) -> tuple[ParamSpec, ...]:
-        """Its parameters, by names within a layer. Query, key and value of one KV head lie
+        """Return its parameters, by names within a layer. Query, key and value of one KV head lie
         together: a split over KV heads is contiguous, and the product yields the pool's pairs of K
         and V. Where there are gates, each follows its query, as in files.
         """
@@ -192,7 +192,7 @@ class AttentionConfig:
         return q._replace(interleaved=pairs), k._replace(interleaved=pairs), v
 
     def keeps(self) -> tuple[Record, ...]:
-        """What the cache holds of each token for it; () where another layer has its keys."""
+        """Return what the cache holds of each token for it; () where another layer has its keys."""
         if self.keys_of is not None:
             return ()
         keys = Field("keys", (self.num_kv_heads, self.head_dim), split=0)
@@ -200,15 +200,17 @@ class AttentionConfig:
         return (Record(fields=(keys, values)),)
 
     def scratch(self, step: StepSizes) -> Scratch:
-        """What a step allocates for it. XLA:CPU shares the results of no two layers' attention."""
+        """Return what a step allocates for it. XLA:CPU shares the results of no two layers'
+        attention.
+        """
         heads, kv_heads = (n * self.head_dim for n in (self.num_heads, self.num_kv_heads))
         gates = 2 * heads if self.gate else 0
         kept = (2 * step.tokens + step.short) * heads * step.itemsize
         return Scratch(shared=step.rows * 4 * (heads + gates + 2 * kv_heads), kept=kept)
 
     def served(self, devices: int) -> Self:
-        """An equal attention that so many devices can share: KV heads are repeated until they
-        divide. ConfigError where heads cannot divide.
+        """Return an equal attention that so many devices can share: KV heads are repeated until
+        they divide. ConfigError where heads cannot divide.
         """
         heads, kv_heads = self.num_heads, self.num_kv_heads
         if kv_heads % devices == 0:
@@ -217,12 +219,12 @@ class AttentionConfig:
         return dataclasses.replace(self, num_kv_heads=devices)
 
     def share(self, devices: int) -> Self:
-        """What each of so many devices has of a served one."""
+        """Return what each of so many devices has of a served one."""
         heads, kv_heads = self.num_heads // devices, self.num_kv_heads // devices
         return dataclasses.replace(self, num_heads=heads, num_kv_heads=kv_heads)
 
     def build(self, weights: Parameters) -> "Attention":
-        """The module of these parameters."""
+        """Return the module of these parameters."""
         sinks = weights.get("attention.sinks")
         return Attention(
             qkv=Linear.of(weights["attention.qkv"], weights.get("attention.qkv_bias")),

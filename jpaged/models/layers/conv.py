@@ -39,8 +39,8 @@ class ConvConfig:
         return {"N": self.channels, "W": self.width}
 
     def params(self) -> tuple[ParamSpec, ...]:
-        """Its parameters, by names within a layer: gate of the inputs, gate of the outputs and
-        inputs of all channels, in this order.
+        """Return its parameters, by names within a layer: gate of the inputs, gate of the outputs
+        and inputs of all channels, in this order.
         """
         specs = [
             ParamSpec("conv.in", "3 N, E", "conv.in_proj.weight", "normal", "N"),
@@ -56,12 +56,12 @@ class ConvConfig:
         return tuple(specs)
 
     def keeps(self) -> tuple[Record, ...]:
-        """What the cache holds of a row: the gated inputs that its next token sees."""
+        """Return what the cache holds of a row: the gated inputs that its next token sees."""
         inputs = Field("inputs", (self.width - 1, self.channels), split=1)
         return (Record(fields=(inputs,), per="block"),)
 
     def scratch(self, step: StepSizes) -> Scratch:
-        """What a step allocates for it, in f32: gates and inputs, and its taps one by one."""
+        """Return what a step allocates for it, in f32: gates, inputs, and its taps one by one."""
         taps = 4 * (self.width + 3) * step.sequences * self.channels
         return Scratch(shared=step.rows * 28 * self.channels + taps)
 
@@ -75,11 +75,11 @@ class ConvConfig:
         return self
 
     def share(self, devices: int) -> Self:
-        """What each of so many devices has of a served one."""
+        """Return what each of so many devices has of a served one."""
         return dataclasses.replace(self, channels=self.channels // devices)
 
     def build(self, weights: Parameters) -> "Conv":
-        """The module of these parameters."""
+        """Return the module of these parameters."""
         taps_bias = weights.get("conv.taps_bias")
         return Conv(
             gated=Linear.of(weights["conv.in"], weights.get("conv.in_bias")),

@@ -90,8 +90,8 @@ class DeltaConfig:
         )
 
     def params(self) -> tuple[ParamSpec, ...]:
-        """Its parameters, by names within a layer. What belongs to a key head lies together: a
-        split over key heads is contiguous.
+        """Return its parameters, by names within a layer. What belongs to a key head lies together:
+        a split over key heads is contiguous.
         """
         f32 = {"split": "N", "in_f32": True}
         out = "linear_attn.out_proj.weight"
@@ -106,8 +106,8 @@ class DeltaConfig:
         )
 
     def keeps(self) -> tuple[Record, ...]:
-        """What the cache holds of a row: the matrices, and the inputs of the convolution that the
-        next token sees.
+        """Return what the cache holds of a row: the matrices, and the inputs of the convolution
+        that the next token sees.
         """
         state = (self.num_value_heads, self.key_dim, self.value_dim)
         inputs = (self.conv_width - 1, self.num_key_heads, self.channels)
@@ -115,8 +115,8 @@ class DeltaConfig:
         return (Record(fields=fields, per="block"),)
 
     def scratch(self, step: StepSizes) -> Scratch:
-        """What a step allocates for it: f32 channels and heads of every token, the parts of the
-        chunks that are prepared together, and the states of rows before and after.
+        """Return what a step allocates for it: f32 channels and heads of every token, the parts of
+        the chunks that are prepared together, and the states of rows before and after.
         """
         heads, widest = self.num_value_heads, max(self.key_dim, self.value_dim)
         tokens = 8 * step.rows * self.num_key_heads * self.channels
@@ -135,12 +135,12 @@ class DeltaConfig:
         return self
 
     def share(self, devices: int) -> Self:
-        """What each of so many devices has of a served one."""
+        """Return what each of so many devices has of a served one."""
         keys, values = self.num_key_heads // devices, self.num_value_heads // devices
         return dataclasses.replace(self, num_key_heads=keys, num_value_heads=values)
 
     def build(self, weights: Parameters) -> "Delta":
-        """The module of these parameters."""
+        """Return the module of these parameters."""
         norm = RMSNorm.of(NormConfig(eps=self.norm_eps), weights["delta.norm.scale"])
         assert norm is not None
         return Delta(

@@ -69,7 +69,7 @@ class ExpertsConfig:
         return {"X": self.num_experts, "I": self.expert_size, "R": self.shared_expert_size}
 
     def params(self) -> tuple[ParamSpec, ...]:
-        """Its parameters, by names within a layer."""
+        """Return its parameters, by names within a layer."""
         specs: list[ParamSpec] = []
         if self.router.norm is not None:
             init = self.router.norm.init
@@ -104,8 +104,8 @@ class ExpertsConfig:
         return tuple(specs)
 
     def scratch(self, step: StepSizes) -> Scratch:
-        """What a step allocates for it: an expert's weights, the pairs of token and choice in their
-        order, and a sum that each layer has for itself.
+        """Return what a step allocates for it: an expert's weights, the pairs of token and choice
+        in their order, and a sum that each layer has for itself.
         """
         width, hidden = self.expert_size, step.hidden_size
         pairs = step.tokens * self.experts_per_token
@@ -116,12 +116,12 @@ class ExpertsConfig:
         return Scratch(shared=shared, kept=8 * step.tokens * hidden)
 
     def share(self, devices: int) -> Self:
-        """What each of so many devices has of it."""
+        """Return what each of so many devices has of it."""
         expert, shared = (share(n, devices) for n in (self.expert_size, self.shared_expert_size))
         return dataclasses.replace(self, expert_size=expert, shared_expert_size=shared)
 
     def build(self, weights: Parameters) -> "Experts":
-        """The module of these parameters."""
+        """Return the module of these parameters."""
         gate_up, down = weights["mlp.experts.gate_up"], weights["mlp.experts.down"]
         values = {name: parameter.value for name, parameter in weights.items()}
         shared, shared_gate = None, weights.get("mlp.shared_gate")
@@ -218,7 +218,7 @@ class Experts:
         return chosen, weight
 
     def _weights(self, step: StepContext) -> ExpertWeights:
-        """The experts' weights, with the adapters of the step's rows."""
+        """Return the experts' weights, with the adapters of the step's rows."""
         up = step.expert_low_rank("mlp.experts.gate_up")
         down = step.expert_low_rank("mlp.experts.down")
         rows = None if up is None and down is None else (up, down)
@@ -255,7 +255,7 @@ def _multiplied_by(products: Products, weights: ExpertWeights) -> ExpertWeights:
 def every_expert(
     x_TE: Array, chosen_TA: Array, weight_TA: Array, weights: ExpertWeights, glu: Glu
 ) -> Array:
-    """The definition: every expert for every token, unwanted results times 0; see
+    """Compute the definition: every expert for every token, unwanted results times 0; see
     kernels_pallas.experts. It can be differentiated.
     """
     _, _, width, embed = weights.gate_up.shape
@@ -268,13 +268,13 @@ def every_expert(
 
     @jax.checkpoint
     def add(y_TE: Array, expert: tuple[Array, ExpertWeights]) -> tuple[Array, None]:
-        at, own = expert
-        h = dot(x_TE, own.gate_up, 2 * width)
-        if own.gate_up_bias is not None:
-            h = h + own.gate_up_bias.reshape(1, -1).astype(jnp.float32)
+        at, one = expert
+        h = dot(x_TE, one.gate_up, 2 * width)
+        if one.gate_up_bias is not None:
+            h = h + one.gate_up_bias.reshape(1, -1).astype(jnp.float32)
         gate, up = jnp.split(h, 2, axis=-1)
         share_T = jnp.sum(jnp.where(chosen_TA == at, weight_TA, 0.0), axis=1)
-        y = dot(glu(gate, up).astype(x_TE.dtype), own.down, embed)
+        y = dot(glu(gate, up).astype(x_TE.dtype), one.down, embed)
         return y_TE + share_T[:, None] * y, None
 
     every = (jnp.arange(weights.down.shape[0]), weights)

@@ -45,19 +45,19 @@ class PartConfig[Module](Protocol):
         ...
 
     def params(self) -> tuple[ParamSpec, ...]:
-        """Its parameters, by names within a layer."""
+        """Return its parameters, by names within a layer."""
         ...
 
     def scratch(self, step: StepSizes) -> Scratch:
-        """What a step allocates for it."""
+        """Return what a step allocates for it."""
         ...
 
     def share(self, devices: int) -> Self:
-        """What each of so many devices has of it."""
+        """Return what each of so many devices has of it."""
         ...
 
     def build(self, weights: Parameters) -> Module:
-        """The module of these parameters."""
+        """Return the module of these parameters."""
         ...
 
 
@@ -99,7 +99,7 @@ class LayerConfig:
         return () if self.ffn is None else (self.ffn,)
 
     def params(self) -> tuple[ParamSpec, ...]:
-        """Its parameters in the order of the forward pass, by names within it."""
+        """Return its parameters in the order of the forward pass, by names within it."""
         specs: list[ParamSpec] = []
         has_pre, has_post, init = self.norms != "post", self.norms != "pre", self.norm.init
         if self.mixer is not None:
@@ -123,20 +123,20 @@ class LayerConfig:
         return tuple(specs)
 
     def keeps(self) -> tuple[Record, ...]:
-        """What the cache holds for it; () where that is nothing."""
+        """Return what the cache holds for it; () where that is nothing."""
         return () if self.mixer is None else self.mixer.keeps()
 
     def scratch(self, step: StepSizes) -> Scratch:
-        """What a step allocates for it."""
+        """Return what a step allocates for it."""
         norms = Scratch(shared=step.rows * 4 * step.hidden_size)
         return sum((part.scratch(step) for part in self._parts), norms)
 
     def served(self, devices: int) -> Self:
-        """An equal layer that so many devices can share; ConfigError where there is none."""
+        """Return an equal layer that so many devices can share; ConfigError where there is none."""
         return self if self.mixer is None else self._with(mixer=self.mixer.served(devices))
 
     def share(self, devices: int) -> Self:
-        """What each of so many devices has of a served one."""
+        """Return what each of so many devices has of a served one."""
         mixer = None if self.mixer is None else self.mixer.share(devices)
         return self._with(mixer=mixer, ffn=None if self.ffn is None else self.ffn.share(devices))
 
@@ -144,7 +144,7 @@ class LayerConfig:
         return dataclasses.replace(self, **changes)
 
     def build(self, weights: Parameters) -> "Layer":
-        """The module of these parameters."""
+        """Return the module of these parameters."""
 
         def residual(before: str, after: str) -> Residual:
             norms = (RMSNorm.of(self.norm, weights.get(name)) for name in (before, after))
@@ -203,7 +203,7 @@ class Residual:
     multiplier: float = dataclasses.field(default=1.0, metadata={"static": True})
 
     def taken(self, x: Array) -> Array:
-        """What the part takes of x [..., E]."""
+        """Return what the part takes of x [..., E]."""
         return x if self.before is None else self.before(x)
 
     def added(self, x: Array, y: Array) -> Array:

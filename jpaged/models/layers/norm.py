@@ -48,7 +48,7 @@ class RMSNorm:
 
     @classmethod
     def of(cls, config: NormConfig, scale: Parameter | None) -> "RMSNorm | None":
-        """The norm of a parameter; None where the model does not have that."""
+        """Return the norm of a parameter; None where the model does not have that."""
         if scale is None:
             return None
         spec = scale.spec

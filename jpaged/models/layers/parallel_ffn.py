@@ -33,7 +33,7 @@ class ParallelFFNConfig:
         return self.mlp.sizes | self.experts.sizes
 
     def params(self) -> tuple[ParamSpec, ...]:
-        """Its parameters, by names within a layer."""
+        """Return its parameters, by names within a layer."""
         init = self.norm.init
         return (
             *self.mlp.params(),
@@ -44,17 +44,17 @@ class ParallelFFNConfig:
         )
 
     def scratch(self, step: StepSizes) -> Scratch:
-        """What a step allocates for it."""
+        """Return what a step allocates for it."""
         norms = Scratch(shared=step.rows * 12 * step.hidden_size)
         return self.mlp.scratch(step) + self.experts.scratch(step) + norms
 
     def share(self, devices: int) -> Self:
-        """What each of so many devices has of it."""
+        """Return what each of so many devices has of it."""
         mlp, experts = self.mlp.share(devices), self.experts.share(devices)
         return dataclasses.replace(self, mlp=mlp, experts=experts)
 
     def build(self, weights: Parameters) -> "ParallelFFN":
-        """The module of these parameters."""
+        """Return the module of these parameters."""
 
         def norm(name: str) -> RMSNorm:
             return RMSNorm(scale=weights[name].value, config=self.norm)

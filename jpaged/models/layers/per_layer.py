@@ -43,7 +43,7 @@ class PerLayerConfig:
         return {"P": self.size}
 
     def params(self) -> tuple[ParamSpec, ...]:
-        """Its parameters, by names within a layer."""
+        """Return its parameters, by names within a layer."""
         norm = "post_per_layer_input_norm.weight"
         return (
             ParamSpec("per_layer.gate", "P, E", "per_layer_input_gate.weight"),
@@ -52,11 +52,11 @@ class PerLayerConfig:
         )
 
     def model_sizes(self, num_layers: int) -> dict[str, int]:
-        """The sizes of the axes of `model_params` by their letters, for a model of L layers."""
+        """Return the sizes of the axes of `model_params` by letter, for a model of L layers."""
         return self.sizes | {"L": num_layers, "LP": num_layers * self.size}
 
     def model_params(self) -> tuple[ParamSpec, ...]:
-        """The parameters of a model whose layers have this config. LP: L times P."""
+        """Return the parameters of a model whose layers have this config. LP: L times P."""
         norm = "model.per_layer_projection_norm.weight"
         projection = "model.per_layer_model_projection.weight"
         return (
@@ -66,16 +66,18 @@ class PerLayerConfig:
         )
 
     def scratch(self, step: StepSizes) -> Scratch:
-        """What a step allocates for it in a layer, with the layer's share of the tokens' inputs."""
+        """Return what a step allocates for it in a layer, with the layer's share of the tokens'
+        inputs.
+        """
         return Scratch(shared=step.rows * 8 * self.size, kept=step.rows * 6 * self.size)
 
     def share(self, devices: int) -> Self:
-        """What each of so many devices has of it: all."""
+        """Return what each of so many devices has of it: all."""
         del devices
         return self
 
     def build(self, weights: Parameters) -> "PerLayer":
-        """The module of these parameters."""
+        """Return the module of these parameters."""
         return PerLayer(
             gate=Linear.of(weights["per_layer.gate"]),
             out=Linear.of(weights["per_layer.out"]),
@@ -112,7 +114,7 @@ class PerLayerInputs:
 
     @classmethod
     def of(cls, config: PerLayerConfig, weights: Parameters) -> Self:
-        """The module of these parameters of a model."""
+        """Return the module of these parameters of a model."""
         norm: Parameter = weights[PROJECTION_NORM]
         return cls(
             table=Embedding.of(weights[TABLE]),

@@ -64,8 +64,8 @@ class RopeConfig:
 
 
 def inverse_frequencies(rope: RopeConfig, length: int = 0) -> tuple[np.ndarray, float]:
-    """The angular frequency of each rotated pair (float32 [dim/2], radians a token), and the factor
-    on cos and sin.
+    """Return the angular frequency of each rotated pair (float32 [dim/2], radians a token), and the
+    factor on cos and sin.
 
     length: tokens that a sequence may have; longrope is one thing up to the original length and
     another beyond it. Source: RoFormer (arXiv:2104.09864); the scalings as RopeScaling says.
@@ -156,7 +156,7 @@ class Rotary:
 
     @classmethod
     def at(cls, rope: RopeConfig, positions: Array, length: int) -> Self:
-        """The rotation of integer positions [...]; length as `inverse_frequencies` takes it."""
+        """Return the rotation of integer positions [...]; length: see `inverse_frequencies`."""
         cos, sin = rotation(rope, positions, length)
         scale = None if rope.query_scaling is None else rope.query_scaling.factors(positions)
         # Without the barrier each layer would work the angles out again.
