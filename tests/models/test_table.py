@@ -19,6 +19,7 @@ from jpaged.checkpoint.tensors import flat
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import Decoder
 from jpaged.models.layers.attention import AttentionConfig
+from jpaged.models.layers.delta import DeltaConfig
 from jpaged.models.layers.mlp import MLPConfig
 from jpaged.models.param_spec import ParamSpec, Part
 from jpaged.models.params import (
@@ -66,6 +67,12 @@ VARIANTS = {
         CONFIG, family="olmo2", qk_norm=False, qk_norm_whole=True, pre_norms=False, post_norms=True
     ),
 }
+DELTA = DeltaConfig(num_key_heads=2, num_value_heads=6, key_dim=8, value_dim=16, conv_width=3)
+VARIANTS["hybrid"] = dataclasses.replace(
+    CONFIG,
+    family="qwen3_5_text",
+    layers=(dataclasses.replace(CONFIG.layers[0], mixer=DELTA), *CONFIG.layers[1:]),
+)
 
 
 def is_shape(node: Any) -> bool:
@@ -93,11 +100,14 @@ def test_specs_have_the_trees_own_structure(config: ModelConfig, axis: str | Non
                 assert name == axis and size % 2 == 0
                 split.add(path[-1].key)  # pyright: ignore[reportAttributeAccessIssue]
     expected = {"qkv", "out", "gate_up", "down", "weight"}
-    expected |= {"qkv_bias"} if config.switches.qkv_bias else set()
-    expected |= {"gate_up_bias"} if config.switches.mlp_bias else set()
-    expected |= {"scale"} if config.switches.qk_norm_whole else set()
-    expected |= {"sinks"} if config.switches.attention_sinks else set()
-    expected |= {"gate_up_bias"} if config.switches.expert_bias else set()
+    if config.layers[0].mixer == DELTA:
+        expected |= {"qkvz", "ba", "conv", "log_decay", "dt_bias"}
+    else:
+        expected |= {"qkv_bias"} if config.switches.qkv_bias else set()
+        expected |= {"gate_up_bias"} if config.switches.mlp_bias else set()
+        expected |= {"scale"} if config.switches.qk_norm_whole else set()
+        expected |= {"sinks"} if config.switches.attention_sinks else set()
+        expected |= {"gate_up_bias"} if config.switches.expert_bias else set()
     assert split == (set() if axis is None else expected)
 
 
