@@ -24,6 +24,7 @@ from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
 from jpaged.models.families import FAMILIES
 from jpaged.models.layers.attention import AttentionConfig
+from jpaged.models.layers.conv import ConvConfig
 from jpaged.models.layers.delta import DeltaConfig
 from jpaged.models.layers.experts import ExpertsConfig
 from jpaged.models.layers.layer import LayerConfig
@@ -64,6 +65,7 @@ EVERYTHING = (
             router=RouterConfig(has_bias=True),
         ),
     ),
+    LayerConfig(mixer=ConvConfig(channels=1, bias=True), ffn=None),
 )
 
 

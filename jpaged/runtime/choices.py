@@ -19,6 +19,7 @@ from jpaged.config import EngineConfig
 from jpaged.models.config import ModelConfig
 from jpaged.models.kv_groups import kv_groups
 from jpaged.models.layers.attention import AttentionConfig
+from jpaged.models.layers.conv import ConvConfig
 from jpaged.models.layers.delta import DeltaConfig
 from jpaged.models.layers.experts import ExpertsConfig
 from jpaged.models.layers.layer import LayerConfig
@@ -130,9 +131,11 @@ def choose(
 
 def _is_state_invariant(layer: LayerConfig) -> bool:
     """Return whether the bits of a layer's state can depend on its row alone, if it has one: those
-    of the gated delta rule, by `states_are_alike`. Other layers make no such promise.
+    of the gated delta rule, by `states_are_alike`, and those of a short convolution, whose products
+    of bf16 are exact in f32 and are added up in one order. Other layers make no such promise.
     """
-    return isinstance(layer.mixer, DeltaConfig) or all(x.per == "token" for x in layer.keeps())
+    is_alike = isinstance(layer.mixer, DeltaConfig | ConvConfig)
+    return is_alike or all(x.per == "token" for x in layer.keeps())
 
 
 def unfused(model: ModelConfig, layers: tuple[int, ...]) -> str | None:

@@ -12,6 +12,7 @@ odd on purpose: a swapped pair of dimensions must not fit.
 from typing import Any
 
 from tests.golden.hybrids import HYBRIDS
+from tests.golden.short_convs import SHORT_CONVS
 
 
 def _config(model_type: str, architecture: str, **fields: Any) -> dict[str, Any]:
@@ -1110,6 +1111,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         eos_token_id=95,
     ),
     **HYBRIDS,
+    **SHORT_CONVS,
 }
 
 # Of whatever families do one each, whose answers with other weights are stored too (seeds.npz).

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from tests.golden.hybrids import GATED, scaled, with_delta
+from tests.golden.short_convs import scaled_conv, with_convs
 from tests.golden.unequal import UNEQUAL, unequal_shapes
 
 AFTER = ("post_attention_layernorm", "post_feedforward_layernorm")
@@ -100,7 +101,7 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
                     shapes[f"{layer}mlp.{name}.bias"] = shape[:1]
         norms = NORMS.get(family, ("input_layernorm", "post_attention_layernorm"))
         shapes |= {f"{layer}{norm}.weight": (e,) for norm in norms}
-    return with_delta(config, shapes)
+    return with_convs(config, with_delta(config, shapes))
 
 
 def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -234,8 +235,9 @@ def _tied(key: str, x: np.ndarray, name: str, config: Mapping[str, Any]) -> np.n
 
 
 def _scaled(key: str, x: np.ndarray, config: Mapping[str, Any]) -> np.ndarray:
-    if (of_hybrids := scaled(key, x, config)) is not None:
-        return of_hybrids
+    for special in (scaled(key, x, config), scaled_conv(key, x, config)):
+        if special is not None:
+            return special
     if key.endswith("e_score_correction_bias"):
         return 0.3 * x  # sigmoids differ by as much
     if key.endswith(("norm.weight", "norm_1.weight", "norm_2.weight", "router.scale")):
