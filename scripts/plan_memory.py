@@ -30,6 +30,7 @@ from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError, JpagedError
 from jpaged.flags import add_engine_flags, engine_settings
 from jpaged.models.config import ModelConfig
+from jpaged.models.kv_groups import kv_groups
 from jpaged.runtime.footprint import stored_dtype
 from jpaged.runtime.memory import Limits, MemoryPlan
 from jpaged.runtime.mesh import asked_shape
@@ -140,6 +141,19 @@ def table(plan: MemoryPlan) -> str:
     return "\n".join(rows)
 
 
+def print_groups(plan: MemoryPlan, model: ModelConfig) -> None:
+    """The blocks of each group of layers, where there are several that keep keys and values."""
+    groups = [group for group in kv_groups(model) if group.record.per == "token"]
+    if len(groups) < 2:
+        return
+    for group, (size, most) in zip(groups, plan.pool.groups, strict=True):
+        count = plan.num_blocks if most is None else min(plan.num_blocks, most)
+        window = "no window" if group.window is None else f"a window of {group.window:,}"
+        heads = f"{group.num_kv_heads} x {group.head_dim}"
+        kind = f"{len(group.layers)} layers of {heads} with {window}"
+        print(f"{kind}: {count:,} blocks of {size:,} bytes")
+
+
 def report(args: argparse.Namespace) -> None:
     model = args.checkpoint or common.model_config(args)
     config = EngineConfig(**engine_settings(args))
@@ -150,6 +164,7 @@ def report(args: argparse.Namespace) -> None:
     card = card if count == 1 else f"each of {count} of {card}"
     print(f"{args.checkpoint or args.random} in {dtype} on {card}; steps: {source}")
     print(table(plan))
+    print_groups(plan, ModelConfig.coerce(model))
     for length in args.length:
         held = plan.num_blocks // -(-length // plan.block_size)
         at_once = f"{held:,} in the pool, {plan.num_seqs} run at once"

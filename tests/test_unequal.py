@@ -5,6 +5,7 @@ and experts beside an MLP. Whatever happens to a sequence, its tokens are the de
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,7 +13,16 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jpaged import LLM, ModelConfig, Params, RequestOutput, SamplingParams
+import jpaged
+from jpaged import (
+    LLM,
+    ModelConfig,
+    Params,
+    RequestOutput,
+    SamplingParams,
+    initial_lora,
+    merged,
+)
 from jpaged.errors import ConfigError
 from jpaged.models.kv_groups import kv_groups, kv_places
 from jpaged.models.layers.attention import AttentionConfig
@@ -106,7 +116,11 @@ def llm_of(mesh: Mesh | None = None, **changes: Any) -> LLM:
 
 @functools.cache
 def dense(prompt: tuple[int, ...], count: int) -> list[int]:
-    params = Params(PARAMS, dataclasses.replace(MODEL, eos_token_ids=()))
+    return dense_tokens(PARAMS, prompt, count)
+
+
+def dense_tokens(params: Params, prompt: Sequence[int], count: int) -> list[int]:
+    """Greedy tokens of the dense model; none of them ends a text."""
     tokens = list(prompt)
     for _ in range(count):
         tokens += dense_greedy(params, tokens, 1)
@@ -175,6 +189,22 @@ def test_on_four_devices() -> None:
     check(PROMPTS, llm.generate(PROMPTS, GREEDY, use_tqdm=False))
     check(PROMPTS[2:3], llm.generate(PROMPTS[2:3], GREEDY, use_tqdm=False))
     llm.close()
+
+
+def test_adapters() -> None:
+    """Of every weight that takes one, in weights whose parts differ by layer."""
+    parts = [f"attention.{x}" for x in ("q", "k", "v", "out")] + ["mlp.gate", "mlp.up", "mlp.down"]
+    lora = initial_lora(MODEL, 3, jax.random.key(0), parts=parts)
+    keys = jax.random.key(1)
+    lora = jax.tree.map(lambda x: x + 0.05 * jax.random.normal(keys, x.shape), lora)
+    config = dataclasses.replace(CROWDED, max_loras=1, max_lora_rank=3)
+    outputs = jpaged.generate(PARAMS, PROMPTS[:2], GREEDY, lora=lora, engine_config=config)
+    jpaged.release()
+    changed = merged(PARAMS, lora)
+    for prompt, output in zip(PROMPTS[:2], outputs, strict=True):
+        tokens = output.outputs[0].token_ids
+        assert tokens == dense_tokens(changed, prompt, len(tokens))
+        assert tokens != dense(tuple(prompt), len(tokens)), "it changes nothing"
 
 
 def test_keys_in_8_bits() -> None:

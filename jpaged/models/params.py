@@ -29,6 +29,8 @@ from jpaged.models.layers.delta import DeltaConfig
 from jpaged.models.layers.experts import ExpertsConfig
 from jpaged.models.layers.layer import LayerConfig
 from jpaged.models.layers.mlp import MLPConfig
+from jpaged.models.layers.norm import PLAIN_NORM
+from jpaged.models.layers.parallel_ffn import ParallelFFNConfig
 from jpaged.models.layers.router import RouterConfig
 from jpaged.models.param_spec import MeshAxis, Parameter, ParamSpec, Part
 
@@ -39,7 +41,8 @@ TENSOR_AXES = ("tp", "tensor", "model")  # names that a mesh's tensor-parallel a
 DONATED = "were the params donated to a training step?"
 
 
-# Together these layers have every parameter that a layer can have.
+# Together these layers have every parameter that a layer can have, but for per-layer embeddings and
+# the number that multiplies a layer: name maps, which read this list, have no axes for those.
 EVERYTHING = (
     LayerConfig(
         mixer=AttentionConfig(
@@ -66,6 +69,18 @@ EVERYTHING = (
         ),
     ),
     LayerConfig(mixer=ConvConfig(channels=1, bias=True), ffn=None),
+    LayerConfig(
+        mixer=None,
+        ffn=ParallelFFNConfig(
+            mlp=MLPConfig(intermediate_size=1),
+            experts=ExpertsConfig(
+                num_experts=1,
+                experts_per_token=1,
+                expert_size=1,
+                router=RouterConfig(norm=PLAIN_NORM, has_expert_scales=True),
+            ),
+        ),
+    ),
 )
 
 

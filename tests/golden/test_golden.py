@@ -42,6 +42,17 @@ def test_a_config_json_that_is_written_reads_back_equal(name: str) -> None:
     assert ModelConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
 
 
+def test_layers_with_numbers_of_two_digits() -> None:
+    """transformers pads the numbers of layers in per_layer_config with zeros."""
+    raw = CONFIGS["gemma4_k2_d32_k1_d64"] | {"num_hidden_layers": 12, "layer_types": None}
+    config = ModelConfig.from_hf(raw)
+    mixers = [x.mixer for x in config.layers if isinstance(x.mixer, AttentionConfig)]
+    full = [i for i, mixer in enumerate(mixers) if mixer.window is None]
+    assert full == [5, 11] == [i for i, mixer in enumerate(mixers) if mixer.head_dim == 64]
+    assert full == [i for i, mixer in enumerate(mixers) if mixer.value_is_key]
+    assert ModelConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
+
+
 def test_configs_cover_the_families() -> None:
     configs = [ModelConfig.from_hf(raw) for raw in CONFIGS.values()]
     for family in ("qwen3", "qwen2", "llama", "mistral"):

@@ -86,7 +86,11 @@ class Gemma4:
 def _layer(hf: dict[str, Any], i: int, keys_of: int | None) -> LayerConfig:
     """Return the i-th layer. keys_of: as of AttentionConfig."""
     kind, norm = hf["layer_types"][i], NormConfig(eps=hf["rms_norm_eps"], in_f32=True)
-    special = hf["per_layer_config"].get(str(i), {})
+    # Its keys are padded with zeros: "05", "11".
+    by_layer = {int(index): fields for index, fields in hf["per_layer_config"].items()}
+    special = by_layer.get(i, {})
+    if unknown := set(special) - {"head_dim", "num_key_value_heads"}:
+        raise ConfigError(f"per_layer_config of layer {i}: {min(unknown)!r} is not supported")
     head_dim = special.get("head_dim", hf["head_dim"])
     activation = hf["hidden_activation"]
     if activation not in ACTIVATIONS:
