@@ -10,18 +10,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jpaged.checkpoint.peft import load_adapter
 from jpaged.combinations import Facts, check_combination
 from jpaged.config import EngineConfig
 from jpaged.engine.adapters import AdapterVersion
+from jpaged.engine.types import Report
 from jpaged.errors import ConfigError, RequestError
 from jpaged.models.config import ModelConfig
 from jpaged.models.lora import EXTRA, Adapter, Pair, Target, extra_of, pairs_of, targets
 from jpaged.models.served import served_config
 from jpaged.models.trees import to_tree
 from jpaged.models.weight import Change
-from jpaged.types import PyTree, Report
+from jpaged.types import PyTree
 
 MOST_SLOTS, LEAST_RANK = 16, 8  # of tables that grow: more adapters take turns
 Leaves = tuple[Any, list[weakref.ref[jax.Array] | None]]  # a tree's form, and its arrays
@@ -35,7 +37,7 @@ class Adapters:
     in.
     """
 
-    def __init__(self, model: ModelConfig, devices: int, dtype: Any):
+    def __init__(self, model: ModelConfig, devices: int, dtype: DTypeLike):
         self.model, self.served = model, served_config(model, devices)
         self.dtype = jnp.dtype(dtype)
         self.named: dict[str, AdapterVersion] = {}

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jpaged.config import EngineConfig
 from jpaged.engine.keys import fold_in
 from jpaged.engine.origin import Origin
+from jpaged.engine.types import Report
 from jpaged.engine_fields import EngineFields
 from jpaged.engine_thread import Coming, EngineThread, Inbox, Job
 from jpaged.errors import ConfigError
@@ -21,7 +22,7 @@ from jpaged.llm import LLM
 from jpaged.request.inputs import Chat, PromptLike, SamplingParamsLike, match_sampling_params
 from jpaged.request.outputs import CompletionChunk, LiveCompletions, RequestOutput
 from jpaged.sampling_params import SamplingParams
-from jpaged.types import Messages, ModelLike, PyTree, Report, Tokenizer
+from jpaged.types import Messages, ModelLike, PyTree, Tokenizer
 
 PROMPT_THREADS = 4  # that render and tokenize; the tokenizer lets go of Python's lock meanwhile
 

@@ -3,9 +3,12 @@
 import json
 from pathlib import Path
 from types import UnionType
-from typing import Any
+from typing import Any, TypeGuard
 
 from jpaged.errors import ConfigError, JpagedError, RequestError
+
+# Names, numbers, lists and more such objects.
+type JsonObject = dict[str, Any]
 
 FLOAT32_MAX = 3.4028234e38  # controls travel as float32
 # The least and the largest temperature that draws divide by: differences of logits, and reciprocals
@@ -17,7 +20,7 @@ MAX_LOGIT_BIAS = 1e30
 REPETITION_PENALTIES = (1e-6, 1e6)
 
 
-def check_real(name: str, value: Any, low: float, high: float = FLOAT32_MAX) -> None:
+def check_real(name: str, value: object, low: float, high: float = FLOAT32_MAX) -> None:
     if not is_scalar(value, int | float, "iufV"):  # V: bfloat16
         raise RequestError(f"{name}={value!r}: must be a number")
     value = value if isinstance(value, int) else float(value)  # an int may be past a float's range
@@ -25,7 +28,7 @@ def check_real(name: str, value: Any, low: float, high: float = FLOAT32_MAX) -> 
         raise RequestError(f"{name}={value}: must be a finite number between {low} and {high}")
 
 
-def check_whole(name: str, value: Any, low: int, high: int | None = None) -> None:
+def check_whole(name: str, value: object, low: int, high: int | None = None) -> None:
     if not is_scalar(value):
         raise RequestError(f"{name}={value!r}: must be an integer")
     value = int(value)  # a jax scalar compares with numbers of its dtype alone
@@ -41,13 +44,16 @@ def check_seed(value: object) -> None:
     check_whole("seed", value, -(2**63), 2**64 - 1)
 
 
-def is_scalar(value: Any, types: type | UnionType = int, kinds: str = "iu") -> bool:
+def is_scalar(
+    value: object, types: type | UnionType = int, kinds: str = "iu"
+) -> TypeGuard[int | float]:
     """Return whether a value is of Python's types (bool is none of them), or a numpy or jax scalar
     of these dtype kinds.
     """
     if isinstance(value, types):
         return not isinstance(value, bool)
-    return getattr(value, "ndim", None) == 0 and value.dtype.kind in kinds
+    dtype = getattr(value, "dtype", None)
+    return dtype is not None and getattr(value, "ndim", None) == 0 and dtype.kind in kinds
 
 
 def at_least(least: int, config: object, *names: str) -> None:
@@ -57,7 +63,7 @@ def at_least(least: int, config: object, *names: str) -> None:
             raise ConfigError(f"{name}={value!r}: must be an integer of at least {least}")
 
 
-def read_json(path: Path, error: type[JpagedError] = ConfigError) -> dict[str, Any]:
+def read_json(path: Path, error: type[JpagedError] = ConfigError) -> JsonObject:
     """Return a JSON object from a file; `error` names the file when it is missing or damaged."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -70,7 +76,7 @@ def read_json(path: Path, error: type[JpagedError] = ConfigError) -> dict[str, A
     return value
 
 
-def positive(**values: Any) -> None:
+def positive(**values: object) -> None:
     """ConfigError that names the first value which is neither None nor a number above 0."""
     for name, value in values.items():
         if value is not None and not (is_scalar(value, int | float, "") and value > 0):

@@ -510,7 +510,7 @@ def draft_methods_need_a_model(config: EngineConfig, has_draft_weights: bool) ->
 
 
 @_rule("speculative.method", "speculative.model", "draft", error=UnsupportedError)
-def eagle_takes_a_head(config: EngineConfig, draft: Any) -> str | None:
+def eagle_takes_a_head(config: EngineConfig, draft: ModelConfig) -> str | None:
     """`method="eagle"` takes an EAGLE-3 head."""
     asked = config.speculative
     if asked and asked.method == "eagle" and not draft.is_head:
@@ -522,7 +522,7 @@ def eagle_takes_a_head(config: EngineConfig, draft: Any) -> str | None:
 
 
 @_rule("speculative.method", "speculative.model", "draft")
-def draft_takes_a_model(config: EngineConfig, draft: Any) -> str | None:
+def draft_takes_a_model(config: EngineConfig, draft: ModelConfig) -> str | None:
     """`method="draft"` takes a model that is no head."""
     asked = config.speculative
     if asked and asked.method == "draft" and draft.is_head:
@@ -534,7 +534,7 @@ def draft_takes_a_model(config: EngineConfig, draft: Any) -> str | None:
 
 
 @_rule("speculative.model", "draft", "model")
-def drafts_share_the_vocabulary(draft: Any, model: ModelConfig) -> str | None:
+def drafts_share_the_vocabulary(draft: ModelConfig, model: ModelConfig) -> str | None:
     """A draft model, and a head, are of the vocabulary of the model that they guess for."""
     if draft.vocab_size == model.vocab_size:
         return None
@@ -547,7 +547,7 @@ def drafts_share_the_vocabulary(draft: Any, model: ModelConfig) -> str | None:
 
 
 @_rule("max_model_len", "speculative.model", "draft")
-def drafts_reach_as_far_as_the_model(config: EngineConfig, draft: Any) -> str | None:
+def drafts_reach_as_far_as_the_model(config: EngineConfig, draft: ModelConfig) -> str | None:
     """A draft model's max_position_embeddings is at least `max_model_len`."""
     most, longest = config.max_model_len, draft.max_position_embeddings
     if not draft.is_head and most is not None and longest < most:
@@ -570,7 +570,7 @@ def models_are_no_heads(model: ModelConfig) -> str | None:
 
 
 @_rule("speculative.model", "draft", "model")
-def heads_fit_the_hidden_size(draft: Any, model: ModelConfig) -> str | None:
+def heads_fit_the_hidden_size(draft: ModelConfig, model: ModelConfig) -> str | None:
     """A head's target_hidden_size is the model's hidden_size; so is its own where it borrows the
     model's embedding or output head.
     """
@@ -592,7 +592,7 @@ def heads_fit_the_hidden_size(draft: Any, model: ModelConfig) -> str | None:
 
 
 @_rule("speculative.method", "model", error=UnsupportedError)
-def heads_read_plain_embeddings(draft: Any, model: ModelConfig) -> str | None:
+def heads_read_plain_embeddings(draft: ModelConfig, model: ModelConfig) -> str | None:
     """The model that a head guesses for does not scale its embeddings."""
     if draft.is_head and model.embedding_scale != 1.0:
         return f"an EAGLE-3 head for {model.family}, which scales its embeddings: use 'draft'"

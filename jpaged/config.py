@@ -3,9 +3,9 @@
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Literal, Self, get_args
 
 from jpaged.checks import at_least
 from jpaged.combinations import Facts, check_combination
@@ -83,7 +83,7 @@ class Speculative:
             raise ConfigError(f"speculative={text!r}: {e}") from e
 
     @classmethod
-    def of(cls, value: Any) -> Self:
+    def of(cls, value: object) -> Self:
         """Make one of a dict of its fields."""
         if isinstance(value, cls):
             return value
@@ -332,7 +332,7 @@ def _powers(least: int, most: int) -> tuple[int, ...]:
     return *(size << i for i in range(count) for size in (least, least * 3 // 2)), most
 
 
-def _lora_extra(kinds: Any) -> tuple[str, ...]:
+def _lora_extra(kinds: Iterable[str]) -> tuple[str, ...]:
     if isinstance(kinds, str) or not set(kinds) <= set(LORA_EXTRA):
         raise ConfigError(f"lora_extra={kinds!r}: must be a tuple of {', '.join(LORA_EXTRA)}")
     return tuple(kind for kind in LORA_EXTRA if kind in kinds)

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from jax.typing import DTypeLike
+
 from jpaged.checkpoint.load import load_params
 from jpaged.combinations import Facts, check_combination
 from jpaged.config import EngineConfig, has_draft_model
@@ -78,7 +80,7 @@ def draft_model(
     target: ModelConfig,
     config: EngineConfig,
     placement: Placement,
-    dtype: Any,
+    dtype: DTypeLike,
 ) -> DraftModel | None:
     """Return what guesses for a model by a resolved config; None where no model does. draft:
     weights, None reads those of the config's folder. dtype: of the model. ConfigError where it

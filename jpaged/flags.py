@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NoReturn
 
 from jpaged.config import EngineConfig, Speculative
+from jpaged.types import Settings
 
 # The fields of EngineConfig by what they decide, in the order in which --help shows them.
 ENGINE_GROUPS: dict[str, tuple[str, ...]] = {
@@ -123,7 +124,7 @@ class Parser(argparse.ArgumentParser):
         return f"unknown argument {name}{meant}"
 
 
-def add_engine_groups(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+def add_engine_groups(parser: argparse.ArgumentParser, **defaults: object) -> None:
     """A flag for each field of EngineConfig, in groups. defaults: by field, a program's own."""
     for title, names in ENGINE_GROUPS.items():
         group = parser.add_argument_group(f"engine: {title}")
@@ -159,18 +160,18 @@ def add_flags(
         )
 
 
-def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
+def engine_settings(args: argparse.Namespace) -> Settings:
     """Return the fields of EngineConfig that flags have set."""
     return given_settings(args, EngineConfig)
 
 
-def given_settings(args: argparse.Namespace, settings: type) -> dict[str, Any]:
+def given_settings(args: argparse.Namespace, settings: type) -> Settings:
     """Return the fields of a dataclass of settings that flags have set."""
     names = (field.name for field in dataclasses.fields(settings))
     return {name: getattr(args, name) for name in names if name in args}
 
 
-def _values_of(hint: Any) -> dict[str, Any]:
+def _values_of(hint: Any) -> Settings:
     """Return how a flag takes the values of a type: a number, text, one of several words, a list of
     numbers, on or off; "none" where None is one of them.
     """

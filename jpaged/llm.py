@@ -13,6 +13,7 @@ from jpaged.checkpoint.kept_tokenizer import whole
 from jpaged.checkpoint.load import read_params
 from jpaged.config import EngineConfig
 from jpaged.engine.keys import fold_in
+from jpaged.engine.types import Report
 from jpaged.engine_fields import EngineFields, check_fields
 from jpaged.models.params import Params
 from jpaged.request.inputs import (
@@ -30,7 +31,7 @@ from jpaged.runtime.weights import as_params
 from jpaged.sampling_params import SamplingParams
 from jpaged.search.beam import EarlyStopping
 from jpaged.session import OnError, OnUnfinished, Session, Snapshot
-from jpaged.types import Messages, ModelLike, PyTree, Report, Structured, Tokenizer
+from jpaged.types import Messages, ModelLike, PyTree, Structured, Tokenizer
 
 
 class LLM:

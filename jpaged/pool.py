@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine
 from jpaged.engine.sequence import Request
+from jpaged.engine.types import Report
 from jpaged.errors import CapacityError, ConfigError
 from jpaged.models.config import ModelConfig
 from jpaged.runtime.choices import Choices
@@ -17,7 +18,7 @@ from jpaged.runtime.mesh import Placement
 from jpaged.runtime.processes import are_many, least, peers_of
 from jpaged.runtime.runner import DraftOf, Runner
 from jpaged.runtime.step_table import warmup
-from jpaged.types import PyTree, Report
+from jpaged.types import PyTree
 
 log = logging.getLogger("jpaged")
 

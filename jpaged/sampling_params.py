@@ -143,7 +143,7 @@ class SamplingParams:
                 raise RequestError(f"{name}={getattr(self, name)!r}: must be True or False")
         if self.stop is not None and not isinstance(self.stop, str | Sequence):
             raise RequestError(f"stop={self.stop!r}: must be a string or a list of strings")
-        if any(not isinstance(s, str) or not s for s in self.stop_strings):
+        if [s for s in self.stop_strings if not isinstance(s, str) or not s]:
             raise RequestError(f"stop={self.stop!r}: every stop string must be a non-empty string")
         ids = () if self.stop_token_ids is None else self.stop_token_ids
         if isinstance(ids, str) or not isinstance(ids, Sequence):

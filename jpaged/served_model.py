@@ -12,6 +12,7 @@ from jpaged.combinations import Facts, check_combination
 from jpaged.config import EngineConfig
 from jpaged.drafts import draft_model, no_head
 from jpaged.engine.adapters import AdapterVersion
+from jpaged.engine.types import Report
 from jpaged.errors import ConfigError
 from jpaged.models.params import DONATED, Params
 from jpaged.models.quantized import experts_are_plain
@@ -20,7 +21,7 @@ from jpaged.request.inputs import match_adapters
 from jpaged.runtime.compiled_steps import use_compilation_cache
 from jpaged.runtime.resolve import resolve
 from jpaged.runtime.weights import ServingWeights, as_params, is_deleted, place_params
-from jpaged.types import PyTree, Report
+from jpaged.types import PyTree
 
 
 class ServedModel:

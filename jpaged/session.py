@@ -23,6 +23,7 @@ from jpaged.engine.engine import Engine, EngineState
 from jpaged.engine.keys import Key, fold_in
 from jpaged.engine.origin import Origin
 from jpaged.engine.sequence import Request
+from jpaged.engine.types import Report
 from jpaged.errors import CapacityError, ConfigError, GenerationError, RequestError
 from jpaged.fair_lock import FairLock
 from jpaged.models.params import Params
@@ -49,7 +50,7 @@ from jpaged.runtime.step_table import warmup as compile_steps
 from jpaged.sampling_params import SamplingParams
 from jpaged.search.beam import EarlyStopping
 from jpaged.served_model import ServedModel
-from jpaged.types import PyTree, Report, Structured, Tokenizer
+from jpaged.types import PyTree, Structured, Tokenizer
 
 OnError = Literal["raise", "return"]
 OnUnfinished = Literal["refuse", "abort"]
@@ -318,9 +319,9 @@ class Session:
         jobs: list[Job] = []
         for i, prompt in enumerate(prompts):
             try:
+                ready = self.inputs.prompt(prompt, adapters[i])
                 drawn = fold_in(key, i)
-                request = self.request(prompt, asked[i], drawn, adapters[i], streaming=streaming)
-                jobs.append(request)
+                jobs.append(self.builder.completion(ready, asked[i], drawn, streaming=streaming))
             except RequestError as e:
                 jobs.append(self._refused(i, prompt, e, on_error))
         return jobs

@@ -20,8 +20,8 @@ type Structured = Mapping[str, Any]
 # The messages of one conversation, each {"role", "content"} and what a chat template knows.
 type Messages = Sequence[Mapping[str, Any]]
 
-# Totals by name, as stats() returns them: numbers, names and lists of these.
-type Report = dict[str, Any]
+# The fields of a dataclass of settings, by their names.
+type Settings = dict[str, Any]
 
 
 class Decoder(Protocol):

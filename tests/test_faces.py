@@ -146,7 +146,7 @@ HOST = sorted(
 )
 # At most, in signatures of host files. Lower it when one gets a type; PyTree and the other names in
 # jpaged/types.py are for what has many.
-MOST_ANY = 72
+MOST_ANY = 23
 
 
 def any_of(source: str) -> int:

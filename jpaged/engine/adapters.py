@@ -17,7 +17,7 @@ class AdapterVersion:
     rank: int
     data: Any = dataclasses.field(repr=False)
 
-    def __deepcopy__(self, memo: Mapping[int, Any]) -> "AdapterVersion":
+    def __deepcopy__(self, memo: Mapping[int, object]) -> "AdapterVersion":
         return self  # never changed: a snapshot shares it
 
     @property
@@ -39,43 +39,38 @@ class AdapterSlots:
         self.count = count
         self.places: dict[AdapterVersion, int] = {}  # least recently used first
         self.users: dict[AdapterVersion, int] = {}  # running rows of each that has any
-        self._loads: dict[int, AdapterVersion] = {}
+        self.loads: dict[int, AdapterVersion] = {}  # to be written before the next step, by slot
 
-    def has_room(self, adapter: AdapterVersion | None) -> bool:
+    def has_room(self, adapter: AdapterVersion) -> bool:
         """Return whether a row with this adapter can run now."""
-        return adapter is None or adapter in self.places or len(self.users) < self.count
+        return adapter in self.places or len(self.users) < self.count
 
-    def take(self, adapter: AdapterVersion | None) -> int | None:
-        """The slot of a row that begins to run, which `has_room` allows; None without an
-        adapter.
-        """
-        if adapter is None:
-            return None
+    def take(self, adapter: AdapterVersion) -> int:
+        """Return the slot of a row that begins to run, which `has_room` allows."""
         slot = self.places.pop(adapter, None)
         if slot is None:
             slot = self._free_slot()
-            self._loads[slot] = adapter
+            self.loads[slot] = adapter
         self.places[adapter] = slot
         self.users[adapter] = self.users.get(adapter, 0) + 1
         return slot
 
-    def leave(self, adapter: AdapterVersion | None) -> None:
+    def leave(self, adapter: AdapterVersion) -> None:
         """A row with this adapter runs no more."""
-        if adapter is not None:
-            self.users[adapter] -= 1
-            if not self.users[adapter]:
-                del self.users[adapter]
+        self.users[adapter] -= 1
+        if not self.users[adapter]:
+            del self.users[adapter]
 
     def take_loads(self) -> Loads:
-        """Return what must be written before the next step."""
-        loads = tuple(self._loads.items())
-        self._loads.clear()
+        """Return what must be written before the next step, which goes out with it."""
+        loads = tuple(self.loads.items())
+        self.loads.clear()
         return loads
 
     def load_again(self) -> None:
         """Take the tables for empty: what running rows use comes back now, the rest when used."""
         self.places = {a: slot for a, slot in self.places.items() if a in self.users}
-        self._loads = {slot: adapter for adapter, slot in self.places.items()}
+        self.loads = {slot: adapter for adapter, slot in self.places.items()}
 
     def _free_slot(self) -> int:
         if len(self.places) < self.count:

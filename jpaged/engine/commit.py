@@ -15,14 +15,14 @@ def commit(queues: Queues, plan: Plan, result: StepResult) -> list[Request]:
     to_steer: dict[Request, None] = {}
     drawn = 0
     for row, entry in enumerate(plan.entries):
-        seq = entry.seq
-        at, drawn = drawn, drawn + (len(entry.run) or (entry.draws > 0))
-        seq.arrive(entry.epoch, entry.draws)
-        if seq.status is Status.FINISHED:
-            continue
-        if not entry.decodes and seq.sampling_params.prompt_logprobs is not None:
+        seq, at = entry.seq, drawn
+        drawn += len(entry.run) or entry.draws > 0
+        is_surplus = seq.status is Status.FINISHED
+        if not (is_surplus or entry.decodes) and seq.sampling_params.prompt_logprobs is not None:
             _append_prompt_logprobs(seq, entry, result.prompt_rows(plan, row))
-        if not entry.draws:
+        if is_surplus:
+            pass
+        elif not entry.draws:
             if seq.score_only and entry.end == seq.prompt_len:
                 queues.finish(seq, "length")
         elif seq.waits_for_host:
@@ -38,6 +38,7 @@ def commit(queues: Queues, plan: Plan, result: StepResult) -> list[Request]:
             _append_verified(queues, entry, at, result)
         else:
             _append_drawn(queues, entry, at, result)
+        seq.arrive(entry.epoch, entry.draws)
     return list(to_steer)
 
 
@@ -52,12 +53,12 @@ def _append_drawn(queues: Queues, entry: PlanEntry, row: int, result: StepResult
     """Append the tokens that a row drew, up to the one that ends the sequence: what follows it is
     surplus.
     """
-    seq = entry.seq
-    count = len(entry.run) or result.num_drawn[row]
+    seq, run, size = entry.seq, entry.run, queues.blocks.block_size
+    count = len(run) or result.num_drawn[row]
     for i in range(count):
-        if entry.decodes:
+        if entry.decodes and (entry.start + i + 1) % size == 0:
             _close_written(queues, entry, entry.start + i + 1)
-        at, step = (row + i, 0) if entry.run else (row, i)
+        at, step = (row + i, 0) if run else (row, i)
         _append(queues, seq, at, step, result)
         if seq.status is Status.FINISHED:
             return
@@ -89,7 +90,7 @@ def _append(queues: Queues, seq: Sequence, row: int, step: int, result: StepResu
     top = None if params.logprobs is None else result.top(row, params.logprobs, step)
     allowed = None if seq.structured is None else result.allowed(row, step)
     seq.append(token, result.logprobs[row][step], result.weight_version, top, allowed)
-    may_stop = may_end = len(seq.generated.token_ids) > params.min_tokens
+    may_stop = may_end = len(seq.token_ids) - seq.prompt_len > params.min_tokens
     eos_ids = seq.eos_ids
     if seq.structured is not None:  # a mask lets no id end a text that is not to end there
         may_end, eos_ids = True, seq.structured.grammars.eos_ids
@@ -103,7 +104,6 @@ def _append(queues: Queues, seq: Sequence, row: int, step: int, result: StepResu
         queues.finish(seq, "stop", stop=hit)
     elif len(seq.token_ids) >= seq.end:
         queues.finish(seq, "length")
-    seq.settle()
 
 
 def _append_prompt_logprobs(

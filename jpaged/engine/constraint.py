@@ -3,7 +3,7 @@ answer is held to, and the text that its tokens make.
 """
 
 from collections.abc import Sequence as List
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 
 class Constraint(Protocol):
@@ -15,7 +15,7 @@ class Constraint(Protocol):
 
     def rewind(self, token_ids: List[int]) -> None: ...
 
-    def copy(self) -> Any: ...
+    def copy(self) -> Self: ...
 
     def forced(self) -> List[int]: ...
 

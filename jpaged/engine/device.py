@@ -1,6 +1,6 @@
 """Device: what the engine needs of the device side; the runner is one, and so is a test's mock."""
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -8,6 +8,7 @@ from jpaged.engine.cache.blocks import GroupSize
 from jpaged.engine.packing import Batch
 from jpaged.engine.plan import StepResult
 from jpaged.engine.shapes import StepShapes
+from jpaged.engine.types import BlockData, BlocksHandle, StepHandle
 
 
 class Device(Protocol):
@@ -24,17 +25,17 @@ class Device(Protocol):
         """
         ...
 
-    def dispatch(self, batch: Batch) -> Any:
+    def dispatch(self, batch: Batch) -> StepHandle:
         """Start a step, all but a draw under masks, and return a handle at once."""
         ...
 
-    def draw(self, handle: Any, masks_SW: np.ndarray) -> Any:
+    def draw(self, handle: StepHandle, masks_SW: np.ndarray) -> StepHandle:
         """Start the draw of a dispatched step under masks (see engine.masks). Returns its new
         handle.
         """
         ...
 
-    def fetch(self, handle: Any) -> list[StepResult]:
+    def fetch(self, handle: StepHandle) -> list[StepResult]:
         """Wait for a step and return the result of each replica."""
         ...
 
@@ -43,18 +44,18 @@ class Device(Protocol):
         """Whether what was read of one replica can be written to any other."""
         ...
 
-    def read_blocks(self, block_ids: list[list[int]], replica: int = 0) -> Any:
+    def read_blocks(self, block_ids: list[list[int]], replica: int = 0) -> BlocksHandle:
         """Start to copy blocks of each group to the host, as they are after the steps dispatched
         so far, and return a handle at once.
         """
         ...
 
-    def fetch_blocks(self, handle: Any) -> list[list[Any]]:
+    def fetch_blocks(self, handle: BlocksHandle) -> list[list[BlockData]]:
         """Wait for blocks that are being read. Returns the data of each, by group."""
         ...
 
     def write_blocks(
-        self, blocks: list[list[Any]], block_ids: list[list[int]], replica: int = 0
+        self, blocks: list[list[BlockData]], block_ids: list[list[int]], replica: int = 0
     ) -> None:
         """Write data that fetch_blocks returned into these blocks of each group before the next
         step.

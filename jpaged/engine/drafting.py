@@ -16,11 +16,11 @@ import weakref
 from collections import deque
 from collections.abc import Sequence as List
 from statistics import fmean, median
-from typing import Any
 
 from jpaged.config import EngineConfig, Speculative
 from jpaged.engine.plan import Plan, StepResult
 from jpaged.engine.sequence import Sequence
+from jpaged.engine.types import Report
 
 # Looking up in a row's own text
 ENDINGS = (4, 3)  # lengths of the ending that is compared, longest first, where a pair recurs often
@@ -227,7 +227,7 @@ class Drafter:
         self._spent = 0.0  # seconds of looking up in vain that steps are yet to make small
         self._rows: weakref.WeakKeyDictionary[Sequence, _Row] = weakref.WeakKeyDictionary()
 
-    def __deepcopy__(self, memo: Any) -> "Drafter":
+    def __deepcopy__(self, memo: dict[int, object]) -> "Drafter":
         return self  # a snapshot is of sequences, not of what was learnt
 
     @property
@@ -261,7 +261,7 @@ class Drafter:
         self.verify_steps += plan.verifies
         self.costs.observe(plan, seconds, ran_ahead)
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> Report:
         """Return totals since the start."""
         return {
             "drafted_tokens": self.drafted,
@@ -367,7 +367,7 @@ class ModelDrafter(Drafter):
             drawn = zip(plan.entries, result.num_drawn, result.tokens, strict=True)
             self._made |= {e.seq: (len(e.seq), tokens[:n]) for e, n, tokens in drawn if n}
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> Report:
         return super().report() | {"draft_steps": self.draft_steps}
 
     def _draft(self, seq: Sequence, row: _Row, most: int) -> list[int]:

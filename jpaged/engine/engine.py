@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as List
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jpaged.combinations import Facts, check_combination
 from jpaged.config import EngineConfig
@@ -27,13 +27,13 @@ from jpaged.engine.device import Device
 from jpaged.engine.drafting import Drafter, ModelDrafter, drafter_of
 from jpaged.engine.masks import masks_of
 from jpaged.engine.packing import Batch, join, pack
-from jpaged.engine.plan import Plan, StepResult, joined
+from jpaged.engine.plan import Plan, joined
 from jpaged.engine.policy import Router
-from jpaged.engine.queues import Queues
 from jpaged.engine.scheduler import Scheduler, schedule, schedule_drafts, should_wait_for_tokens
 from jpaged.engine.sequence import Request, Status
 from jpaged.engine.shapes import choose_shapes, common_shapes
 from jpaged.engine.stats import Stats
+from jpaged.engine.types import BlockData, BlocksHandle, Report, StepHandle
 from jpaged.errors import RequestError
 
 
@@ -45,7 +45,7 @@ class EngineState:
     replicas: tuple[Scheduler, ...]
     placed: dict[str, int]  # the replica of each request
     block_ids: list[list[list[int]]]
-    blocks: list[Any]
+    blocks: list[list[list[BlockData]]]
 
 
 class Read(NamedTuple):
@@ -53,17 +53,18 @@ class Read(NamedTuple):
 
     replica: int
     moves: List[Move]
-    handle: Any
+    handle: BlocksHandle
 
 
 @dataclasses.dataclass
 class Dispatched:
-    """A step, of a plan for each replica. rows: of a draw that waits for its masks, None where
-    nothing waits. reads: of blocks that left the pools before it.
+    """A step, of a plan for each replica. whole: the plans as one. rows: of a draw that waits for
+    its masks, None where nothing waits. reads: of blocks that left the pools before it.
     """
 
     plans: List[Plan]
-    handle: Any
+    whole: Plan
+    handle: StepHandle
     started: float
     rows: int | None
     reads: List[Read]
@@ -85,7 +86,7 @@ class Engine:
         self.identity = object()  # what its snapshots are known by
         self.requests: dict[str, Request] = {}  # the unfinished ones, in order of arrival
         self.stats = Stats()
-        self.in_flight = InFlight(depth, self.stats)
+        self.in_flight = InFlight(depth, runner, self.stats)
         self.drafter = drafter_of(config)
         self.replicas = self._new_replicas(num_replicas)
         blocks = self.replicas[0].blocks
@@ -157,12 +158,15 @@ class Engine:
                 self._prepare_drafts(self.drafter, started)
             plans = self._plan()
             if plans:
-                self._dispatch(plans, started)
+                batch, reads = self._pack(plans), self._start_moves(plans)
+                blocks_in_use = sum([r.blocks.num_used for r in self.replicas])
+                self.stats.count(joined(plans), batch, blocks_in_use)
+                self.in_flight.add(plans, batch, self.runner.dispatch(batch), started, reads)
             elif self.in_flight:
                 self._commit_oldest(started)
             while self.in_flight.is_full:
                 self._commit_oldest(started)
-            self.in_flight.draw_oldest(self.runner, self._queues)
+            self.in_flight.draw_oldest(self.replicas)
             return self._take_ended()
 
     def fits(self, num_tokens: int) -> bool:
@@ -174,7 +178,7 @@ class Engine:
         in flight.
         """
         self._is_broken = True
-        self.in_flight.clear()
+        self.in_flight.steps.clear()
         self.runner.recover()
         self.replicas = self._new_replicas(len(self.replicas))
         for request in self._ended:  # an interrupt may have fallen before they were forgotten
@@ -227,7 +231,7 @@ class Engine:
         restored again.
         """
         with self._consistent():
-            self.in_flight.clear()
+            self.in_flight.steps.clear()
             self._ended.clear()
             self.requests, self.replicas = copy.deepcopy((state.requests, state.replicas))
             self._router.restore(self.requests.values(), state.placed)
@@ -246,7 +250,7 @@ class Engine:
             # The adapters' tables may be gone, as the weights are.
             replica.queues.adapters.load_again()
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> Report:
         """Return the totals of Stats, what follows from them, and the blocks in use now."""
         drafts = {} if self.drafter is None else self.drafter.report()
         totals = self.stats.report() | drafts | _summed([r.report() for r in self.replicas])
@@ -258,10 +262,6 @@ class Engine:
             "host_blocks_in_use": -(-sum(store.used_bytes for store in stores) // block_bytes),
         }
 
-    @property
-    def _queues(self) -> list[Queues]:
-        return [replica.queues for replica in self.replicas]
-
     def _prepare_drafts(self, drafter: Drafter, started: float) -> None:
         """Wait for the tokens in flight where the next plan would rather know them, and have the
         draft model guess what comes after them.
@@ -271,8 +271,8 @@ class Engine:
         if isinstance(drafter, ModelDrafter) and not self.in_flight:
             plans = schedule_drafts(self.replicas, drafter)
             if plans:
-                batches, reads = self._pack(plans), self._start_moves(plans)
-                handle = self.runner.dispatch(join(batches, self.config))
+                batch, reads = self._pack(plans), self._start_moves(plans)
+                handle = self.runner.dispatch(batch)
                 drafter.take(plans, self.runner.fetch(handle))
                 self._finish_reads(reads)
 
@@ -288,20 +288,11 @@ class Engine:
         idle = Plan(phase=busy.phase, entries=())
         return [dataclasses.replace(p[0], phase=busy.phase) if p else idle for p in planned]
 
-    def _pack(self, plans: list[Plan]) -> list[Batch]:
-        """Lay each plan out for one common step."""
+    def _pack(self, plans: list[Plan]) -> Batch:
+        """Lay the plans out for one common step."""
         chosen = [choose_shapes(plan, self.config) for plan in plans if plan.entries]
         buckets = self.runner.fit(common_shapes(chosen, self.config))
-        return [pack(plan, self.config, buckets) for plan in plans]
-
-    def _dispatch(self, plans: list[Plan], started: float) -> None:
-        batch = join(self._pack(plans), self.config)
-        whole = joined(plans)
-        self.stats.count(whole, batch, sum([r.blocks.num_used for r in self.replicas]))
-        reads = self._start_moves(plans)
-        self.in_flight.start(self.runner, plans, batch, started, reads)
-        if whole.verifies:
-            self._drain(started)  # where each row goes on is known then
+        return join([pack(plan, self.config, buckets) for plan in plans], self.config)
 
     def _start_moves(self, plans: List[Plan]) -> list[Read]:
         """Move the blocks that these plans need, before their step is dispatched. Returns the reads
@@ -359,28 +350,25 @@ class Engine:
             self._commit_oldest(started)
 
     def _commit_oldest(self, started: float) -> None:
-        oldest = self.in_flight.take_oldest(self.runner, self._queues)
+        """Wait for the oldest step in flight, and take in what it computed for each replica."""
+        oldest = self.in_flight.take_oldest(self.replicas)
         fetch_began_at = time.perf_counter()
         results, fetch_ended_at = self.runner.fetch(oldest.handle), time.perf_counter()
-        self._finish_reads(oldest.reads)
-        self.commit(oldest.plans, results)
-        whole = joined(oldest.plans)
+        if oldest.reads:
+            self._finish_reads(oldest.reads)
+        for replica, plan, result in zip(self.replicas, oldest.plans, results, strict=True):
+            if plan.entries:
+                for request in commit(replica.queues, plan, result):
+                    request.steer(replica.queues)
         took = self.stats.time(
-            whole,
+            oldest.whole,
             dispatched_at=oldest.started,
             step_began_at=started,
             fetch_began_at=fetch_began_at,
             fetch_ended_at=fetch_ended_at,
         )
         if self.drafter is not None:
-            self.drafter.observe(whole, *took)
-
-    def commit(self, plans: List[Plan], results: list[StepResult]) -> None:
-        """Take in what a step computed for each replica's plan."""
-        for replica, plan, result in zip(self.replicas, plans, results, strict=True):
-            if plan.entries:
-                for request in commit(replica.queues, plan, result):
-                    request.steer(replica.queues)
+            self.drafter.observe(oldest.whole, *took)
 
     def _take_ended(self) -> list[Request]:
         """Return the requests that ended since the last call."""
@@ -437,7 +425,7 @@ class Engine:
         )
 
 
-def _summed(reports: list[dict[str, Any]]) -> dict[str, Any]:
+def _summed(reports: list[Report]) -> Report:
     """Add up what the replicas report."""
     groups = [
         {name: each[0][name] for name in ("window", "per")}
@@ -449,58 +437,58 @@ def _summed(reports: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 class InFlight:
-    """Steps of one device. depth: how many there may be before the next. stats: the totals that
-    making masks adds to.
+    """Steps of one device, the oldest first. depth: how many there may be before the next. stats:
+    the totals that making masks adds to.
     """
 
-    def __init__(self, depth: int, stats: Stats):
+    def __init__(self, depth: int, runner: Device, stats: Stats):
         self.depth = depth
-        self._stats = stats
-        self._steps: deque[Dispatched] = deque()
+        self.steps: deque[Dispatched] = deque()
+        self._runner, self._stats = runner, stats
 
     def __len__(self) -> int:
-        return len(self._steps)
+        return len(self.steps)
 
     @property
     def has_prefill(self) -> bool:
         """Whether the device is at, or comes to, one of prompts."""
-        return any(plan.phase == "prefill" for step in self._steps for plan in step.plans)
+        return any(plan.phase == "prefill" for step in self.steps for plan in step.plans)
 
-    def clear(self) -> None:
-        """Forget them: what they drew is never read."""
-        self._steps.clear()
-
-    def start(
+    def add(
         self,
-        runner: Device,
         plans: List[Plan],
         batch: Batch,
+        handle: StepHandle,
         started: float,
-        reads: List[Read] = (),
+        reads: List[Read],
     ) -> None:
-        """Dispatch a step, all but a draw under masks. reads: started just before it."""
+        """Take a step that was dispatched, all but a draw under masks."""
         rows = batch.sample.rows if batch.sample is not None and batch.sample.masked else None
-        self._steps.append(Dispatched(plans, runner.dispatch(batch), started, rows, reads))
+        self.steps.append(Dispatched(plans, joined(plans), handle, started, rows, reads))
 
     @property
     def is_full(self) -> bool:
-        """Whether the oldest is to be committed before the next is dispatched: a draw that waits
-        for its masks does so for the one before it.
+        """Whether the oldest is to be committed before the next is dispatched. A draw that waits
+        for its masks does so for the one before it; after a step with guesses all are committed,
+        since where its rows go on is known only then.
         """
-        waits = bool([step for step in self._steps if step.rows is not None])
-        return len(self._steps) >= (min(self.depth, 2) if waits else self.depth)
+        if not self.steps or self.steps[-1].whole.verifies:
+            return bool(self.steps)
+        waits = bool([step for step in self.steps if step.rows is not None])
+        return len(self.steps) >= (min(self.depth, 2) if waits else self.depth)
 
-    def draw_oldest(self, runner: Device, queues: List[Queues]) -> None:
+    def draw_oldest(self, replicas: List[Scheduler]) -> None:
         """Start the draw of the oldest, if it waits for masks: all that came before it is
-        committed, and the model runs meanwhile. queues: of each of its plans.
+        committed, and the model runs meanwhile. replicas: of each of its plans.
         """
-        if self._steps and (rows := self._steps[0].rows) is not None:
-            oldest = self._steps[0]
+        if self.steps and (rows := self.steps[0].rows) is not None:
+            oldest = self.steps[0]
+            queues = [replica.queues for replica in replicas]
             with self._stats.masking():
                 masks_SW = masks_of(list(zip(oldest.plans, queues, strict=True)), rows)
-            oldest.handle, oldest.rows = runner.draw(oldest.handle, masks_SW), None
+            oldest.handle, oldest.rows = self._runner.draw(oldest.handle, masks_SW), None
 
-    def take_oldest(self, runner: Device, queues: List[Queues]) -> Dispatched:
-        """The oldest, drawn, to be committed."""
-        self.draw_oldest(runner, queues)
-        return self._steps.popleft()
+    def take_oldest(self, replicas: List[Scheduler]) -> Dispatched:
+        """Return the oldest, drawn, to be committed."""
+        self.draw_oldest(replicas)
+        return self.steps.popleft()

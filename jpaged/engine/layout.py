@@ -29,10 +29,10 @@ class Control(NamedTuple):
 
     name: str
     dtype: Any
-    read: Callable[[Sequence], Any]
+    read: Callable[[Sequence], float]
 
 
-def _asked(name: str) -> Callable[[Sequence], Any]:
+def _asked(name: str) -> Callable[[Sequence], float]:
     """Return what reads a field of a sequence's SamplingParams."""
     return attrgetter(f"sampling_params.{name}")
 

@@ -121,7 +121,7 @@ def pack(plan: Plan, config: EngineConfig, buckets: StepShapes | None = None) ->
         num_tokens=plan.num_tokens,
         num_rows=num_draws,
         steps=max([e.draws for e in drawing], default=1) if bucket.phase != "prefill" else 1,
-        copies=_pack_copies(plan, config),
+        copies=_pack_copies(plan, config) if any(plan.copies) else None,
         loads=plan.loads,
         counts=tuple([(seq.device_row, list(seq.token_ids), seq.prompt_len) for seq in admitted]),
         masks_TW=prompt_masks(plan, bucket.tokens) if bucket.takes_masks else None,
@@ -162,9 +162,7 @@ def _no_copies(groups: int, config: EngineConfig) -> np.ndarray:
     return np.zeros((groups, config.seq_buckets[-1], 2), np.int32)
 
 
-def _pack_copies(plan: Plan, config: EngineConfig) -> np.ndarray | None:
-    if not any(plan.copies):
-        return None
+def _pack_copies(plan: Plan, config: EngineConfig) -> np.ndarray:
     packed = _no_copies(len(plan.copies), config)
     for at, copies in enumerate(plan.copies):
         if copies:
@@ -184,12 +182,19 @@ def _input_token(entry: PlanEntry) -> int:
 
 def _pack_tables(view: Views, computed: list[PlanEntry]) -> None:
     for at, tables in enumerate(view["block_tables"]):
+        width = tables.shape[1] * tables.itemsize
+        # Padded as bytes and joined: an assignment to an array for each row takes four times as
+        # long.
+        rows = [e.seq.block_tables[at].tobytes().ljust(width, b"\0") for e in computed]
+        tables[: len(rows)] = _from_rows(rows, tables.shape[1])
         for row, entry in enumerate(computed):
-            blocks, first = np.frombuffer(entry.seq.block_tables[at], np.int32), 0
-            if entry.seq.first_held[at]:  # what the window has left stays 0: a block that exists
-                first = entry.seq.first_held[at]
-                blocks = blocks[first:]
-            tables[row, first : first + len(blocks)] = blocks
+            if first := entry.seq.first_held[at]:
+                tables[row, :first] = 0  # what the window has left: a block that exists
+
+
+def _from_rows(rows: list[bytes], width: int) -> np.ndarray:
+    """Return an int32 array [rows, width] of the bytes of each row."""
+    return np.frombuffer(b"".join(rows), np.int32).reshape(len(rows), width)
 
 
 def unpack(
@@ -295,28 +300,30 @@ def _pack_rows(view: Views, draws: list[tuple[PlanEntry, int]], config: EngineCo
         _pack_adapters(view, drawing, config)
     if "follows" in view:  # not where the decode draws itself
         view["follows"][:rows] = [e.decodes and _input_token(e) == ON_DEVICE for e in drawing]
-    full = "bias" in view
-    if full:
-        view["bias_ids"][:] = PAD_TOKEN
+    seqs = [entry.seq for entry in drawing]
+    for seq in [seq for seq in seqs if seq.controls is None]:
+        seq.controls = _pack_controls(seq, config)
+    controls = view["controls"]
+    controls[:rows] = _from_rows([seq.controls for seq in seqs], controls.shape[1])
+    if "bias" not in view:  # nor has any row min_tokens
+        return
+    view["bias_ids"][:] = PAD_TOKEN
     for row, (entry, length) in enumerate(draws):
         seq = entry.seq
-        if seq.controls is None:
-            seq.controls = _pack_controls(seq, config)
-        view["controls"][row] = seq.controls
         # So many tokens of output come before the first one drawn now. A mask says it by itself.
         if seq.sampling_params.min_tokens and seq.structured is None:
             left = seq.sampling_params.min_tokens - (length - seq.prompt_len)
             view["open_after"][row] = min(max(left, 0), INT32_MAX)
-        if full and (bias := seq.sampling_params.logit_bias):
+        if bias := seq.sampling_params.logit_bias:
             view["bias_ids"][row, : len(bias)] = list(bias)
             view["bias"].view(np.float32)[row, : len(bias)] = list(bias.values())
 
 
-def _pack_controls(seq: Sequence, config: EngineConfig) -> np.ndarray:
-    """A row of CONTROLS and the ids that stop it."""
+def _pack_controls(seq: Sequence, config: EngineConfig) -> bytes:
+    """Return a row of CONTROLS and the ids that stop it, int32."""
     # Where there are more than fit, the host alone sees the others; with min_tokens they always
     # fit.
     columns = [int(np.asarray(c.read(seq), c.dtype).view(np.int32)) for c in CONTROLS]
     stops = sorted(seq.eos_ids | seq.stop_ids)[: config.max_stop_ids]
     padding = [PAD_TOKEN] * (config.max_stop_ids - len(stops))
-    return np.array([*columns, *stops, *padding], np.int32)
+    return np.array([*columns, *stops, *padding], np.int32).tobytes()

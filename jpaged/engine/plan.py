@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence as List
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
@@ -15,7 +15,8 @@ from jpaged.engine.sequence import Sequence
 Phase = Literal["prefill", "decode", "draft"]
 
 
-class PlanEntry(NamedTuple):
+@dataclasses.dataclass(slots=True)
+class PlanEntry:
     """One row of a step: compute the KV of tokens [start, start + num_tokens) of a sequence.
 
     No tokens at all make a fork: it draws from what the row before it has computed. draws: tokens
@@ -25,6 +26,9 @@ class PlanEntry(NamedTuple):
     when planned; a later one means that it was preempted meanwhile. run: the tokens of a decode, if
     all of them are known before they are drawn: then they are computed side by side. guesses: those
     after the first may be wrong.
+
+    Nothing changes an entry. It is not frozen, since thousands are made for every step, and that
+    would take three times as long.
     """
 
     seq: Sequence
@@ -88,7 +92,7 @@ class Plan:
     @functools.cached_property
     def num_draws(self) -> int:
         """Rows of the draw."""
-        return sum([e.num_draws for e in self.entries])
+        return sum([len(e.run) or e.draws > 0 for e in self.entries])
 
     @functools.cached_property
     def verifies(self) -> bool:

@@ -75,7 +75,7 @@ class Queues:
 
     def _run(self, seq: Sequence, *, num_computed: int, fill: int) -> None:
         self.waiting.enter(seq)
-        slot = self.adapters.take(seq.adapter)
+        slot = None if seq.adapter is None else self.adapters.take(seq.adapter)
         row = self.free_rows.pop()
         seq.run(device_row=row, adapter_slot=slot, num_computed=num_computed, fill=fill)
         self.running[seq] = None
@@ -157,4 +157,5 @@ class Queues:
         self.waiting.leave(seq)
         self.blocks.free(seq)
         self.free_rows.append(seq.device_row)
-        self.adapters.leave(seq.adapter)
+        if seq.adapter is not None:
+            self.adapters.leave(seq.adapter)

@@ -8,7 +8,6 @@ once. Rows that wait for the host are left out until their request has steered t
 from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as List
-from typing import Any
 
 from jpaged.engine import integrity
 from jpaged.engine.cache.block_manager import BlockManager
@@ -17,6 +16,7 @@ from jpaged.engine.drafting import Drafter
 from jpaged.engine.plan import Phase, Plan, PlanEntry, dispatch
 from jpaged.engine.queues import Queues
 from jpaged.engine.sequence import Sequence, Status
+from jpaged.engine.types import Report
 
 # Rows that decode for each token that a step of runs saves, at most: below that it is the slower.
 LEAST_RUN = 4
@@ -79,7 +79,7 @@ class Scheduler:
     @property
     def _is_filling(self) -> bool:
         """Whether a row has a prompt of which chunks are left."""
-        return any(seq.is_prefilling for seq in self.queues.running)
+        return bool([seq for seq in self.queues.running if seq.num_dispatched < seq.fill])
 
     @property
     def _is_stuck(self) -> bool:
@@ -87,7 +87,7 @@ class Scheduler:
         those for blocks.
         """
         running = self.queues.running
-        return bool(running) and not any(seq.in_flight or seq.can_decode for seq in running)
+        return bool(running) and not [s for s in running if s.in_flight or s.can_decode]
 
     def trim(self) -> None:
         """Give back the blocks that the windows of the last plan's sequences have left."""
@@ -100,13 +100,14 @@ class Scheduler:
         if not entries:
             return Plan(phase=phase, entries=())
         self._planned = [entry.seq for entry in entries] if self.blocks.windowed else []
+        adapters = self.queues.adapters
         return Plan(
             phase=phase,
             entries=tuple(entries),
             copies=self.blocks.take_copies(),
             block_stores=self.blocks.take_stores(),
             block_loads=self.blocks.take_loads(),
-            loads=self.queues.adapters.take_loads(),
+            loads=adapters.take_loads() if adapters.loads else (),
         )
 
     def plan_chunks(self, rows: int = 0) -> list[PlanEntry]:
@@ -118,7 +119,7 @@ class Scheduler:
             entries = PrefillPlanner(self.queues, budget).plan()
         return entries
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> Report:
         """Return the blocks that there are and those in use, and how many sequences run and
         wait.
         """
@@ -141,11 +142,14 @@ class Scheduler:
 
     def decoding_rows(self) -> list[Sequence]:
         """Return the rows that decode next; each holds the block that its token is written to."""
+        by_urgency = self.queues.waiting.by_urgency(self.queues.running)
+        ready = [seq for seq in by_urgency if seq.can_decode]
+        lacking = self.blocks.unwritable(ready)
+        if not lacking:
+            return ready
         rows: dict[Sequence, None] = {}
-        for seq in list(self.queues.waiting.by_urgency(self.queues.running)):
-            if seq.status is not Status.RUNNING or not seq.can_decode:
-                continue
-            if self.blocks.make_writable(seq, seq.num_dispatched) or self._make_room(seq, rows):
+        for seq in ready:  # one that makes room for another runs no more
+            if seq.status is Status.RUNNING and (seq not in lacking or self._make_room(seq, rows)):
                 rows[seq] = None
         return list(rows)
 
@@ -240,16 +244,19 @@ def _decode(replicas: List[Scheduler]) -> tuple[Phase, list[list[PlanEntry]]]:
         return "decode", []
     planned, drafter = list(zip(replicas, rows, strict=True)), replicas[0].queues.drafter
     runs: dict[Sequence, list[int]] = {}
+    is_masked = False
     for replica, own in planned:
-        runs |= certain_runs(own, replica.most_draws - len(own))
+        structured = [seq for seq in own if seq.structured is not None]
+        if structured:
+            is_masked, room = True, replica.most_draws - len(own)
+            runs |= certain_runs(structured, room, len(own))
     guesses = not runs
     if guesses and drafter is not None:
         runs = drafter.runs(*rows)
     if runs:
         return "prefill", [run_entries(r.blocks, own, runs, guesses=guesses) for r, own in planned]
-    steps = replicas[0].decode_steps
-    if steps > 1 and any(seq.structured is not None for own in rows for seq in own):
-        steps = 1  # one step is drawn under masks, on every replica
+    # One step is drawn under masks, on every replica.
+    steps = 1 if is_masked else replicas[0].decode_steps
     return "decode", [decode_entries(r.blocks, own, steps) for r, own in planned]
 
 
@@ -281,7 +288,7 @@ class PrefillPlanner:
         if not self.blocks.fits(len(seq)):
             self.queues.fail(seq)
             return True
-        if not self.queues.adapters.has_room(seq.adapter):
+        if seq.adapter is not None and not self.queues.adapters.has_room(seq.adapter):
             return False
         match = self._match(seq)
         # A block in hand for every row that runs: an admission that forces a preemption at once is
@@ -360,21 +367,22 @@ def decode_entries(blocks: BlockManager, rows: list[Sequence], most: int) -> lis
         most = 1
     entries = []
     for seq in rows:
-        steps = _steps_ahead(blocks, seq, most)
-        entries.append(dispatch(seq, seq.num_dispatched, steps, draws=steps, decodes=True))
+        start, steps = seq.num_dispatched, 1 if most == 1 else _steps_ahead(blocks, seq, most)
+        is_new = seq.dispatch(start + steps, steps)
+        entries.append(PlanEntry(seq, start, steps, steps, True, is_new, seq.epoch))
     return entries
 
 
-def certain_runs(rows: list[Sequence], room: int) -> dict[Sequence, list[int]]:
+def certain_runs(structured: list[Sequence], room: int, num_rows: int) -> dict[Sequence, list[int]]:
     """Return the certain tokens of rows that have several, as far as `room` holds those beyond one
-    a row; {} where they are too few to be worth the other kind of step.
+    a row; {} where they are too few to be worth the other kind of step for num_rows rows.
     """
     runs, left = dict[Sequence, list[int]](), room
-    for seq in rows:
-        if left > 0 and seq.structured is not None and len(run := seq.forced[: left + 1]) > 1:
+    for seq in structured:
+        if left > 0 and len(run := seq.forced[: left + 1]) > 1:
             runs[seq] = run
             left -= len(run) - 1
-    return runs if (room - left) * LEAST_RUN >= len(rows) else {}
+    return runs if (room - left) * LEAST_RUN >= num_rows else {}
 
 
 def run_entries(

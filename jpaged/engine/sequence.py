@@ -7,7 +7,7 @@ import enum
 from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as List
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jpaged.engine.adapters import AdapterVersion
 from jpaged.engine.constraint import Constraint, Text
@@ -51,7 +51,7 @@ class Sequence:
     __slots__ = (
         # what the caller asked for
         *("request", "request_id", "origin", "sampling_params", "key", "index", "salt", "adapter"),
-        *("priority", "eos_ids", "stop_ids"),
+        *("priority", "draw", "eos_ids", "stop_ids"),
         *("prompt_len", "score_only", "end", "text", "structured", "waits_for_host", "controls"),
         *("ahead", "num_masked"),
         # what came of it
@@ -91,6 +91,8 @@ class Sequence:
         self.key = key  # threefry key data of the request
         self.index = index  # which of the request's samples
         self.priority = int(sampling_params.priority)  # lower ones run sooner
+        # The least of the steps that can serve it: see SamplingParams.draw.
+        self.draw: Literal["plain", "filtered", "full"] = sampling_params.draw
         self.adapter = adapter
         # Cached blocks are shared under one salt and one version of an adapter only.
         self.salt = b"" if salt is None else salt.encode()
@@ -193,10 +195,13 @@ class Sequence:
         return is_new
 
     def arrive(self, epoch: int, draws: int) -> None:
-        """Count the result of a dispatch that went out in this epoch and drew so many tokens."""
+        """Count the result of a dispatch that went out in this epoch and drew so many tokens, all
+        of which have been dealt with: see `settle`.
+        """
         self.in_flight -= 1
         if epoch == self.epoch:
             self.pending -= draws
+        self.num_committed = len(self.token_ids)
 
     def append(
         self,
@@ -206,7 +211,7 @@ class Sequence:
         top: Top | None = None,
         allowed: float | None = None,
     ) -> None:
-        """Add a token that was drawn (see Generated.append); `settle` makes it last."""
+        """Add a token that was drawn (see Generated.append); `settle` or `arrive` makes it last."""
         self.token_ids.append(token_id)
         self.generated.append(token_id, logprob, weight_version, top, allowed)
 
@@ -289,7 +294,8 @@ class Sequence:
         """
         if self.waits_for_host and (self.pending or self.candidates is not None):
             return False
-        return not self.is_prefilling and len(self.token_ids) + self.pending < self.end
+        is_prefilled = self.num_dispatched >= self.fill
+        return is_prefilled and len(self.token_ids) + self.pending < self.end
 
     @property
     def num_closed(self) -> int:

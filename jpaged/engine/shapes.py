@@ -56,7 +56,7 @@ class Shape:
         return False
 
     @property
-    def order(self) -> tuple[Any, ...]:
+    def order(self) -> tuple[str, int, int, str]:
         """A key to sort by: the smallest of a phase first."""
         return self.phase, self.tokens, self.rows, str(self)
 
@@ -164,7 +164,7 @@ def choose_shapes(plan: Plan, config: EngineConfig) -> StepShapes:
     assert config.token_buckets is not None and config.seq_buckets is not None
     assert config.decode_steps is not None
     drawing = [e.seq for e in plan.entries if e.draws]
-    asked: list[Draws] = [DRAWS[0], *[seq.sampling_params.draw for seq in drawing]]
+    asked: set[Draws] = {DRAWS[0], *[seq.draw for seq in drawing]}
     draws = max(asked, key=DRAWS.index)
     rows = _ceil(config.seq_buckets, plan.num_draws)
     tables, blocks = len(plan.entries[0].seq.block_tables), config.max_blocks_per_seq

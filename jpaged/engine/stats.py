@@ -4,10 +4,10 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator
 from time import perf_counter
-from typing import Any
 
 from jpaged.engine.packing import Batch
 from jpaged.engine.plan import Plan
+from jpaged.engine.types import Report
 
 
 class Stats:
@@ -97,7 +97,7 @@ class Stats:
             self.decode_time_s += took
         return took, ran_ahead
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> Report:
         """Return the totals and what follows from them."""
         totals = {
             name: x

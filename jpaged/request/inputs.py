@@ -218,7 +218,7 @@ def as_list(prompts: PromptsLike) -> list[Any]:
     if not isinstance(prompts, Sequence):
         wanted = "a str, token ids, a dict, or a list of these"
         raise RequestError(f"prompts of type {type(prompts).__name__}: pass {wanted}")
-    if prompts and all(is_scalar(x) for x in prompts):
+    if prompts and is_scalar(prompts[0]) and all(is_scalar(x) for x in prompts):
         return [list(prompts)]  # one prompt of token ids
     return list(prompts)
 
@@ -392,9 +392,11 @@ def _token_ids(prompt: object, most: int | None) -> list[int]:
     else:
         if most is not None and len(prompt) >= most:
             raise _too_long(len(prompt), most)
-        if bad := [t for t in prompt if not is_scalar(t)]:
-            raise RequestError(f"prompt token id {bad[0]!r}: must be an integer")
-        ids = [int(t) for t in prompt]
+        ids = list(prompt)
+        if set(map(type, ids)) != {int}:  # else each is one, as nearly always
+            if bad := [t for t in ids if not is_scalar(t)]:
+                raise RequestError(f"prompt token id {bad[0]!r}: must be an integer")
+            ids = [int(t) for t in ids]
     if not ids:
         raise RequestError("prompt [] is empty: at least one token is needed")
     return ids

@@ -65,7 +65,7 @@ class NamedLogprobs(List[dict[int, Logprob] | None]):
     def __repr__(self) -> str:
         return repr(list(self))
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return list, (list(self),)
 
     def _text(self, token: int) -> str | None:

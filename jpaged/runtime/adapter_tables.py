@@ -15,7 +15,6 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from jpaged.config import EngineConfig, has_head_adapters
-from jpaged.engine.packing import Batch
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers.low_rank import AdapterTable
 from jpaged.models.lora import Pairs, adapted_specs
@@ -164,12 +163,6 @@ class AdapterTables:
         self.model, self.config, self.placement, self.dtype = model, config, placement, dtype
         self.arrays: Tables | None = None
         self._compiled: Any = None
-
-    def write_loads(self, batch: Batch) -> None:
-        """Write the adapters that a batch brings into their slots."""
-        for replica, part in enumerate(batch.each):
-            for slot, adapter in part.loads:
-                self.load(replica, slot, adapter.data)
 
     def allocate(self) -> None:
         """Have them, of zeros at first, and what writes to them."""

@@ -2,7 +2,6 @@
 
 import dataclasses
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -30,7 +29,7 @@ from jpaged.runtime.mesh import Placement
 from jpaged.runtime.processes import Peers, put
 from jpaged.runtime.stand_ins import StandIns
 from jpaged.runtime.step_table import Usage
-from jpaged.runtime.steps import StepSetting, uses
+from jpaged.runtime.steps import StepSetting, Uses, uses
 from jpaged.runtime.transfers import Sent, Transfers
 from jpaged.runtime.vocabulary import WHOLE, Vocabulary
 
@@ -102,6 +101,7 @@ class Runner:
         self.transfers = Transfers(placement, peers)
         self.adapters = AdapterTables(setting.model, config, placement, params.dtype)
         self.usage: dict[Shape, Usage] = {}
+        self._uses: dict[Shape, Uses] = {}  # of the steps that have run
         self._state: DeviceState | None = None
         self._counts_RV: Array | None = None  # only once a request needs the "full" step
 
@@ -133,20 +133,19 @@ class Runner:
         return 0 if self._state is None else bytes_of(self.pools)
 
     def fit(self, buckets: StepShapes) -> StepShapes:
-        """Return what to run for these buckets: see StandIns. Over processes they run themselves:
-        which steps are compiled may differ.
+        """Return what to run for these buckets: themselves if they are compiled, else see
+        StandIns. Over processes they run themselves: which steps are compiled may differ.
         """
-        runs_itself = self.steps.is_sealed or self.peers is not None
-        return buckets if runs_itself else self.stand_ins.fit(buckets)
+        if self.steps.is_sealed or self.peers is not None or not self._missing(buckets):
+            return buckets
+        return self.stand_ins.fit(buckets)
 
     def dispatch(self, batch: Batch) -> Handle:
         """Start a step, all but a draw under masks; the state is rebound to its result before this
         returns. CapacityError where memory runs out.
         """
         with explained(self.config), self.transfers.sending():
-            buckets = [bucket for bucket in (batch.bucket, batch.sample) if bucket is not None]
-            counts = any(part.counts for part in batch.each)
-            self._prepare(buckets, full=counts or any(b.is_full for b in buckets))
+            self._prepare(batch)
             if self.peers is None:
                 return self._dispatch(batch)
             return self._dispatch_with(self.peers, batch)
@@ -165,7 +164,7 @@ class Runner:
 
         def start() -> Handle:
             with explained(self.config), self.transfers.sending():
-                return self._draw(handle, *self._put_masks(masks_SW))
+                return self._draw(handle, self._put_masks(masks_SW))
 
         return start() if self.peers is None else self.peers.call(start, "dispatching a draw")
 
@@ -173,45 +172,56 @@ class Runner:
         for replica, part in enumerate(batch.each):
             for row, token_ids, prompt_len in part.counts:
                 self._counts_RV = self._with_counts(replica, row, token_ids, prompt_len)
+            for slot, adapter in part.loads:
+                self.adapters.load(replica, slot, adapter.data)
         if batch.copies is not None:
             self._copy_blocks(self.transfers.put(batch.copies))
-        packed = self.transfers.put(batch.packed)
-        self.adapters.write_loads(batch)
-        if batch.bucket.phase == "draft":
-            return self._drafted(batch, packed)
-        arrays = self._arrays_of(batch.bucket)
-        if batch.drawing is batch.bucket:
-            step = self._ran(batch.bucket, batch.num_tokens, batch.padded_tokens)
-            state, out = step(arrays, self._lent(batch.bucket), packed)
+        packed, bucket = self.transfers.put(batch.packed), batch.bucket
+        step, arrays = self._step(bucket, batch.num_tokens, batch.padded_tokens)
+        state = self._lent(bucket)
+        if bucket.draws is None:
+            masks = () if batch.masks_TW is None else (self._put_masks(batch.masks_TW),)
+            kv, hidden, packed, scored = step(arrays, state.kv, state.rows, packed, *masks)
+            self._state = DeviceState(kv=kv, rows=state.rows)
+            handle = Handle(
+                batch=batch,
+                outs=() if scored is None else (scored,),
+                done=hidden,
+                undrawn=(hidden, packed),
+                weight_version=self.weight_version,
+            )
+            draws_now = batch.sample is not None and not batch.sample.masked
+            return self._draw(handle) if draws_now else handle
+        if bucket.phase == "draft":
+            kv, out = step(arrays, state.kv, state.rows, packed)
+            self._state = DeviceState(kv=kv, rows=state.rows)
+        else:
+            state, out = step(arrays, state, packed)
             self._take_back(state)
-            return self._handle(batch, outs=(out,), done=out)
-        state = self._lent(batch.bucket)
-        step = self._ran(batch.bucket, batch.num_tokens, batch.padded_tokens)
-        masks = self._put_masks(batch.masks_TW)
-        kv, hidden, packed, scored = step(arrays, state.kv, state.rows, packed, *masks)
-        self._state = DeviceState(kv=kv, rows=state.rows)
-        outs = () if scored is None else (scored,)
-        handle = self._handle(batch, outs=outs, done=hidden)
-        if batch.sample is None:
-            return handle
-        handle = dataclasses.replace(handle, undrawn=(hidden, packed))
-        return handle if batch.sample.masked else self._draw(handle)
+        return Handle(batch=batch, outs=(out,), done=out, weight_version=self.weight_version)
 
     def _draw(self, handle: Handle, *masks: Sent) -> Handle:
         batch, state = handle.batch, self._state
         assert batch.sample is not None and handle.undrawn is not None and state is not None
         hidden, packed = handle.undrawn
-        step = self._ran(batch.sample, batch.num_rows, batch.sample.rows * len(batch.each))
-        arrays = self._arrays_of(batch.sample)
+        padded = batch.sample.rows * len(batch.each)
+        step, arrays = self._step(batch.sample, batch.num_rows, padded)
         rows, out = step(arrays, hidden, self._lent(batch.sample).rows, packed, *masks)
         self._take_back(DeviceState(kv=state.kv, rows=rows))
         return dataclasses.replace(
             handle, outs=(out, *handle.outs), undrawn=None, weight_version=self.weight_version
         )
 
-    def _prepare(self, buckets: Sequence[Shape], *, full: bool) -> None:
+    def _missing(self, buckets: StepShapes) -> list[Shape]:
+        """Return those of the shapes of a dispatch that are not compiled."""
+        return [b for b in buckets if b is not None and b not in self.steps]
+
+    def _prepare(self, batch: Batch) -> None:
         """Make the arrays and the steps of a dispatch that are missing, side by side."""
-        missing = [bucket for bucket in buckets if bucket not in self.steps]
+        sample = batch.sample
+        full = batch.bucket.is_full or (sample is not None and sample.is_full)
+        full = full or bool([part for part in batch.each if part.counts])
+        missing = self._missing((batch.bucket, sample))
         if self._state is not None and not missing:
             self.allocate(full=full)
             return
@@ -224,20 +234,11 @@ class Runner:
             for future in made:
                 future.result()
 
-    def _drafted(self, batch: Batch, packed: Sent) -> Handle:
-        step = self._ran(batch.bucket, batch.num_tokens, batch.padded_tokens)
-        state = self._lent(batch.bucket)
-        kv, out = step(self._arrays_of(batch.bucket), state.kv, state.rows, packed)
-        self._state = DeviceState(kv=kv, rows=state.rows)
-        return self._handle(batch, outs=(out,), done=out)
-
-    def _put_masks(self, masks_SW: np.ndarray | None) -> tuple[Sent, ...]:
-        """Send masks up, as wide as the padded vocabulary, if there are any."""
-        if masks_SW is None:
-            return ()
+    def _put_masks(self, masks_SW: np.ndarray) -> Sent:
+        """Send masks up, as wide as the padded vocabulary."""
         if padding := self.steps.setting.mask_words - masks_SW.shape[1]:
             masks_SW = np.pad(masks_SW, ((0, 0), (0, padding)))
-        return (self.transfers.put(masks_SW),)
+        return self.transfers.put(masks_SW)
 
     def _with_counts(
         self, replica: int, row: int, token_ids: list[int], prompt_len: int
@@ -261,16 +262,19 @@ class Runner:
         kv = self.steps.copy_blocks()(self._state.kv, copies_GC2)
         self._state = dataclasses.replace(self._state, kv=kv)
 
-    def _handle(self, batch: Batch, *, outs: tuple[Array, ...], done: Array) -> Handle:
-        return Handle(batch=batch, outs=outs, done=done, weight_version=self.weight_version)
-
-    def _arrays_of(self, bucket: Shape) -> list[Array]:
-        """Return the leaves of a step's StepParams."""
-        needs = uses(bucket, self.steps.setting)
+    def _step(self, bucket: Shape, tokens: int, padded: int) -> tuple[Any, list[Array]]:
+        """Return a step, whose run is counted here, and the leaves of its StepParams."""
+        if bucket not in self.usage:
+            self.usage[bucket] = Usage()
+            self._uses[bucket] = uses(bucket, self.steps.setting)
+        usage, needs = self.usage[bucket], self._uses[bucket]
+        usage.hits += 1
+        usage.tokens += tokens
+        usage.padded += padded
         arrays = self._arrays if needs.model else []
         if needs.adapters:
             arrays = arrays + jax.tree.leaves(self.adapters.arrays)
-        return arrays + self._draft_arrays if needs.draft else arrays
+        return self.steps[bucket], arrays + self._draft_arrays if needs.draft else arrays
 
     def _lent(self, bucket: Shape) -> DeviceState:
         """Return the state for a step: with the counts for one that needs them."""
@@ -285,13 +289,6 @@ class Runner:
             self._counts_RV = state.rows.counts_RV
         rows = dataclasses.replace(state.rows, counts_RV=None)
         self._state = dataclasses.replace(state, rows=rows)
-
-    def _ran(self, bucket: Shape, tokens: int, padded: int) -> Any:
-        usage = self.usage.setdefault(bucket, Usage())
-        usage.hits += 1
-        usage.tokens += tokens
-        usage.padded += padded
-        return self.steps[bucket]
 
     def fetch(self, handle: Handle) -> list[StepResult]:
         """Wait for a step and return the result of each replica: one buffer is read, or two where a
@@ -410,8 +407,9 @@ class Runner:
     def report(self) -> dict[str, Any]:
         """Return what was compiled and moved so far."""
         seconds = self.steps.seconds.copy()  # at once: other threads add to it
+        names = dict.fromkeys(p.kernel.name for p in self.pools if p.kernel is not None)
         return {
-            "attention": next((p.kernel.name for p in self.pools if p.kernel is not None), None),
+            "attention": "+".join(names) or None,
             "quantized_activations": activations_of(self.steps.setting.choices, self.params),
             "num_compiles": len(seconds),
             "compile_time_s": sum(seconds.values()),

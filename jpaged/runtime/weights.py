@@ -187,9 +187,10 @@ class ServingWeights:
         version.
         """
         arrays = jax.tree.leaves(params)  # of a weight in 8 or 4 bits its scales too
-        same = len(arrays) == len(self._refs) and all(
-            r is not None and r() is x for r, x in zip(self._refs, arrays, strict=True)
-        )
+        served = [None if ref is None else ref() for ref in self._refs]  # None is no leaf
+        same = len(arrays) == len(served) and not [
+            x for x, y in zip(arrays, served, strict=True) if x is not y
+        ]
         if same and self._bound is not None:
             return False
         self.check_dtypes(params)

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jpaged.checks import JsonObject
 from jpaged.errors import RequestError
 from jpaged.types import Structured
 
@@ -91,7 +92,7 @@ def _kind(structured: object) -> str:
     return kind
 
 
-def guidance_of(schema: Any, *, compact: bool = False) -> dict[str, Any]:
+def guidance_of(schema: object, *, compact: bool = False) -> JsonObject:
     """Return the options (x-guidance) under which a schema becomes a grammar: its own, and white
     space of a bounded length unless they say something of white space. compact: none at all.
 
@@ -105,7 +106,7 @@ def guidance_of(schema: Any, *, compact: bool = False) -> dict[str, Any]:
     return {**guidance, "whitespace_pattern": WHITE_SPACE}
 
 
-def own_guidance(schema: Any) -> dict[str, Any]:
+def own_guidance(schema: object) -> JsonObject:
     """Return the options that a schema has; ValueError where they are none."""
     guidance = schema.get(GUIDANCE, {}) if isinstance(schema, Mapping) else {}
     if not isinstance(guidance, Mapping):

@@ -1,6 +1,5 @@
 """A loop that checks the engine's invariants after every step, over the device of mock.py."""
 
-import dataclasses
 import itertools
 import weakref
 from array import array
@@ -268,9 +267,8 @@ class Host:
         early_stopping: EarlyStopping = False,
         **options: Any,
     ) -> BeamSearch:
-        root = self.sequence(prompt, max_tokens, temperature=0.0, **options)
-        wanted = num_candidates(width, len(root.eos_ids))
-        root.sampling_params = dataclasses.replace(root.sampling_params, logprobs=wanted)
+        wanted = num_candidates(width, len(options.get("eos_ids", ())))
+        root = self.sequence(prompt, max_tokens, temperature=0.0, logprobs=wanted, **options)
         search = BeamSearch(
             root, width, length_penalty=length_penalty, early_stopping=early_stopping, prompt=None
         )

@@ -2,6 +2,7 @@
 stop.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -141,19 +142,18 @@ def no_blocks_ahead(patch: pytest.MonkeyPatch) -> None:
 def drawn_once(patch: pytest.MonkeyPatch) -> None:
     """All tokens of a dispatch count as one in flight."""
 
-    def mutated(seq: Sequence, start: int, num_tokens: int, *, draws: int, **rest) -> PlanEntry:
-        entry = dispatch(seq, start, num_tokens, draws=draws, **rest)
-        seq.pending -= max(draws - 1, 0)
-        return entry
-
-    dispatch = scheduler.dispatch
-    patch.setattr(scheduler, "dispatch", mutated)
+    dispatch = Sequence.dispatch
+    patch.setattr(Sequence, "dispatch", lambda self, end, draws: dispatch(self, end, min(draws, 1)))
 
 
 def hashed_too_early(patch: pytest.MonkeyPatch) -> None:
     """A block is hashed when its last token is drawn, before that token's KV is written."""
-    close = commit._close_written
-    patch.setattr(commit, "_close_written", lambda queues, entry, n: close(queues, entry, n + 1))
+
+    def mutated(queues: Queues, entry: PlanEntry, row: int, result: StepResult) -> None:
+        append(queues, dataclasses.replace(entry, start=entry.start + 1), row, result)
+
+    append = commit._append_drawn
+    patch.setattr(commit, "_append_drawn", mutated)
 
 
 def never_hashed(patch: pytest.MonkeyPatch) -> None:

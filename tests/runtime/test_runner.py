@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from jpaged import LLM, ConfigError, SamplingParams
-from jpaged.engine.engine import Engine
+from jpaged.engine.commit import commit
 from jpaged.engine.plan import Plan, StepResult
+from jpaged.engine.queues import Queues
+from jpaged.engine.sequence import Request
 from jpaged.engine.shapes import DecodeShape, shape_table
 from jpaged.runtime.runner import Runner
 from tests.tiny import (
@@ -245,17 +247,15 @@ def test_results_carry_the_version_of_the_weights_that_drew(
 ) -> None:
     other = LLM(make_params(), **vars(ENGINE))
     drawn: list[tuple[int, list[int]]] = []
-    commit = Engine.commit
 
-    def watched(self: Engine, plans: list[Plan], results: list[StepResult]) -> None:
-        commit(self, plans, results)
-        for plan in plans:
-            drawn.extend(
-                (e.seq.request.weight_version, e.seq.generated.weight_versions)
-                for e in plan.entries
-            )
+    def watched(queues: Queues, plan: Plan, result: StepResult) -> list[Request]:
+        to_steer = commit(queues, plan, result)
+        drawn.extend(
+            (e.seq.request.weight_version, e.seq.generated.weight_versions) for e in plan.entries
+        )
+        return to_steer
 
-    monkeypatch.setattr(Engine, "commit", watched)
+    monkeypatch.setattr("jpaged.engine.engine.commit", watched)
     for version in (1, 2, 3):
         drawn.clear()
         run(other, FULL)

@@ -63,11 +63,11 @@ class BlockManager:
     @property
     def num_blocks(self) -> int:
         """Blocks of all groups."""
-        return sum(group.num_blocks for group in self.groups)
+        return sum([group.num_blocks for group in self.groups])
 
     @property
     def num_used(self) -> int:
-        return sum(group.num_used for group in self.groups)
+        return sum([group.num_used for group in self.groups])
 
     @property
     def can_rewind(self) -> bool:
@@ -83,7 +83,7 @@ class BlockManager:
 
     def fits(self, num_tokens: int) -> bool:
         """Return whether a sequence that is alone can grow to this many tokens."""
-        return all(group.fits(num_tokens) for group in self.groups)
+        return not [group for group in self.groups if not group.fits(num_tokens)]
 
     def has_free(self, count: int) -> bool:
         return all(len(group.free) >= count for group in self.groups)
@@ -104,9 +104,10 @@ class BlockManager:
         """
         assert not seq.block_tables, f"{seq!r} already holds blocks"
         starts = zip(self.groups, match.tables, match.slots, strict=True)
-        seq.block_tables = tuple(
+        tables = [
             group.admit(start, match.contents, slots, len(seq)) for group, start, slots in starts
-        )
+        ]
+        seq.block_tables = tuple(tables)
         size = match.num_blocks * self.block_size
         seq.first_held = [group.first_seen(size) for group in self.groups]
         seq.contents = list(match.contents)
@@ -117,7 +118,7 @@ class BlockManager:
         tokens are computed in a step each, not side by side.
         """
         pairs = zip(self.groups, seq.block_tables, strict=True)
-        return min(group.reach(table, one_by_one=one_by_one) for group, table in pairs)
+        return min([group.reach(table, one_by_one=one_by_one) for group, table in pairs])
 
     def extend(self, seq: Sequence, num_tokens: int, *, one_by_one: bool = False) -> None:
         """Append fresh blocks until every table covers this many tokens, which `reach` allows."""
@@ -142,6 +143,19 @@ class BlockManager:
         for group, table in zip(self.groups, seq.block_tables, strict=True):
             group.unwritten.update(table[before : seq.num_closed])
 
+    def unwritable(self, seqs: Iterable[Sequence]) -> set[Sequence]:
+        """Return those of these sequences that have no block of their own, in some group, for their
+        next token: `make_writable` gives it.
+        """
+        size, lacking = self.block_size, set[Sequence]()
+        for at, group in enumerate(self.groups):
+            blocks = group.blocks
+            for seq in seqs:
+                table, i = seq.block_tables[at], seq.num_dispatched // size
+                if i >= len(table) or blocks[table[i]].ref_count > 1:
+                    lacking.add(seq)
+        return lacking
+
     def make_writable(self, seq: Sequence, position: int) -> bool:
         """Let a sequence write the block of a position: a fresh one, or its copy of a shared one.
         False, and nothing changed, where a group has no free block for it.
@@ -150,8 +164,7 @@ class BlockManager:
         """
         i = position // self.block_size
         lacking = []
-        for at, table in enumerate(seq.block_tables):  # asked of each row in each step
-            group = self.groups[at]
+        for group, table in zip(self.groups, seq.block_tables, strict=True):
             if i >= len(table) or group.blocks[table[i]].ref_count > 1:
                 lacking.append((group, table))
         if not lacking:
@@ -167,7 +180,7 @@ class BlockManager:
         """Return (source, target) pairs since the last call, in the order in which they must be
         copied.
         """
-        copies = tuple(tuple(group.copies) for group in self.groups)
+        copies = tuple([tuple(group.copies) for group in self.groups])
         for group in self.groups:
             group.copies.clear()
         return copies

@@ -67,8 +67,8 @@ class Contents:
         """Return the content of a sequence's block after its parent, which is known from now on."""
         content = self.find(seq, i, size, parent)
         if content is None:
-            content = Content(chain_hash(seq, i, size), seq.block_bytes(i, size), parent)
-            self._known[chain_hash(seq, i, size)] = content
+            key = chain_hash(seq, i, size)
+            content = self._known[key] = Content(key, seq.block_bytes(i, size), parent)
         return content
 
     def _new_root(self) -> Content:

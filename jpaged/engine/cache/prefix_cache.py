@@ -69,17 +69,16 @@ class PrefixCache:
         size, last = self.block_size, len(seq) - 1
         limit = last if most is None else min(most, last)
         contents, parent = list[Content](), self.contents.root
-        tables: tuple[list[int], ...] = tuple([] for _ in self.groups)
-        slots: tuple[dict[int, Slot], ...] = tuple({} for _ in self.groups)
+        tables: tuple[list[int], ...] = tuple([[] for _ in self.groups])
+        slots: tuple[dict[int, Slot], ...] = tuple([{} for _ in self.groups])
         num_known = 0
         for i in range(limit // size if self.is_on else 0):
             content = self.contents.find(seq, i, size, parent)
             if content is None:
                 break
             matched = [group.matched(content) for group in self.groups]
-            if any(
-                x is None and g.window is None for x, g in zip(matched, self.groups, strict=True)
-            ):
+            pairs = zip(matched, self.groups, strict=True)
+            if [group for x, group in pairs if x is None and group.window is None]:
                 break
             num_known, parent = i + 1, content
             contents.append(content)
@@ -122,7 +121,7 @@ class PrefixCache:
         reads, as a match.
         """
         length = len(tables[0])
-        if any(GONE in table for table in tables):
+        if [table for table in tables if GONE in table]:
             for i in reversed(range(length)):
                 for group, table in zip(self.groups, tables, strict=True):
                     if table[i] == GONE and i >= group.first_seen(length * self.block_size):
@@ -132,10 +131,12 @@ class PrefixCache:
         kept = zip(firsts, slots, strict=True)
         return Match(
             contents[:length],
-            tuple([GONE] * first + table[first:length] for first, table in cut),
+            tuple([[GONE] * first + table[first:length] for first, table in cut]),
             tuple(
-                {i: x for i, x in slots_of_group.items() if first <= i < length}
-                for first, slots_of_group in kept
+                [
+                    {i: x for i, x in slots_of_group.items() if first <= i < length}
+                    for first, slots_of_group in kept
+                ]
             ),
             num_known,
         )

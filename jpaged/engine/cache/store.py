@@ -10,9 +10,10 @@ step that reads it. Prefixes that were evicted and sequences that were preempted
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as List
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from jpaged.engine.cache.contents import Content
+from jpaged.engine.types import BlockData
 
 
 class Slot:
@@ -20,7 +21,7 @@ class Slot:
 
     __slots__ = ("content", "data", "group")
 
-    def __init__(self, content: Content, group: int, data: Any = None):
+    def __init__(self, content: Content, group: int, data: BlockData = None):
         self.content = content
         self.group = group
         self.data = data
@@ -51,7 +52,7 @@ class BlockStore(Protocol):
         """
         ...
 
-    def put(self, slot: Slot, data: Any) -> None:
+    def put(self, slot: Slot, data: BlockData) -> None:
         """Keep the data of a block that was offered, unless its slot was given up meanwhile."""
         ...
 
@@ -59,7 +60,7 @@ class BlockStore(Protocol):
         """Return the slot of a block whose data has arrived, if there is one."""
         ...
 
-    def get(self, slot: Slot) -> Any:
+    def get(self, slot: Slot) -> BlockData:
         """Return the data of a block that `find` returned, also after it was given up."""
         ...
 
@@ -121,7 +122,7 @@ class HostStore:
         self._slots.setdefault(content, slots)[group] = slot
         return slot
 
-    def put(self, slot: Slot, data: Any) -> None:
+    def put(self, slot: Slot, data: BlockData) -> None:
         if self._slots.get(slot.content, {}).get(slot.group) is slot:
             slot.data = data
 
@@ -129,7 +130,7 @@ class HostStore:
         slot = self._slots.get(content, {}).get(group)
         return None if slot is None or slot.data is None else slot
 
-    def get(self, slot: Slot) -> Any:
+    def get(self, slot: Slot) -> BlockData:
         assert slot.data is not None, "loaded before it arrived"
         return slot.data
 

@@ -346,13 +346,14 @@ def _understood(
         raise BodyError(refused, code="unsupported_field")
     if params.structured is not None:
         llm.session.builder.matcher(params.structured)  # the request will find it compiled
-    sizes = None
-    if body.wants_continuous_usage:
-        sizes = [len(llm.session.inputs.prompt(prompt).ids) for prompt in prompts]
     if adapter is not None:
         prompts = [with_adapter(adapter, prompt) for prompt in prompts]
     if salt is not None:
         prompts = [with_salt(salt, prompt) for prompt in prompts]
+    sizes = None
+    if body.wants_continuous_usage:  # tokenized here, once, since each event says the size
+        tokenized = [llm.session.inputs.prompt(prompt) for prompt in prompts]
+        prompts, sizes = tokenized, [len(prompt.ids) for prompt in tokenized]
     return Asked(
         body=body,
         params=params,
