@@ -253,7 +253,8 @@ def explained(config: EngineConfig, *, pool_bytes: int | None = None) -> Iterato
         if isinstance(e, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(e):
             raise
         if pool_bytes is not None:
-            lower = _settings(config, "num_blocks", "memory_utilization", last=" or ")
+            states = () if config.num_states is None else ("num_states",)
+            lower = _settings(config, "num_blocks", *states, "memory_utilization", last=" or ")
             raise ConfigError(
                 f"the KV pool of {pool_bytes} bytes does not fit the device: lower {lower}"
             ) from e

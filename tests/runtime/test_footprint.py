@@ -19,6 +19,7 @@ import jpaged
 from jpaged import ConfigError, EngineConfig, ModelConfig, SamplingParams
 from jpaged.engine.shapes import PrefillShape, shape_table
 from jpaged.models.forward import bind
+from jpaged.models.layers.conv import ConvConfig
 from jpaged.models.layers.delta import DeltaConfig
 from jpaged.models.params import param_shapes
 from jpaged.models.served import served_config
@@ -42,6 +43,9 @@ WIDE = config(
 )
 MIXTURE = dataclasses.replace(
     WIDE, num_experts=16, experts_per_token=4, expert_size=384, intermediate_size=8
+)
+SHORT_CONVS = dataclasses.replace(
+    WIDE, layers=[dataclasses.replace(WIDE.layers[0], mixer=ConvConfig(channels=256)), *WIDE.layers]
 )
 
 
@@ -120,6 +124,8 @@ SHAPES = [
     (dataclasses.replace(WIDE, num_layers=12), "bfloat16", {"block_size": 64}),
     (MIXTURE, "bfloat16", {"max_num_batched_tokens": 512}),
     (MIXTURE, "float32", {"max_num_seqs": 64}),
+    (SHORT_CONVS, "bfloat16", {"max_num_seqs": 64, "max_num_batched_tokens": 512}),
+    (SHORT_CONVS, "float32", {"max_num_batched_tokens": 2048}),
 ]
 
 
