@@ -37,6 +37,8 @@ class Facts:
     heads and KV heads of a layer.
 
     is_batch_invariant: whether a row's bits are the same in any batch without pinned steps.
+    states_are_alike: whether the bits of states depend neither on the batch nor on where a step
+    begins; also where there are none.
     activations: the setting quantized_activations. no_cpu_products: why the C++ products of CPUs
     cannot run, "" where they can. no_kernel: why the attention kernel that was named cannot run, ""
     where it can.
@@ -68,6 +70,7 @@ class Facts:
     mesh_axes: tuple[str, ...] | None = None
     heads: tuple[int, int] | None = None
     is_batch_invariant: bool | None = None
+    states_are_alike: bool | None = None
     activations: str | None = None
     no_cpu_products: str | None = None
     no_kernel: str | None = None
@@ -206,6 +209,19 @@ def pinned_steps_draw_one_token(config: EngineConfig, is_batch_invariant: bool) 
         return (
             f"decode_steps={config.decode_steps}: deterministic=True draws one token a dispatch "
             "here"
+        )
+    return None
+
+
+@_rule("deterministic", "model", error=UnsupportedError)
+def deterministic_states_are_stepped(config: EngineConfig, states_are_alike: bool) -> str | None:
+    """`deterministic=True` takes a model without the gated delta rule, or with its C++ kernel for
+    CPUs: XLA's form computes tokens in chunks, whose bits depend on where a step begins.
+    """
+    if config.deterministic and not states_are_alike:
+        return (
+            "deterministic=True: the gated delta rule of this model runs in chunks here, whose "
+            "bits depend on where a step begins; its C++ kernel for CPUs steps token by token"
         )
     return None
 

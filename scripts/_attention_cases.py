@@ -110,6 +110,7 @@ DECODE = (
         dtype=_BF16,
     ),
     Case(name="decode_sinks", contexts=_EDGES, sinks=True),
+    Case(name="decode_d512_bf16", contexts=(1, 17, 0, 66), P=16, K=1, D=512, dtype=_BF16),
     Case(
         name="decode_many_rows",
         contexts=tuple(37 * i % 90 for i in range(40)),
@@ -138,6 +139,18 @@ PREFILL = (
         K=1,
         D=80,
         sliding_window=9,
+    ),
+    Case(
+        name="prefill_d512_bf16", contexts=(5, 66), queries=(5, 18), P=16, K=1, D=512, dtype=_BF16
+    ),
+    Case(
+        name="prefill_d192_window_bf16",
+        contexts=(5, 66),
+        queries=(5, 18),
+        P=16,
+        D=192,
+        sliding_window=20,
+        dtype=_BF16,
     ),
     Case(
         name="prefill_sinks_window",

@@ -1,6 +1,7 @@
 """ModelConfig and EngineConfig: round trips, and refusals that name what they refuse."""
 
 import copy
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig, RopeScaling
+from jpaged.models.layers.attention import AttentionConfig
+from jpaged.models.layers.mlp import MLPConfig
 
 BASE: dict[str, Any] = {
     "vocab_size": 64,
@@ -224,6 +227,50 @@ def test_model_config_round_trip(raw: dict[str, Any], want: dict[str, Any]) -> N
     assert back == config and back.eos_token_ids == config.eos_token_ids
 
 
+def test_what_no_switch_sets_stays_where_switches_change() -> None:
+    changes = {"num_hidden_layers": 2, "num_attention_heads": 2, "n_routed_experts": 16}
+    raw = hf("glm4_moe", n_group=4, topk_group=2, routed_scaling_factor=3.0, norm_topk_prob=False)
+    ours = {"num_layers": 2, "num_heads": 2, "num_experts": 16, "head_dim": 8}
+    changed = dataclasses.replace(ModelConfig.from_hf(raw | {"head_dim": 8}), **ours)
+    assert changed == ModelConfig.from_hf(raw | changes | {"head_dim": 8})
+    assert "('num_groups', 4)" in repr(changed)
+    for family in ("glm4", "hunyuan_v1_dense"):
+        wide = ModelConfig.from_hf(hf(family, head_dim=8, num_key_value_heads=1))
+        made = dataclasses.replace(ModelConfig.from_hf(hf(family, head_dim=8)), num_kv_heads=1)
+        assert made == wide
+
+
+@pytest.mark.parametrize(
+    ("raw", "dense"),
+    [
+        (hf("glm4_moe", first_k_dense_replace=2), (0, 1)),
+        (hf("glm4_moe", first_k_dense_replace=9), (0, 1, 2)),
+        (hf("ernie4_5_moe", moe_layer_start_index=1), (0,)),
+        (hf("ernie4_5_moe", moe_layer_interval=2, moe_layer_start_index=0), (0, 2)),
+        (hf("ernie4_5_moe", moe_layer_start_index=0, moe_layer_end_index=0), (1, 2)),
+        (hf("ernie4_5_moe", moe_layer_start_index=3), (0, 1, 2)),
+    ],
+)
+def test_layers_of_a_mixture_that_have_an_mlp(raw: dict[str, Any], dense: tuple[int, ...]) -> None:
+    config = ModelConfig.from_hf(raw)
+    mlps = [i for i, layer in enumerate(config.layers) if isinstance(layer.ffn, MLPConfig)]
+    assert tuple(mlps) == dense
+    assert ModelConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
+
+
+@pytest.mark.parametrize(("window", "kinds"), [(None, ["full_attention"] * 3), (5, KINDS)])
+def test_exaone_rotates_in_windows_alone_where_there_are_such(window: Any, kinds: Any) -> None:
+    raw = hf("exaone4", sliding_window=window, layer_types=kinds)
+    for hybrid in (raw, raw | {"layer_types": ["full_attention"] * 3}):
+        config = ModelConfig.from_hf(hybrid)
+        mixers = [layer.mixer for layer in config.layers]
+        assert all(isinstance(mixer, AttentionConfig) for mixer in mixers)
+        turned = [mixer.rope is not None for mixer in mixers if isinstance(mixer, AttentionConfig)]
+        full = [kind == "full_attention" for kind in hybrid["layer_types"]]
+        assert turned == [window is None or not is_full for is_full in full]
+        assert ModelConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
+
+
 def test_equal_by_value_without_eos() -> None:
     a, b = (ModelConfig.from_hf(hf("llama", eos_token_id=eos)) for eos in (1, 2))
     assert a == b and hash(a) == hash(b) and a != ModelConfig.from_hf(hf("llama", rope_theta=3.0))
@@ -298,6 +345,14 @@ def test_coerce(tmp_path: Path) -> None:
         (
             hf("ministral3", rope_parameters={"rope_type": "default", "llama_4_scaling_beta": 0.1}),
             "llama_4_scaling_beta=0.1 without original_max_position_embeddings",
+        ),
+        (
+            hf("ministral3", rope_parameters=YARN | {"llama_4_scaling_beta": "0.1"}),
+            "llama_4_scaling_beta='0.1': must be a number",
+        ),
+        (
+            hf("hunyuan_v1_dense", rope_scaling={"type": "dynamic", "alpha": "9", "factor": 1.0}),
+            "alpha='9': must be a number above 0",
         ),
         (hf("qwen3", eos_token_id=["a"]), "eos_token_id"),
     ],

@@ -15,13 +15,16 @@ from jax.sharding import Mesh
 import jpaged
 from jpaged import LLM, EngineConfig, Params, RequestOutput, SamplingParams, kept
 from jpaged.errors import ConfigError, UnsupportedError
+from jpaged.models.layers.conv import ConvConfig
 from jpaged.runtime import memory
 from jpaged.runtime.footprint import form_of, probe_runner
 from jpaged.runtime.mesh import Placement
+from kernels_cpu.library import unavailable
 from tests.hlo import filled
 from tests.recurrent import HYBRID, hybrid
 from tests.tiny import (
     assert_idle,
+    config,
     dense_greedy,
     dense_logprobs,
     engine,
@@ -254,13 +257,13 @@ def test_a_pool_that_grows() -> None:
 
 def test_states_take_no_more_than_keys_and_values() -> None:
     """Where memory is short. Where keys and values fit for all rows, all rows have states."""
-    model, sizes = hybrid(max_position_embeddings=4096), {"block_size": 16, "max_num_seqs": 64}
-    settings = EngineConfig(dtype="float32", **sizes)
+    model = hybrid(max_position_embeddings=4096)
+    settings = EngineConfig(dtype="float32", block_size=16, max_num_seqs=64)
 
     def planned(gib: float, **changes: Any) -> memory.MemoryPlan:
         limits = memory.Limits(total=int(gib * 2**30))
-        config = dataclasses.replace(settings, **changes)
-        return jpaged.plan_memory(model, config, limits=limits, compiled=False)
+        changed = dataclasses.replace(settings, **changes)
+        return jpaged.plan_memory(model, changed, limits=limits, compiled=False)
 
     plenty = planned(4)
     assert plenty.num_states == 64 * 3 and plenty.num_seqs == 64
@@ -277,3 +280,34 @@ def test_states_take_no_more_than_keys_and_values() -> None:
     assert few.num_states == 10 and few.num_blocks > short.num_blocks and few.num_seqs == 5
     runner = probe_runner(model, settings.resolve(model), HERE, form_of(model, HERE, "float32"))
     assert [pool.num_blocks for pool in runner.pools] == [3, 4096 // 16]
+
+
+@pytest.mark.skipif(unavailable() is not None, reason=f"the CPU kernels: {unavailable()}")
+def test_bits_are_those_of_a_request_alone() -> None:
+    """Short convolutions with deterministic=True: in a batch, preempted, from a state that was
+    kept, and in chunks of 7.
+    """
+    model = config(num_layers=3, head_dim=32, intermediate_size=64)
+    conv = ConvConfig(channels=model.hidden_size)
+    layers = [dataclasses.replace(layer, mixer=conv) for layer in model.layers[:2]]
+    model = dataclasses.replace(model, layers=[*layers, model.layers[2]])
+    params = make_params(0, model, jnp.bfloat16)
+
+    def bits(llm: LLM, prompts: list[list[int]]) -> list[bytes]:
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        return [output.outputs[0].token_logprobs.tobytes() for output in outputs]
+
+    llm = LLM(params, **vars(dataclasses.replace(CROWDED, deterministic=True)))
+    assert not llm.session.engine_config.pinned
+    alone = list[bytes]()
+    for prompt in PROMPTS:
+        llm.reset_prefix_cache()
+        alone += bits(llm, [prompt])
+    llm.reset_prefix_cache()
+    for _ in range(2):
+        assert bits(llm, [*PROMPTS, *SHORT])[: len(PROMPTS)] == alone
+    stats = llm.stats()
+    assert stats["preemptions_recomputed"] > 0 and stats["state_hits"] > 0
+    sizes: dict[str, Any] = {"max_num_batched_tokens": 7, "token_buckets": (7,), "max_num_seqs": 3}
+    settings = engine(num_blocks=200, deterministic=True, seq_buckets=(3,), **sizes)
+    assert bits(LLM(params, **vars(settings)), PROMPTS) == alone

@@ -85,7 +85,8 @@ def hf_weights(folder: Path, config: ModelConfig) -> dict[str, Weight]:
     names = stored_names(config)
     stacked: dict[str, list[Piece]] = {}
     wanted: dict[str, tuple[int, ...]] = {}
-    if family.stacked_experts is not None:
+    is_one_by_one = any(".experts.0." in name for name in entries)  # both forms are in use
+    if family.stacked_experts is not None and not is_one_by_one:
         stacked, wanted = stacked_pieces(entries, config, family.stacked_experts)
         names = {ours: tensors for ours, tensors in names.items() if ours not in stacked}
     for stored in (stored for tensors in names.values() for stored in tensors):
@@ -212,7 +213,7 @@ def stored_names(config: ModelConfig) -> dict[str, list[Stored]]:
             name, axes = spec.at(part.hf_name), part.axes
             if "{x}" in name:  # an expert a tensor
                 axes, index = axes.removeprefix("X "), (*index, *[slice(None)] * 2)[1:]
-            shape = tuple(math.prod(spec.shape_of(side)) for side in axes.split(","))
+            shape = tuple(math.prod(spec.shape_of(side)) for side in re.split("[,|]", axes))
             if "{x}" in name:
                 for x in range(spec.shape_of("X")[0]):
                     expert = (slice(x, x + 1), *index)

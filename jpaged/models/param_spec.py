@@ -37,13 +37,14 @@ class ParamSpec:
 
     axes: letters whose sizes are in `sizes`, or sums of letters and numbers. A linear weight has
     its outputs first and, after a comma, its inputs; a spelling without a comma is of a parameter
-    that no product takes. source: its name in a Hugging Face file, in which all outputs are one
-    axis and all inputs another, and {x} is the number of an expert; or the parts that it is stored
-    as. init: "normal" has a standard deviation of 0.02, "residual" that divided by the root of the
-    number of residual additions. split: the letter of the axis that a tensor-parallel mesh axis
-    splits; None: every device holds the whole. in_f32: it is kept in f32, whatever the dtype of the
-    model. layer: the number that replaces {i}. sizes: (letter, size) pairs. `placed` sets the last
-    two.
+    that no product takes: all its axes are one in a file, or as many as bars part them into.
+    source: its name in a Hugging Face file, in which all outputs are one axis and all inputs
+    another, and {x} is the number of an expert; or the parts that it is stored as. init: "normal"
+    has a standard deviation of 0.02, "residual" that divided by the root of the number of residual
+    additions. split: the letter of the axis that a tensor-parallel mesh axis splits; None: every
+    device holds the whole. in_f32: it is kept in f32, whatever the dtype of the model.
+    is_quantized: whether quantization= may store it in 8 or 4 bits, if it is a linear weight.
+    layer: the number that replaces {i}. sizes: (letter, size) pairs. `placed` sets the last two.
     """
 
     name: str
@@ -52,6 +53,7 @@ class ParamSpec:
     init: Init = "normal"
     split: str | None = None
     in_f32: bool = False
+    is_quantized: bool = True
     layer: int | None = None
     sizes: tuple[tuple[str, int], ...] = ()
 
@@ -78,7 +80,7 @@ class ParamSpec:
     def sides(self) -> tuple[list[str], list[str]]:
         """The axes of its outputs and those of its inputs."""
         outputs, _, inputs = self.axes.partition(",")
-        return outputs.split(), inputs.split()
+        return tokens_of(outputs), tokens_of(inputs)
 
     @property
     def is_multiplied(self) -> bool:
@@ -94,8 +96,10 @@ class ParamSpec:
         return tuple(part._replace(name=node + part.name) for part in self.source)
 
     def stored_as(self, names: Mapping[str, str]) -> "ParamSpec":
-        """Return the same parameter with a family's names of some of its parts."""
-        if isinstance(self.source, str):
+        """Return the same parameter with a family's names of some of its parts, or stored whole
+        where the family has a name for that.
+        """
+        if isinstance(self.source, str) or self.name in names:
             return dataclasses.replace(self, source=names.get(self.name, self.source))
         node = self.name[: self.name.rfind(".") + 1]
         parts = (
@@ -187,7 +191,7 @@ IN_LAYER, HF_LAYER = "layers.{i}.", "model.layers.{i}."
 
 def tokens_of(axes: str) -> list[str]:
     """Return the axes of a spelling one by one."""
-    return axes.replace(",", " ").split()
+    return axes.replace(",", " ").replace("|", " ").split()
 
 
 def share(size: int, devices: int) -> int:

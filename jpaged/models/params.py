@@ -24,6 +24,8 @@ from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
 from jpaged.models.families import FAMILIES
 from jpaged.models.layers.attention import AttentionConfig
+from jpaged.models.layers.conv import ConvConfig
+from jpaged.models.layers.delta import DeltaConfig
 from jpaged.models.layers.experts import ExpertsConfig
 from jpaged.models.layers.layer import LayerConfig
 from jpaged.models.layers.mlp import MLPConfig
@@ -53,7 +55,7 @@ EVERYTHING = (
         norms="both",
     ),
     LayerConfig(
-        mixer=None,
+        mixer=DeltaConfig(num_key_heads=1, num_value_heads=1, key_dim=1, value_dim=1),
         ffn=ExpertsConfig(
             num_experts=1,
             experts_per_token=1,
@@ -63,6 +65,7 @@ EVERYTHING = (
             router=RouterConfig(has_bias=True),
         ),
     ),
+    LayerConfig(mixer=ConvConfig(channels=1, bias=True), ffn=None),
 )
 
 

@@ -55,7 +55,7 @@ def served_form(
     devices of a tensor axis split the parameter. ConfigError where it has no whole groups.
     """
     inputs = spec.sides[1]
-    if quantization is None or not inputs or spec.split is None:
+    if quantization is None or not inputs or spec.split is None or not spec.is_quantized:
         return None
     form = FORMS[quantization]
     if spec.split == "V":
@@ -80,7 +80,8 @@ def stored_shapes(spec: ParamSpec, stored: Format, dtype: Any) -> QuantizedWeigh
     alone.
     """
     is_expert = spec.sides[0][:1] == ["X"]
-    if not spec.sides[1] or spec.split in (None, "V") or (stored.only_experts and not is_expert):
+    is_plain = not spec.is_multiplied or not spec.is_quantized or spec.split in (None, "V")
+    if is_plain or (stored.only_experts and not is_expert):
         return None
     shape, num_outputs, form = spec.shape, len(spec.sides[0]), stored.form
     of_scales = form.scale_shape(shape, num_outputs, stored.inputs_of_a_scale)

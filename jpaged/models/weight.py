@@ -90,10 +90,10 @@ class Change:
     def _repeated(self, x: Any, xp: Any) -> Any:
         """Repeat each KV head and deal its query heads out to the copies in order."""
         axis = self.axes.index("K")
-        group, _, others = self.axes[axis + 1].partition("+")
-        if group != "G":
+        *queries, others = self.axes[axis + 1].split("+")  # "G", "G+2", or with gates "G+G+2"
+        if "G" not in (*queries, others):
             return xp.repeat(x, self.repeats, axis=axis)
-        num_query = x.shape[axis + 1] - int(others or 0)
+        num_query = x.shape[axis + 1] - (int(others) if others.isdecimal() else 0)
         q, kv = xp.split(x, [num_query], axis=axis + 1)
         dealt = (x.shape[axis] * self.repeats, num_query // self.repeats)
         q = q.reshape(*x.shape[:axis], *dealt, *x.shape[axis + 2 :])

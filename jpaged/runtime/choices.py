@@ -19,8 +19,11 @@ from jpaged.config import EngineConfig
 from jpaged.models.config import ModelConfig
 from jpaged.models.kv_groups import kv_groups
 from jpaged.models.layers.attention import AttentionConfig
+from jpaged.models.layers.conv import ConvConfig
+from jpaged.models.layers.delta import DeltaConfig
 from jpaged.models.layers.experts import ExpertsConfig
-from jpaged.models.layers.linear import ExpertProducts
+from jpaged.models.layers.layer import LayerConfig
+from jpaged.models.layers.linear import DeltaRule, ExpertProducts
 from jpaged.models.layers.per_layer import TABLE
 from jpaged.models.param_spec import share
 from jpaged.models.quantized import is_quantized
@@ -31,7 +34,7 @@ from jpaged.runtime.mesh import Placement
 from kernels_cpu import library
 from kernels_cpu.linear import NativeProducts, is_width_supported
 from kernels_cpu.rates import rates
-from kernels_pallas import experts, paged_attention
+from kernels_pallas import experts, gated_delta, paged_attention
 from kernels_pallas.experts.interface import Shapes
 from kernels_pallas.implementation import CUDA, Implementation
 
@@ -43,20 +46,24 @@ class Choices:
     """What computes the steps of one model at one place; `choose` makes it.
 
     dtype: of the weights. attention: the kernel of each of kv_groups(model), None of one that keeps
-    states. products: the module that multiplies by
-    weights; None is XLA. experts: the module that multiplies by a mixture's experts; None for a
-    model without. one_pass: the kernel that sums over the vocabulary; None is XLA. in_fp8: the
-    device has tensor cores for products of fp8 by fp8. is_batch_invariant: the bits of a row depend
-    on that row alone in every product and in attention, so that deterministic serving needs no
-    steps of one size. draft: the choices for the model that guesses ahead, if one does.
+    states. products: the module that multiplies by weights; None is XLA. experts: the module that
+    multiplies by a mixture's experts; None for a model without. delta: the module of the gated
+    delta rule; None for a model without. one_pass: the kernel that sums over the vocabulary; None
+    is XLA. in_fp8: the device has tensor cores for products of fp8 by fp8. states_are_alike: the
+    bits of the gated delta rule depend neither on the batch nor on where a step begins.
+    is_batch_invariant: the bits of a row depend on that row alone in every product and in
+    attention, so that deterministic serving needs no steps of one size. draft: the choices for the
+    model that guesses ahead, if one does.
     """
 
     dtype: Any
     attention: tuple[Kernel | None, ...]
     products: NativeProducts | None = None
     experts: ExpertProducts | None = None
+    delta: DeltaRule | None = None
     one_pass: OnePass | None = None
     in_fp8: bool = False
+    states_are_alike: bool = True
     is_batch_invariant: bool = False
     draft: "Choices | None" = None
 
@@ -93,6 +100,8 @@ def choose(
         activations=config.quantized_activations,
     )
     mixture = _experts(served, device, dtype, shards, is_plain)
+    delta = _delta(share_of(model, shards), device)
+    states_are_alike = delta is None or delta.is_batch_invariant()
     kernels = tuple(
         choose_kernel(group, config, dtype, device, shards, unfused=unfused(served, group.layers))
         if group.record.has_keys
@@ -104,17 +113,29 @@ def choose(
         attention=kernels,
         products=products,
         experts=None if mixture is None else mixture.module(),
+        delta=None if delta is None else delta.module(),
         one_pass=choose_one_pass(config, served.vocab_size // shards, device),
         in_fp8=config.quantized_activations == "auto" and multiplies_fp8(device),
+        states_are_alike=states_are_alike,
         is_batch_invariant=(
             products is not None
             and (mixture is None or mixture.is_batch_invariant())
             and not (config.max_loras and "experts" in config.lora_extra)
             and all(map(is_width_supported, _widths(share_of(model, shards))))
-            # What a layer with a state computes between its products depends on the step's shape.
-            and all(kernel is not None and kernel.is_batch_invariant for kernel in kernels)
+            and all(kernel is None or kernel.is_batch_invariant for kernel in kernels)
+            and states_are_alike
+            and all(map(_is_state_invariant, served.layers))
         ),
     )
+
+
+def _is_state_invariant(layer: LayerConfig) -> bool:
+    """Return whether the bits of a layer's state can depend on its row alone, if it has one: those
+    of the gated delta rule, by `states_are_alike`, and those of a short convolution, whose products
+    of bf16 are exact in f32 and are added up in one order. Other layers make no such promise.
+    """
+    is_alike = isinstance(layer.mixer, DeltaConfig | ConvConfig)
+    return is_alike or all(x.per == "token" for x in layer.keeps())
 
 
 def unfused(model: ModelConfig, layers: tuple[int, ...]) -> str | None:
@@ -216,6 +237,23 @@ def _experts(
             if not reasons:
                 return implementation
             log.info("experts: not %s (%s)", name, reasons[0])
+    raise AssertionError("one of them runs everywhere")
+
+
+def _delta(model: ModelConfig, device: Any) -> Implementation | None:
+    """Return the implementation of the gated delta rule, which supports every layer that has it;
+    None for a model without. model: a device's share.
+    """
+    mixers = {layer.mixer for layer in model.layers if isinstance(layer.mixer, DeltaConfig)}
+    if not mixers:
+        return None
+    for name, implementation in gated_delta.IMPLEMENTATIONS.items():
+        if implementation.is_compiled_for(device.platform):
+            module = implementation.module()
+            reasons = {module.unsupported(mixer.shapes, device) for mixer in mixers} - {None}
+            if not reasons:
+                return implementation
+            log.info("gated delta rule: not %s (%s)", name, reasons.pop())
     raise AssertionError("one of them runs everywhere")
 
 

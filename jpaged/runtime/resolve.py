@@ -35,6 +35,7 @@ def resolve(
     on_cpu = placement.device.platform == "cpu"
     resolved = config.resolve(model, batch_invariant=True, on_cpu=on_cpu)
     choices = choose(model, resolved, placement, dtype, is_plain and not config.quantization)
+    check_combination(Facts(config=config, states_are_alike=choices.states_are_alike))
     if not resolved.deterministic:
         return resolved, choices
     if not choices.is_batch_invariant:

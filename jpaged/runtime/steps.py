@@ -75,6 +75,7 @@ class StepSetting:
             max_len=self.config.max_model_len,
             products=self.choices.products,
             experts=self.choices.experts,
+            delta=self.choices.delta,
             tensor_axis=self.tensor_axis,
             axis_size=self.axis_size,
             in_fp8=self.choices.in_fp8,

@@ -22,6 +22,10 @@ void MultiplyExperts(ffi::ThreadPool& pool, const Pairs& pairs, const std::vecto
   avx512::MultiplyExperts(pool, pairs, experts, N, E);
 }
 
+void StepColumns(const DeltaProblem& p, int64_t row, int64_t head, int64_t column) {
+  avx512::StepColumns(p, row, head, column);
+}
+
 void AddLowRank(const float* const* h, float* const* y, int64_t count, const bf16* b, int64_t rank, int64_t N, int64_t width) {
   avx2::AddLowRank(h, y, count, b, rank, N, width);
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../experts.h"
+#include "../gated_delta.h"
 #include "../linear.h"
 #include "../paged_attention.h"
 #include "../quantized.h"
@@ -17,5 +18,6 @@ void MultiplyExperts(ffi::ThreadPool& pool, const Pairs& pairs, const std::vecto
 void MultiplyPlain(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, float* y, int64_t T);
 void MultiplyInt8(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, float* y, int64_t T);
 void MultiplyE4m3(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, float* y, int64_t T);
+void StepColumns(const DeltaProblem& p, int64_t row, int64_t head, int64_t column);
 
 }  // namespace jpaged::avx512

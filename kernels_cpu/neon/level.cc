@@ -19,6 +19,10 @@ void MultiplyExperts(ffi::ThreadPool& pool, const Pairs& pairs, const std::vecto
   neon::MultiplyExperts(pool, pairs, experts, N, E);
 }
 
+void StepColumns(const DeltaProblem& p, int64_t row, int64_t head, int64_t column) {
+  neon::StepColumns(p, row, head, column);
+}
+
 void AddLowRank(const float* const* h, float* const* y, int64_t count, const bf16* b, int64_t rank, int64_t N, int64_t width) {
   neon::AddLowRank(h, y, count, b, rank, N, width);
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../experts.h"
+#include "../gated_delta.h"
 #include "../linear.h"
 #include "../low_rank.h"
 #include "../paged_attention.h"
@@ -17,5 +18,6 @@ void Multiply(ffi::ThreadPool& pool, const bf16* x, const bf16* w, bf16* y, int6
 void MultiplyExperts(ffi::ThreadPool& pool, const Pairs& pairs, const std::vector<Expert>& experts, int64_t N, int64_t E);
 void AddLowRank(const float* const* h, float* const* y, int64_t count, const bf16* b, int64_t rank, int64_t N, int64_t width);
 void Multiply(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, Activations activations, float* y, int64_t T);
+void StepColumns(const DeltaProblem& p, int64_t row, int64_t head, int64_t column);
 
 }  // namespace jpaged::neon

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jpaged.checkpoint import load_params
+from jpaged.checkpoint import load_params, save_params
 from jpaged.checkpoint.load import find_weights
 from jpaged.checkpoint.tensors import flat
 from jpaged.models.quantized import is_quantized
@@ -49,6 +49,12 @@ def test_rows_are_in_our_order(tmp_path: Path) -> None:
     weight = find_weights(folder, load_params(folder).config)["layers.1.attention.qkv"]
     share = (slice(0, 1), slice(2, 5), slice(3, 30), slice(8, 40))
     np.testing.assert_array_equal(weight.read_share(share), qkv[share])
+    # An Orbax folder has our order.
+    save_params(load_params(folder), tmp_path / "orbax")
+    again = load_params(tmp_path / "orbax")
+    assert again.config == load_params(folder).config
+    for name, array in flat(again).items():
+        np.testing.assert_array_equal(array, params[name])
 
 
 @pytest.mark.parametrize("form", ["fp8", "compressed_int8"])

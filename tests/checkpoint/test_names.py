@@ -16,8 +16,11 @@ from jpaged.checkpoint.load import find_weights
 from jpaged.errors import CheckpointError
 from jpaged.models.config import ModelConfig
 from jpaged.models.families import FAMILIES
+from jpaged.models.layers.attention import AttentionConfig
+from jpaged.models.layers.delta import DeltaConfig
 from jpaged.models.layers.experts import ExpertsConfig
 from tests.golden.configs import CONFIGS
+from tests.golden.reference import load
 
 QKVO = [f"self_attn.{x}_proj.weight" for x in "qkvo"]
 QKV_BIAS = [f"self_attn.{x}_proj.bias" for x in "qkv"]
@@ -41,12 +44,16 @@ PIXTRAL = [
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Index:
-    """What a file holds. layer: of every layer; dense, mixture: of those with an MLP, with experts.
+    """What a file holds. layer: of every layer; window: of those with one; attention, delta: of
+    those that have it, or the gated delta rule; dense, mixture: of those with an MLP, with experts.
     others: of no layer of the model, which no part of it takes. {x} is an expert, {L} the number of
     layers.
     """
 
     layer: list[str]
+    window: list[str] = dataclasses.field(default_factory=list)
+    attention: list[str] = dataclasses.field(default_factory=list)
+    delta: list[str] = dataclasses.field(default_factory=list)
     dense: list[str] = dataclasses.field(default_factory=lambda: MLP)
     mixture: list[str] = dataclasses.field(default_factory=list)
     others: list[str] = dataclasses.field(default_factory=list)
@@ -59,13 +66,22 @@ class Index:
         for i, layer in enumerate(config.layers):
             ffn = layer.ffn
             count = ffn.num_experts if isinstance(ffn, ExpertsConfig) else 0
-            for name in [*self.layer, *(self.mixture if count else self.dense)]:
+            has_window = isinstance(layer.mixer, AttentionConfig) and layer.mixer.window is not None
+            of_kind = [*(self.mixture if count else self.dense), *(self.window * has_window)]
+            of_kind += self.delta if isinstance(layer.mixer, DeltaConfig) else self.attention
+            for name in [*self.layer, *of_kind]:
                 copies = range(count) if "{x}" in name else [0]
                 names += [f"{self.text}layers.{i}.{name.replace('{x}', str(x))}" for x in copies]
         names += [name.replace("{L}", str(config.num_layers)) for name in self.others]
         return names if self.head is None else [*names, self.head]
 
 
+DELTA = ["linear_attn.A_log", "linear_attn.dt_bias", "linear_attn.norm.weight"]
+DELTA += ["linear_attn.conv1d.weight", "linear_attn.out_proj.weight"]
+DELTA_IN = [f"linear_attn.in_proj_{x}.weight" for x in ("qkv", "z", "b", "a")]
+SHARED_EXPERT = [f"mlp.shared_expert.{part}" for part in PARTS] + ["mlp.shared_expert_gate.weight"]
+MTP = [f"mtp.{x}.weight" for x in ("fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")]
+MTP += [f"mtp.layers.0.{name}" for name in [*QKVO, *QK_NORMS, *NORMS]]
 GUESSES = ["eh_proj.weight", "enorm.weight", "hnorm.weight", "shared_head.norm.weight"]
 INDICES = {
     "ministral3_g4_d64_mscale_tied": Index(
@@ -120,6 +136,44 @@ INDICES = {
             for name in [*GUESSES, *QKVO, *BIASED, "embed_tokens.weight", "shared_head.head.weight"]
         ],
     ),
+    "qwen3_5_h2x3_c16_y24": Index(
+        layer=NORMS,
+        attention=QKVO + QK_NORMS,
+        delta=DELTA + DELTA_IN,
+        others=MTP + [f"mtp.layers.0.{name}" for name in MLP],
+    ),
+    "qwen3_5_moe_h2x2_c16_y32": Index(
+        layer=NORMS,
+        attention=QKVO + QK_NORMS,
+        delta=DELTA + DELTA_IN,
+        mixture=[
+            *("mlp.gate.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+            *SHARED_EXPERT,
+        ],
+        text="model.language_model.",
+        others=[
+            *MTP,
+            *(f"mtp.layers.0.mlp.experts.0.{part}" for part in PARTS),
+            *(f"model.visual.{name}" for name in VISUAL),
+        ],
+    ),
+    "qwen3_next_h4x2_c24_y16": Index(
+        layer=NORMS,
+        attention=QKVO + QK_NORMS,
+        delta=[*DELTA, "linear_attn.in_proj_qkvz.weight", "linear_attn.in_proj_ba.weight"],
+        mixture=["mlp.gate.weight", *EXPERTS, *SHARED_EXPERT],
+        others=MTP + [f"mtp.layers.0.mlp.experts.0.{part}" for part in PARTS],
+    ),
+    "olmo_hybrid_h3x1_c16_y40": Index(
+        layer=[],
+        attention=[*(QKVO + QK_NORMS), NORMS[1], "post_feedforward_layernorm.weight"],
+        delta=[
+            *("attention_layer_norm.weight", "feedforward_layer_norm.weight"),
+            *("linear_attn.A_log", "linear_attn.dt_bias", "linear_attn.o_norm.weight"),
+            *(f"linear_attn.{x}_proj.weight" for x in "qkvbago"),
+            *(f"linear_attn.{x}_conv1d.weight" for x in "qkv"),
+        ],
+    ),
     "solar_open_g1_d32": Index(layer=QKVO + QKV_BIAS + NORMS, mixture=BIASED + EXPERTS + SHARED),
     "minimax_m2_g2_d32": Index(
         layer=QKVO + QK_NORMS + NORMS,
@@ -127,6 +181,12 @@ INDICES = {
             *("block_sparse_moe.gate.weight", "block_sparse_moe.e_score_correction_bias"),
             *(f"block_sparse_moe.experts.{{x}}.{w}.weight" for w in ("w1", "w2", "w3")),
         ],
+    ),
+    "mimo_d48_v32": Index(
+        layer=QKVO + NORMS,
+        window=["self_attn.attention_sink_bias"],
+        mixture=BIASED + EXPERTS,
+        others=[f"model.mtp.layers.0.{name}" for name in [*GUESSES, *QKVO, *MLP]],
     ),
     "ernie4_5_moe_g4_d32": Index(
         layer=QKVO + NORMS,
@@ -150,14 +210,18 @@ def write(folder: Path, raw: dict[str, Any], names: list[str]) -> Path:
     for place in stored:  # the last part of a tensor ends it
         shapes[place.name] = (place.first + place.shape[0], *place.shape[1:])
     hidden = config.hidden_size
+    stacked = FAMILIES[config.family].stacked_experts
+    is_transposed = stacked is not None and stacked.transposed
     tensors = {}
     for name in names:
         ours = name.replace("language_model.model.", "model.").replace("language_model.", "")
         shape = shapes.get(ours, (2, 2))
         if ours.endswith("mlp.experts.gate_up_proj"):
-            shape = (config.num_experts, hidden, 2 * config.expert_size)
+            one = (2 * config.expert_size, hidden)
+            shape = (config.num_experts, *(one[::-1] if is_transposed else one))
         elif ours.endswith("mlp.experts.down_proj"):
-            shape = (config.num_experts, config.expert_size, hidden)
+            one = (hidden, config.expert_size)
+            shape = (config.num_experts, *(one[::-1] if is_transposed else one))
         tensors[name] = np.zeros(shape, np.float32)
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors")
@@ -186,3 +250,49 @@ def test_an_index_is_read_whole(name: str, tmp_path: Path) -> None:
     assert all(weight.is_stored for weight in weights.values())
     with pytest.raises(CheckpointError, match=r"1 missing .*1 not in this architecture \(extra"):
         find_weights(write(tmp_path / "other", raw, ["extra", *names[1:]]), config)
+
+
+TOWERS = [
+    "model.vision_tower.patch_embedder.input_proj.weight",
+    "model.audio_tower.layers.0.self_attn.relative_k_proj.weight",
+    "model.embed_vision.embedding_projection.weight",
+    "model.embed_audio.embedding_projection.weight",
+    "model.vision_embedder.patch_dense.weight",
+]
+
+
+@pytest.mark.parametrize("name", ["gemma4_shared_keys", "gemma4_experts", "gemma4_k2_d32_k1_d64"])
+def test_gemma4_beside_images_and_sound(name: str, tmp_path: Path) -> None:
+    """The text part as models of images and sound hold it. Files may have keys and values of layers
+    that read others'.
+    """
+    golden = load(name)
+    kind = golden.config["model_type"].removesuffix("_text")
+    whole = "Gemma4Unified" if "unified" in kind else "Gemma4"
+    text = {key: value for key, value in golden.config.items() if key != "architectures"}
+    raw = {
+        "architectures": [f"{whole}ForConditionalGeneration"],
+        "model_type": kind,
+        "text_config": text,
+        "tie_word_embeddings": True,
+    }
+    config = ModelConfig.from_hf(raw)
+    assert config == ModelConfig.from_hf(golden.config)
+    assert config.eos_token_ids == ModelConfig.from_hf(golden.config).eos_token_ids
+    tensors = {
+        key.replace("model.", "model.language_model."): value
+        for key, value in golden.tensors().items()
+    }
+    shared = golden.config.get("num_kv_shared_layers", 0)
+    for i in range(len(config.layers) - shared, len(config.layers)):
+        for part in ("k_proj", "v_proj", "k_norm"):
+            unused = f"model.language_model.layers.{i}.self_attn.{part}.weight"
+            assert unused not in tensors
+            tensors[unused] = np.zeros(2, np.float32)
+    tensors |= {key: np.zeros((2, 2), np.float32) for key in TOWERS}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert all(weight.is_stored for weight in find_weights(tmp_path, config).values())
+    save_file(tensors | {"extra": np.zeros(2, np.float32)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"1 not in this architecture \(extra"):
+        find_weights(tmp_path, config)

@@ -57,8 +57,8 @@ def test_the_text_part_is_the_model(tmp_path: Path, spelling: str) -> None:
 
 
 def test_what_is_of_neither_part_is_refused(tmp_path: Path) -> None:
-    folder = write(tmp_path / "both", "old", **{"audio_tower.weight": (2, 2)})
-    with pytest.raises(CheckpointError, match=r"1 not in this architecture \(audio_tower"):
+    folder = write(tmp_path / "both", "old", **{"other_tower.weight": (2, 2)})
+    with pytest.raises(CheckpointError, match=r"1 not in this architecture \(other_tower"):
         jpaged.load_params(folder)
 
 

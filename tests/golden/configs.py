@@ -11,6 +11,9 @@ odd on purpose: a swapped pair of dimensions must not fit.
 
 from typing import Any
 
+from tests.golden.hybrids import HYBRIDS
+from tests.golden.short_convs import SHORT_CONVS
+
 
 def _config(model_type: str, architecture: str, **fields: Any) -> dict[str, Any]:
     base = {
@@ -1107,14 +1110,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
         rope_theta=500000.0,
         eos_token_id=95,
     ),
+    **HYBRIDS,
+    **SHORT_CONVS,
 }
 
-# One of each family, whose answers with other weights are stored too (seeds.npz).
+# Of whatever families do one each, whose answers with other weights are stored too (seeds.npz).
 SEEDED = (
+    "ernie4_5_moe_g4_d32",
     "gemma2_g2_d64_capped",
     "gemma3_g2_d32_linear",
+    "glm4_moe_g4_d32_groups",
     "gpt_oss_g4_d64",
     "granite_g2_d32_tied",
+    "hunyuan_g2_d32_alpha",
     "llama_g2_d32_llama3_tied",
     "mistral_g7_d32_window_yarn",
     "mixtral_g4_d32_window_tied",

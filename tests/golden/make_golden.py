@@ -167,17 +167,27 @@ def fused_experts(tensors: dict[str, Any]) -> dict[str, Any]:
     import torch  # pyright: ignore[reportMissingImports]
 
     state, experts = {}, {}
+    is_transposed = not any(".linear_attn." in key for key in tensors)
     for key, tensor in tensors.items():
         key = key.replace(".block_sparse_moe.", ".mlp.")
+        key = key.replace(".attention_layer_norm.", ".input_layernorm.")
+        key = key.replace(".feedforward_layer_norm.", ".post_attention_layernorm.")
         key = key.replace(".mlp.moe_statics.", ".mlp.gate.moe_statics.")
         key = key.replace(".attention_sink_bias", ".sinks")
-        if ".language_model." in key and key.endswith(("gate_up_proj", "experts.down_proj")):
+        if (
+            is_transposed
+            and ".language_model." in key
+            and key.endswith(("gate_up_proj", "experts.down_proj"))
+        ):
             tensor = tensor.transpose(1, 2).contiguous()
         if found := re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.weight", key):
             node, x, name = found.groups()
             experts.setdefault(node, {})[int(x), name] = tensor
         else:
             state[key] = tensor
+    for key in [key for key in state if key.endswith(".q_conv1d.weight")]:
+        parts = [state.pop(key.replace("q_conv1d", f"{x}_conv1d")) for x in "qkv"]
+        state[key.replace("q_conv1d", "conv1d")] = torch.cat(parts)
     for node, own in experts.items():
         count = 1 + max(x for x, _ in own)
         names = ("w1", "w3", "w2") if (0, "w1") in own else ("gate_proj", "up_proj", "down_proj")

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.golden.hybrids import GATED, scaled, with_delta
+from tests.golden.short_convs import scaled_conv, with_convs
 from tests.golden.unequal import UNEQUAL, unequal_shapes
 
 AFTER = ("post_attention_layernorm", "post_feedforward_layernorm")
@@ -23,6 +25,7 @@ NORMS = {
     "gemma4_unified_text": AFTER,
     "olmo2": AFTER,
     "olmo3": AFTER,
+    "olmo_hybrid": AFTER,
     "exaone4": AFTER,
     "glm4": (
         *("input_layernorm", "post_attention_layernorm"),
@@ -78,11 +81,11 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
             shapes[attention + "o_proj.bias"] = (e,)
         if family == "gpt_oss":
             shapes[attention + "sinks"] = (heads,)
-        if family in QK_NORMED or (family == "glm4_moe" and config.get("use_qk_norm")):
+        if family in (*QK_NORMED, *GATED) or (family == "glm4_moe" and config.get("use_qk_norm")):
             shapes[attention + "q_norm.weight"] = shapes[attention + "k_norm.weight"] = (d,)
         if family == "hunyuan_v1_dense":
             shapes |= {attention + f"{x}_layernorm.weight": (d,) for x in ("query", "key")}
-        if family in ("olmo2", "olmo3", "minimax_m2"):
+        if family in ("olmo2", "olmo3", "minimax_m2", "olmo_hybrid"):
             shapes[attention + "q_norm.weight"] = (heads * d,)
             shapes[attention + "k_norm.weight"] = (kv_heads * d,)
         if is_mixture(config, i):
@@ -98,7 +101,7 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
                     shapes[f"{layer}mlp.{name}.bias"] = shape[:1]
         norms = NORMS.get(family, ("input_layernorm", "post_attention_layernorm"))
         shapes |= {f"{layer}{norm}.weight": (e,) for norm in norms}
-    return shapes
+    return with_convs(config, with_delta(config, shapes))
 
 
 def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,6 +155,17 @@ def mixture_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
             "mlp.gate.weight": (count, e),
             "mlp.experts.gate_up_proj": (count, e, 2 * f),
             "mlp.experts.down_proj": (count, f, e),
+        }
+    if family == "qwen3_5_moe_text":
+        f, count = config["moe_intermediate_size"], config["num_experts"]
+        shared = config["shared_expert_intermediate_size"]
+        return {
+            "mlp.gate.weight": (count, e),
+            "mlp.experts.gate_up_proj": (count, 2 * f, e),
+            "mlp.experts.down_proj": (count, e, f),
+            **{f"mlp.shared_expert.{x}_proj.weight": (shared, e) for x in ("gate", "up")},
+            "mlp.shared_expert.down_proj.weight": (e, shared),
+            "mlp.shared_expert_gate.weight": (1, e),
         }
     if family in ("mixtral", "minimax_m2"):
         node, names = "block_sparse_moe.", ("w1", "w3", "w2")
@@ -221,6 +235,9 @@ def _tied(key: str, x: np.ndarray, name: str, config: Mapping[str, Any]) -> np.n
 
 
 def _scaled(key: str, x: np.ndarray, config: Mapping[str, Any]) -> np.ndarray:
+    for special in (scaled(key, x, config), scaled_conv(key, x, config)):
+        if special is not None:
+            return special
     if key.endswith("e_score_correction_bias"):
         return 0.3 * x  # sigmoids differ by as much
     if key.endswith(("norm.weight", "norm_1.weight", "norm_2.weight", "router.scale")):

@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "experts.h"
+#include "gated_delta.h"
 #include "linear.h"
 #include "low_rank.h"
 #include "paged_attention.h"
@@ -163,6 +164,49 @@ void LowRank() {
     }
     AddLowRank(from.data(), to.data(), T, b.data(), rank, N, N);
     Check("low_rank " + std::to_string(T) + "x" + std::to_string(rank) + "x" + std::to_string(N), y, wanted, allowed);
+  }
+}
+
+// Rows of 3, 0 and 1 tokens: the first begins with zeros, the last reads one slot and writes another.
+void GatedDelta() {
+  for (auto [Hk, r, Dk, Dv] : {std::array<int64_t, 4>{1, 1, 8, 32}, {2, 3, 24, 64}}) {
+    int64_t Hv = Hk * r, T = 4, slots = 3, size = Dk * Dv;
+    Random random(Dk);
+    auto q = random.Floats(T * Hk * Dk, -0.5, 0.5), k = random.Floats(T * Hk * Dk, -0.5, 0.5);
+    auto v = random.Floats(T * Hv * Dv, -1, 1), g = random.Floats(T * Hv, -1, 0), beta = random.Floats(T * Hv, 0, 1);
+    auto pool = random.Floats(slots * Hv * size, -1, 1);
+    std::vector<double> wanted(pool.begin(), pool.end()), outputs(T * Hv * Dv);
+    std::vector<int32_t> starts{0, 3, 3, 4}, read{3, 0, 2}, write{0, 1, 1};
+    for (int64_t row : {0, 2}) {
+      for (int64_t h = 0; h < Hv; ++h) {
+        std::vector<double> state(size);
+        if (read[row] < slots) {
+          for (int64_t i = 0; i < size; ++i) state[i] = pool[(read[row] * Hv + h) * size + i];
+        }
+        for (int64_t t = starts[row]; t < starts[row + 1]; ++t) {
+          const float *of_k = &k[(t * Hk + h / r) * Dk], *of_q = &q[(t * Hk + h / r) * Dk];
+          for (int64_t n = 0; n < Dv; ++n) {
+            double error = v[(t * Hv + h) * Dv + n], o = 0;
+            for (int64_t c = 0; c < Dk; ++c) error -= (state[c * Dv + n] *= std::exp(double(g[t * Hv + h]))) * of_k[c];
+            for (int64_t c = 0; c < Dk; ++c) o += (state[c * Dv + n] += of_k[c] * beta[t * Hv + h] * error) * of_q[c];
+            outputs[(t * Hv + h) * Dv + n] = o;
+          }
+        }
+        for (int64_t i = 0; i < size; ++i) wanted[(write[row] * Hv + h) * size + i] = state[i];
+      }
+    }
+    std::vector<float> o(T * Hv * Dv);
+    DeltaProblem p{.q = q.data(), .k = k.data(), .v = v.data(), .g = g.data(), .beta = beta.data()};
+    p.pool = pool.data(), p.o = o.data(), p.starts = starts.data(), p.read = read.data(), p.write = write.data();
+    p.slots = slots, p.Hk = Hk, p.Hv = Hv, p.Dk = Dk, p.Dv = Dv;
+    for (int64_t row = 0; row < 3; ++row) {
+      for (int64_t h = 0; h < Hv; ++h) {
+        for (int64_t n = 0; n < Dv; n += kColumns) StepColumns(p, row, h, n);
+      }
+    }
+    std::string name = "gated_delta " + std::to_string(Dk) + "x" + std::to_string(Dv);
+    Check(name, o, outputs, std::vector<double>(o.size(), 1e-5));
+    Check(name + " state", pool, wanted, std::vector<double>(pool.size(), 1e-5));
   }
 }
 
@@ -331,7 +375,7 @@ int main() {
     jpaged::Pool pool;
     jpaged::Linear(*pool), jpaged::QuantizedProducts(*pool);
   }
-  jpaged::LowRank(), jpaged::AttentionCases();
+  jpaged::LowRank(), jpaged::GatedDelta(), jpaged::AttentionCases();
   if (jpaged::failures > 0) std::printf("%d elements are wrong\n", jpaged::failures);
   return jpaged::failures > 0;
 }

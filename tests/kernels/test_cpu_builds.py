@@ -26,7 +26,7 @@ DRIVER = Path(__file__).with_name("cpu_driver.cc")
 EMULATION = Path(__file__).with_name("amx_emulation.h")
 TILES = {"amx_tile", "amx_bf16"}
 SANITIZE = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-CASES = 147
+CASES = 151
 
 
 def compiler_of(name: str) -> str:
@@ -125,6 +125,13 @@ def test_under_the_sanitizers(name: str, tmp_path: Path) -> None:
         ("int16_products.h", "is_half ? L::HalfOfWords(from) :", "", SANITIZE, "AddressSanitizer"),
         ("attend.h", "position + 1 - first, ", "position + 2 - first, ", (), "FAILED attention"),
         ("avx2/lanes.h", "0x0680048002800080", "0x0680048002800180", (), "FAILED"),
+        (
+            "f32_delta.h",
+            "L::Fma(of_key, change",
+            "L::Fma(of_query, change",
+            (),
+            "FAILED gated_delta",
+        ),
         ("int8_products.h", "127.0f / largest", "126.0f / largest", (), "FAILED quantized int8"),
     ],
 )

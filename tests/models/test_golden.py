@@ -57,6 +57,9 @@ MIDDLE = {
     "qwen2_moe_g2_d32_shared",
     "mixtral_g4_d32_window_tied",
     "gpt_oss_g2_d32_yarn",
+    "qwen3_5_h2x3_c16_y24",
+    "olmo_hybrid_h3x1_c16_y40",
+    "lfm2_c64_w4_bias_tied",
     "ministral3_g4_d64_mscale_tied",
     "hunyuan_g2_d32_alpha",
     "glm4_moe_g4_d32_groups",
@@ -70,6 +73,7 @@ SPLIT = [
     "gpt_oss_g2_d32_yarn",
     "granite_g2_d32_tied",
     "glm4_moe_g4_d32_groups",
+    "lfm2_c96_w3",
     "llama_g2_d64_mlp_bias",
     "minimax_m2_g2_d32",
     "olmo2_g4_d32_bias",
@@ -78,6 +82,7 @@ SPLIT = [
     "phi3_g2_d64_longrope_tied",
     "qwen2_moe_g2_d32_shared",
     "qwen3_moe_g2_d32_normed",
+    "qwen3_next_h4x2_c24_y16",
     "smollm3_g2_d32_bias_window",
 ]
 

@@ -21,7 +21,7 @@ DISTINCT = ("gemma2", "gpt_oss")
 # What differs before it, where CUDA has one kernel for that: queries scaled by position, norms
 # after the rotation.
 PREPARED = ("ministral3", "hunyuan_v1_dense")
-NAMES = (*SEEDED, "ministral3_g4_d64_mscale_tied", "hunyuan_g2_d32_alpha")
+NAMES = (*SEEDED, "ministral3_g4_d64_mscale_tied")
 FAMILY_CONFIGS = {c.family: c for c in (ModelConfig.from_hf(CONFIGS[name]) for name in NAMES)}
 KERNELS = ("native", "triton", "tpu", "mosaic_gpu")
 # Two chunks of a prompt longer than every window, then a decode.

@@ -27,7 +27,7 @@ class ErnieDenseLayers:
 
     def write(self, layers: tuple[int, ...], num_layers: int) -> dict[str, Any]:
         """See DenseLayers."""
-        with_experts = sorted(set(range(num_layers)) - set(layers))
+        with_experts = sorted(set(range(num_layers)) - set(layers)) or [num_layers]
         for step in range(1, num_layers + 1):
             raw: dict[str, Any] = {
                 "moe_layer_start_index": with_experts[0],

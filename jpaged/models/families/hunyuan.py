@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from jpaged.checks import positive
 from jpaged.models.families.family import Family, in_layers
 from jpaged.models.families.switches import BIASES, Switches
 
@@ -14,6 +15,7 @@ class HunyuanSwitches(Switches):
         switches = super().switches(hf)
         rope, dim = hf["rope_parameters"], hf["head_dim"]
         if rope["rope_type"] == "dynamic" and rope.get("alpha"):
+            positive(alpha=rope["alpha"])
             switches["rope_theta"] *= rope["alpha"] ** (dim / (dim - 2))
         return switches
 

@@ -104,7 +104,7 @@ class ExpertKeys:
         """Return what `read` reads back."""
         raw = {theirs: getattr(alike, ours) for ours, theirs in self.sizes.items()}
         if self.num_shared is not None:
-            count, rest = divmod(alike.shared_expert_size, alike.expert_size)
+            count, rest = divmod(alike.shared_expert_size, alike.expert_size or 1)
             if rest:
                 sizes = f"shared_expert_size={alike.shared_expert_size}"
                 raise ConfigError(f"{sizes} is no multiple of expert_size={alike.expert_size}")
@@ -250,7 +250,7 @@ class Switches:
                 f"llama_4_scaling_beta={beta} without original_max_position_embeddings: the length "
                 "after which queries are scaled"
             )
-        return {"query_scaling": QueryScaling(beta=float(beta), length=length)}
+        return {"query_scaling": QueryScaling(beta=beta, length=length)}
 
     def _write_rope(self, alike: Alike, max_position: int) -> dict[str, Any]:
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": alike.rope_theta}
@@ -263,7 +263,7 @@ class Switches:
         if (scaling := dict(alike.rope).get("query_scaling")) is not None:
             original = {"original_max_position_embeddings": scaling.length}
             rope |= {"llama_4_scaling_beta": scaling.beta} | original
-        if alike.partial_rotary_factor != 1.0:
+        if self.partial_rotary:  # also 1.0: some families have another default
             rope["partial_rotary_factor"] = alike.partial_rotary_factor
         if self.rope_by_kind:
             theta = alike.local_rope_theta or alike.rope_theta
@@ -280,6 +280,9 @@ class Switches:
 
 
 def read_scaling(rope: dict[str, Any], max_position: int) -> RopeScaling | None:
+    """Return what the rope_parameters of a config.json do to frequencies, or None. ConfigError for
+    what is not supported.
+    """
     kind = rope["rope_type"]
     if kind in ("default", "dynamic"):  # dynamic is plain up to max_position_embeddings
         return None

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Literal, Self
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 from jpaged.checks import at_least, positive
@@ -20,7 +21,7 @@ from jpaged.models.record import Field, Record
 from kernels_pallas.paged_attention.interface import AttentionOptions
 
 QKV = (
-    Part("q", "K G D, E", "self_attn.q_proj.weight"),
+    Part("q", "K G D, E", "self_attn.q_proj.weight"),  # "K G+G D, E" where it has gates
     Part("k", "K 1 D, E", "self_attn.k_proj.weight"),
     Part("v", "K 1 D, E", "self_attn.v_proj.weight"),
 )
@@ -39,7 +40,9 @@ class AttentionConfig:
     window: tokens that a query sees, itself included; None is all before it. rope: None rotates
     nothing. Scores are multiplied by multiplier; where that is None, divided by the root of
     query_pre_attn_scalar, by default D. soft_cap: c, a score s becomes c * tanh(s / c). sinks: each
-    head has one more score, a parameter, which takes its share of the softmax alone. qk_norm:
+    head has one more score, a parameter, which takes its share of the softmax alone. gate: what a
+    head attends to is multiplied by the sigmoid of a gate, one a channel of the head, which the
+    projection of the queries gives as well (arXiv:2505.06708). qk_norm:
     queries and keys are normed, each head by itself or all heads together; qk_norm_after_rope: once
     they are rotated.
 
@@ -58,6 +61,7 @@ class AttentionConfig:
     query_pre_attn_scalar: float | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    gate: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: Literal["head", "whole"] | None = None
@@ -147,11 +151,11 @@ class AttentionConfig:
     def params(self) -> tuple[ParamSpec, ...]:
         """Its parameters, by names within a layer. Query, key and value of one KV head lie
         together: a split over KV heads is contiguous, and the product yields the pool's pairs of K
-        and V.
+        and V. Where there are gates, each follows its query, as in files.
         """
         q_norm, k_norm = "self_attn.q_norm.weight", "self_attn.k_norm.weight"
-        count = self._num_fused
-        heads = "K G D" if count == 1 else f"K G+{count - 1} D"
+        count, queries = self._num_fused, "G+G" if self.gate else "G"
+        heads = f"K {queries} D" if count == 1 else f"K {queries}+{count - 1} D"
         fused = self._as_stored(QKV)[:count]
         specs = [ParamSpec("attention.qkv", f"{heads}, E", fused, "normal", "K")]
         if self._has_v:
@@ -178,6 +182,9 @@ class AttentionConfig:
 
     def _as_stored(self, qkv: tuple[Part, Part, Part]) -> tuple[Part, ...]:
         """Return the parts of queries, keys and values in the order of rows that files have."""
+        if self.gate:
+            q, k, v = qkv
+            qkv = (q._replace(axes=q.axes.replace("G", "G+G")), k, v)
         if self.rope is None or not self.rope.interleaved:
             return qkv
         q, k, v = qkv
@@ -195,8 +202,9 @@ class AttentionConfig:
     def scratch(self, step: StepSizes) -> Scratch:
         """What a step allocates for it. XLA:CPU shares the results of no two layers' attention."""
         heads, kv_heads = (n * self.head_dim for n in (self.num_heads, self.num_kv_heads))
+        gates = 2 * heads if self.gate else 0
         kept = (2 * step.tokens + step.short) * heads * step.itemsize
-        return Scratch(shared=step.rows * 4 * (heads + 2 * kv_heads), kept=kept)
+        return Scratch(shared=step.rows * 4 * (heads + gates + 2 * kv_heads), kept=kept)
 
     def served(self, devices: int) -> Self:
         """An equal attention that so many devices can share: KV heads are repeated until they
@@ -234,7 +242,8 @@ class AttentionConfig:
 class Attention:
     """qkv: the projections of each KV head and its G query heads, together: [..., K, G+2, D];
     [..., K, G+1, D] where values are keys or `v` [..., K, Dv] makes them; [..., K, G, D] where
-    another layer has the keys and values. sinks: [K, G] or None.
+    another layer has the keys and values. Where there are gates, each follows its query, and G+G
+    stands for G. sinks: [K, G] or None.
     """
 
     qkv: Linear
@@ -269,7 +278,9 @@ class Attention:
             norms_after=config.qk_norm_after_rope,
         )
         with jax.named_scope("qkv"):
-            product = self.qkv(x, step)
+            product, gate = self.qkv(x, step), None
+            if config.gate:
+                product, gate = split_gates(product, config.group_size)
             qkv = product if self.v is None else (product, self.v(x, step))
         if config.keys_of is None:
             q, kv = kv.write(place, qkv, heads)  # q, k, v = heads(qkv), of which k and v are kept
@@ -278,4 +289,16 @@ class Attention:
         sinks = None if self.sinks is None else self.sinks.reshape(-1)
         o = kv.attend(place, q, config.options, sinks)
         with jax.named_scope("out"):
+            if gate is not None:
+                o = o * jax.nn.sigmoid(gate)
             return self.out(o.reshape(*x.shape[:-1], -1), step), kv
+
+
+def split_gates(product: Array, group_size: int) -> tuple[Array, Array]:
+    """Return [..., K, G+2, D] of a product [..., K, G+G+2, D], without the gates, and these
+    [..., H, D].
+    """
+    q, gate = (product[..., i : 2 * group_size : 2, :] for i in (0, 1))
+    others = product[..., 2 * group_size :, :]
+    gate = gate.reshape(*gate.shape[:-3], -1, gate.shape[-1])
+    return jnp.concatenate([q, others], axis=-2), gate

@@ -12,6 +12,8 @@ from jpaged.checks import positive
 from jpaged.errors import ConfigError
 from jpaged.models.kv_view import KVView, Place
 from jpaged.models.layers.attention import Attention, AttentionConfig
+from jpaged.models.layers.conv import Conv, ConvConfig
+from jpaged.models.layers.delta import Delta, DeltaConfig
 from jpaged.models.layers.experts import Experts, ExpertsConfig
 from jpaged.models.layers.linear import StepContext
 from jpaged.models.layers.mlp import MLP, MLPConfig
@@ -23,6 +25,11 @@ from jpaged.models.layers.scratch import Scratch, StepSizes
 from jpaged.models.param_spec import Parameters, ParamSpec
 from jpaged.models.quantized import is_quantized
 from jpaged.models.record import Record
+
+type MixerConfig = AttentionConfig | DeltaConfig | ConvConfig
+type Mixer = Attention | Delta | Conv
+type FFNConfig = MLPConfig | ExpertsConfig | ParallelFFNConfig
+type FFN = MLP | Experts | ParallelFFN
 
 
 class PartConfig[Module](Protocol):
@@ -64,8 +71,8 @@ class LayerConfig:
     number, a parameter.
     """
 
-    mixer: AttentionConfig | None
-    ffn: MLPConfig | ExpertsConfig | ParallelFFNConfig | None
+    mixer: MixerConfig | None
+    ffn: FFNConfig | None
     norms: Literal["pre", "post", "both"] = "pre"
     norm: NormConfig = PLAIN_NORM
     residual_multiplier: float = 1.0
@@ -81,7 +88,7 @@ class LayerConfig:
         return {name: size for part in self._parts for name, size in part.sizes.items()}
 
     @property
-    def _parts(self) -> Iterator[PartConfig[Attention | MLP | Experts | ParallelFFN | PerLayer]]:
+    def _parts(self) -> Iterator[PartConfig[Mixer | FFN | PerLayer]]:
         return (part for part in (self.mixer, self.ffn, self.per_layer) if part is not None)
 
     @property
@@ -133,9 +140,7 @@ class LayerConfig:
         mixer = None if self.mixer is None else self.mixer.share(devices)
         return self._with(mixer=mixer, ffn=None if self.ffn is None else self.ffn.share(devices))
 
-    def _with(
-        self, **changes: AttentionConfig | MLPConfig | ExpertsConfig | ParallelFFNConfig | None
-    ) -> Self:
+    def _with(self, **changes: MixerConfig | FFNConfig | None) -> Self:
         return dataclasses.replace(self, **changes)
 
     def build(self, weights: Parameters) -> "Layer":
@@ -219,9 +224,9 @@ class Layer:
     """
 
     around_mixer: Residual
-    mixer: Attention | None
+    mixer: Mixer | None
     around_ffn: Residual
-    ffn: MLP | Experts | ParallelFFN | None
+    ffn: FFN | None
     per_layer: PerLayer | None = None
     scalar: Array | None = None
 

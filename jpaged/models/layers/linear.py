@@ -14,6 +14,7 @@ from jpaged.models.layers.low_rank import AdapterTable, Adder, ExpertLowRank, Lo
 from jpaged.models.param_spec import MeshAxis, Parameter
 from jpaged.models.quantized import QuantizedWeight
 from kernels_pallas.experts.interface import ExpertWeights, Glu
+from kernels_pallas.packed_rows import PackedRows
 
 
 class Products(Adder, Protocol):
@@ -59,6 +60,38 @@ class ExpertProducts(Protocol):
         ...
 
 
+class DeltaRule(Protocol):
+    """A module of kernels_pallas.gated_delta."""
+
+    def prefill(
+        self,
+        q_THD: Array,
+        k_THD: Array,
+        v_THD: Array,
+        g_TH: Array,
+        beta_TH: Array,
+        pool: Array,
+        rows: PackedRows,
+        /,
+    ) -> tuple[Array, Array]:
+        """Return o of every token, and the pool with the states after each row."""
+        ...
+
+    def decode(
+        self,
+        q_SHD: Array,
+        k_SHD: Array,
+        v_SHD: Array,
+        g_SH: Array,
+        beta_SH: Array,
+        pool: Array,
+        rows: PackedRows,
+        /,
+    ) -> tuple[Array, Array]:
+        """Return the same of one token a row."""
+        ...
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepContext:
@@ -70,7 +103,8 @@ class StepContext:
     in a layer those within the layer. max_len: tokens that a sequence may have; None is as many as
     are at hand. products: a module that multiplies where it supports the shapes; None is XLA alone,
     and can be differentiated. experts: a module that multiplies by the experts of a mixture; None
-    computes all of them, and can be differentiated. tensor_axis: the mesh axis (or axes) of
+    computes all of them, and can be differentiated. delta: a module of the gated delta rule; None
+    is XLA's. tensor_axis: the mesh axis (or axes) of
     axis_size devices that hold shares of the weights, inside shard_map; None where each holds all.
     in_fp8: XLA has tensor cores for products of fp8 by fp8.
     """
@@ -81,6 +115,7 @@ class StepContext:
     max_len: int | None = dataclasses.field(default=None, metadata={"static": True})
     products: Products | None = dataclasses.field(default=None, metadata={"static": True})
     experts: ExpertProducts | None = dataclasses.field(default=None, metadata={"static": True})
+    delta: DeltaRule | None = dataclasses.field(default=None, metadata={"static": True})
     tensor_axis: MeshAxis | None = dataclasses.field(default=None, metadata={"static": True})
     axis_size: int = dataclasses.field(default=1, metadata={"static": True})
     in_fp8: bool = dataclasses.field(default=False, metadata={"static": True})

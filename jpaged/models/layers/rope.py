@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jpaged.checks import at_least, positive
+from jpaged.checks import positive
 from jpaged.errors import ConfigError
 from jpaged.models.rope_scaling import RopeScaling
 
@@ -24,7 +24,7 @@ class QueryScaling:
     length: int
 
     def __post_init__(self) -> None:
-        at_least(1, self, "length")
+        positive(llama_4_scaling_beta=self.beta, original_max_position_embeddings=self.length)
 
     def factors(self, positions: Array) -> Array:
         """Return the factors of integer positions [...], in f32."""

@@ -1,0 +1,254 @@
+"""The gated delta rule in the engine, as files hold it, in 8 bits, and in training."""
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+from safetensors.numpy import load_file, save_file
+
+import jpaged
+from jpaged import LLM, ConfigError, ModelConfig, Params, RequestOutput, SamplingParams
+from jpaged.errors import CheckpointError, UnsupportedError
+from jpaged.models.forward import bind
+from jpaged.models.layers.attention import AttentionConfig
+from jpaged.models.layers.delta import DeltaConfig
+from jpaged.models.quantized import is_quantized
+from jpaged.models.served import served_config
+from kernels_pallas.gated_delta import IMPLEMENTATIONS
+from tests.golden.reference import load
+from tests.tiny import (
+    CONFIG,
+    assert_idle,
+    by_name,
+    dense_greedy,
+    dense_logprobs,
+    engine,
+    make_params,
+    make_prompts,
+)
+
+PLAIN = dataclasses.replace(CONFIG, norm_offset=True, norm_in_f32=True)
+# Of widths that the C++ kernels take.
+WIDE = dataclasses.replace(PLAIN, head_dim=32, intermediate_size=64)
+
+
+def hybrid(base: ModelConfig = PLAIN, **changes: Any) -> ModelConfig:
+    """The tiny model with the gated delta rule in its first and last layers."""
+    sizes: dict[str, Any] = {
+        "num_key_heads": 2,
+        "num_value_heads": 4,
+        "key_dim": 8,
+        "value_dim": 32,
+    }
+    delta = DeltaConfig(**(sizes | changes))
+    plain = base.layers[0]
+    assert isinstance(plain.mixer, AttentionConfig)
+    layer = dataclasses.replace(plain, mixer=delta)
+    attention = dataclasses.replace(plain, mixer=dataclasses.replace(plain.mixer, gate=True))
+    return dataclasses.replace(base, family="qwen3_5_text", layers=(layer, attention, layer))
+
+
+MODEL = hybrid()
+PARAMS = make_params(0, MODEL)
+PROMPTS = make_prompts(5, 21, 40, 33)
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+# Too few blocks for the prompts at once.
+CROWDED = engine(num_blocks=24, max_num_seqs=12, seq_buckets=(12,), max_logprobs=12)
+
+
+@functools.cache
+def dense(prompt: tuple[int, ...]) -> list[int]:
+    params = Params(PARAMS, dataclasses.replace(MODEL, eos_token_ids=()))
+    tokens = list(prompt)
+    for _ in range(GREEDY.max_tokens or 0):
+        tokens += dense_greedy(params, tokens, 1)
+    return tokens[len(prompt) :]
+
+
+def check(outputs: list[RequestOutput], prompts: list[list[int]] = PROMPTS) -> None:
+    """Tokens and logprobs of every completion are the dense model's."""
+    for prompt, output in zip(prompts, outputs, strict=True):
+        expected = dense_logprobs(PARAMS, prompt + dense(tuple(prompt)))[len(prompt) - 1 : -1]
+        for completion in output.outputs:
+            tokens = completion.token_ids
+            assert tokens == dense(tuple(prompt))
+            wanted = expected[range(len(tokens)), tokens]
+            np.testing.assert_allclose(completion.token_logprobs, wanted, atol=1e-4)
+
+
+PLACES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "one device": ({}, {}),
+    "tp 2": ({"tp": 2}, {}),
+    "dp 2": ({"dp": 2}, {"data_parallel_size": 2, "num_blocks": 16}),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_tokens_are_the_dense_models(place: str) -> None:
+    """Chunks, preemptions, forks, and a second time over the blocks that the first has left."""
+    axes, settings = PLACES[place]
+    mesh = Mesh(np.array(jax.devices()[:2]), tuple(axes)) if axes else None
+    llm = LLM(PARAMS, mesh=mesh, **vars(dataclasses.replace(CROWDED, **settings)))
+    check(llm.generate(PROMPTS, dataclasses.replace(GREEDY, n=2), use_tqdm=False))
+    assert llm.stats()["preemptions_recomputed"] > 0
+    outputs = [llm.generate([PROMPTS[2]], GREEDY, use_tqdm=False)[0] for _ in range(2)]
+    check(outputs, [PROMPTS[2]] * 2)
+    assert outputs[1].num_cached_tokens > 0
+    assert_idle(llm)
+    llm.close()
+
+
+def test_key_heads_have_to_divide() -> None:
+    with pytest.raises(ConfigError, match="linear_num_key_heads=2 do not divide over 3 devices"):
+        served_config(MODEL, 3)
+    with pytest.raises(ConfigError, match="num_value_heads=5 is not a multiple of num_key_heads=2"):
+        hybrid(num_value_heads=5)
+
+
+def test_bits_do_not_depend_on_the_batch() -> None:
+    """In bf16 by the C++ kernels: alone, together in chunks with preemptions, over warm blocks."""
+    params = make_params(1, hybrid(WIDE), jnp.bfloat16)
+    llm = LLM(params, **vars(dataclasses.replace(CROWDED, deterministic=True)))
+    sampling = dataclasses.replace(GREEDY, temperature=1.0, seed=3)
+
+    def bits(prompts: list[list[int]]) -> list[tuple[list[int], bytes]]:
+        outs = [out.outputs[0] for out in llm.generate(prompts, sampling, use_tqdm=False)]
+        return [(out.token_ids, out.token_logprobs.tobytes()) for out in outs]
+
+    if llm.session.runner.config.pinned:
+        pytest.skip("no C++ kernels here")
+    before = llm.stats()["preemptions_recomputed"]
+    together = bits(PROMPTS)
+    assert llm.stats()["preemptions_recomputed"] > before
+    assert bits(PROMPTS) == together
+    llm.reset_prefix_cache()
+    assert [bits([prompt])[0] for prompt in PROMPTS] == together
+    llm.close()
+
+
+def test_chunks_are_no_deterministic_form() -> None:
+    """XLA's form serves widths that the C++ kernel does not take."""
+    params = make_params(1, hybrid(value_dim=8))
+    with pytest.raises(UnsupportedError, match=r"deterministic=True: the gated delta rule"):
+        LLM(params, **vars(dataclasses.replace(CROWDED, deterministic=True)))
+
+
+def test_what_stays_plain_and_in_f32() -> None:
+    """quantization= takes the large products alone; A_log and dt_bias stay in f32."""
+    params = make_params(2, hybrid(), jnp.bfloat16)
+    llm = LLM(params, **vars(engine(quantization="int8")))
+    (output,) = llm.generate([PROMPTS[1]], GREEDY, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == GREEDY.max_tokens
+    leaves = by_name(params.config, llm.session.runner.params)
+    of_delta = {name: leaf for name, leaf in leaves.items() if ".0.delta." in name}
+    names = {name.rpartition(".")[2] for name, leaf in of_delta.items() if is_quantized(leaf)}
+    assert names == {"qkvz", "out"}
+    plain = {name: leaf for name, leaf in of_delta.items() if not is_quantized(leaf)}
+    f32 = {name.rpartition(".")[2] for name, leaf in plain.items() if leaf.dtype == jnp.float32}
+    assert f32 == {"log_decay", "dt_bias"}
+    llm.close()
+
+
+def rewritten(folder: Path, change: Any) -> Path:
+    """A checkpoint folder whose tensors are changed, by name."""
+    tensors = load_file(folder / "model.safetensors")
+    save_file(change(tensors), folder / "model.safetensors")
+    return folder
+
+
+def one_by_one(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Stacked experts in a tensor each, as FP8 repacks have them."""
+    made = {}
+    for name, x in tensors.items():
+        node, _, last = name.rpartition(".")
+        for i in range(len(x) if last in ("gate_up_proj", "down_proj") else 0):
+            half = len(x[i]) // 2
+            parts = {"down_proj": x[i]}
+            if last == "gate_up_proj":
+                parts = {"gate_proj": x[i][:half], "up_proj": x[i][half:]}
+            made |= {f"{node}.{i}.{p}.weight": np.ascontiguousarray(y) for p, y in parts.items()}
+        if last not in ("gate_up_proj", "down_proj"):
+            made[name] = x
+    return made
+
+
+def with_others(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """With layers that guess further tokens, and the tower of images."""
+    extra = np.zeros((2, 2), np.float32)
+    names = ("mtp.fc.weight", "mtp.layers.0.self_attn.q_proj.weight")
+    towers = [n for n in tensors if ".language_model." in n][:1]
+    images = ("model.visual.patch_embed.proj.weight", "model.visual.blocks.0.attn.qkv.bias")
+    return tensors | dict.fromkeys((*names, *(images if towers else ())), extra)
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3_5_h2x3_c16_y24", "qwen3_5_moe_h2x2_c16_y32", "qwen3_next_h4x2_c24_y16"]
+)
+def test_every_name_of_a_file_is_known(name: str, tmp_path: Path) -> None:
+    """What checkpoints of a family hold beside the model is left out, and nothing else."""
+    golden = load(name)
+    plain = jpaged.load_params(golden.write(tmp_path / "plain"))
+    for change in (with_others, lambda tensors: with_others(one_by_one(tensors))):
+        folder = rewritten(golden.write(tmp_path / "changed"), change)
+        params = jpaged.load_params(folder)
+        jax.tree.map(np.testing.assert_array_equal, params, plain)
+    unknown = {"model.layers.0.linear_attn.g.weight": np.zeros((2, 2), np.float32)}
+    with pytest.raises(CheckpointError, match=r"1 not in this architecture \(model.layers.0"):
+        jpaged.load_params(rewritten(folder, lambda tensors: tensors | unknown))
+
+
+def test_a_config_that_is_not_supported() -> None:
+    raw = json.loads(json.dumps(MODEL.to_hf()))
+    assert ModelConfig.from_hf(raw) == MODEL
+    with pytest.raises(ConfigError, match=r"layer_types \['sliding_attention'\] are not supported"):
+        ModelConfig.from_hf(raw | {"layer_types": ["sliding_attention"] * 3})
+    with pytest.raises(ConfigError, match="none is 'full_attention'"):
+        ModelConfig.from_hf(raw | {"layer_types": ["linear_attention"] * 3})
+
+
+@pytest.mark.train
+def test_a_hybrid_learns_a_text() -> None:
+    tokens = jnp.asarray(make_prompts(24, seed=5))
+    optimizer = optax.adam(1e-2)
+
+    def loss_of(params: Params) -> Any:
+        model = bind(MODEL, dict(params))
+        hidden, _ = model(tokens[:, :-1])
+        logits = jax.nn.log_softmax(model.logits(hidden))
+        return -jnp.mean(jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1))
+
+    @jax.jit
+    def step(params: Params, state: Any) -> Any:
+        loss, grads = jax.value_and_grad(loss_of)(params)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss, grads
+
+    params, state = PARAMS, optimizer.init(PARAMS)
+    params, state, first, grads = step(params, state)
+    assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(grads))
+    losses = [float(first)]
+    for _ in range(60):
+        params, state, loss, _ = step(params, state)
+        losses.append(float(loss))
+    assert losses[0] > 2 and losses[-1] < 0.1
+    assert [int(t) for t in dense_greedy(params, tokens[0, :8].tolist(), 16)] == tokens[
+        0, 8:
+    ].tolist()
+
+
+def test_the_choice_of_a_kernel() -> None:
+    llm = LLM(PARAMS, **vars(engine()))
+    module = llm.session.runner.steps.setting.choices.delta
+    mixer = MODEL.layers[0].mixer
+    assert isinstance(mixer, DeltaConfig)
+    reason = IMPLEMENTATIONS["native"].module().unsupported(mixer.shapes, None)
+    assert module is IMPLEMENTATIONS["native" if reason is None else "xla"].module()
+    llm.close()
