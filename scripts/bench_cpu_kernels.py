@@ -8,7 +8,8 @@ is read from memory here. Products are bf16 [M, K] . [N, K]; attention is of row
 64 tokens, in bf16. Products with weights in 8 and 4 bits are beside the native one in bf16: GB/s
 are of their values and scales, and of a plain read. A layer of experts (8 of 64) is computed for
 all of them (dense), in XLA's tiles and natively; its GB/s are of the weights of those that were
-drawn.
+drawn. The gated delta rule is that of a layer of Qwen3.5-35B-A3B; its GB/s are of the states that
+are read and written, and of a plain read of as many bytes.
 """
 
 import functools
@@ -26,12 +27,15 @@ import numpy as np
 from jpaged.models.layers.mlp import gated
 from jpaged.models.quantized import QuantizedWeight, quantized
 from kernels_cpu import experts as native_experts
+from kernels_cpu import gated_delta as native_delta
 from kernels_cpu import paged_attention as native
 from kernels_cpu import quantized as native_quantized
 from kernels_cpu.library import level, unavailable
 from kernels_cpu.linear import linear
 from kernels_pallas.experts import tiles
 from kernels_pallas.experts.interface import ExpertWeights
+from kernels_pallas.gated_delta import xla as delta_xla
+from kernels_pallas.packed_rows import PackedRows
 from kernels_pallas.paged_attention import xla
 from kernels_pallas.paged_attention.interface import AttentionOptions, Options
 
@@ -52,6 +56,9 @@ ATTENTION = [
 ]
 EXPERTS = (64, 8, 1024, 384)  # X, of which A a token; E, F
 EXPERT_ROWS = (1, 8, 32, 128, 512)
+DELTA = (16, 32, 128)  # key heads, value heads and their width
+DELTA_ROWS = ((1, 1), (8, 1), (32, 1), (1, 512), (8, 64), (1, 2048))  # and tokens of each
+DELTA_FORMS = {"native": native_delta, "xla": delta_xla}
 BYTES = 150 << 20  # of weights or pool that one call goes through
 BLOCK = 64
 
@@ -208,7 +215,63 @@ def experts(rng: np.random.Generator, rounds: int) -> Iterator[dict[str, Any]]:
         }
 
 
+def delta(rng: np.random.Generator, rounds: int) -> Iterator[dict[str, Any]]:
+    _, heads, width = DELTA
+    for count, length in DELTA_ROWS:
+        nbytes = 4 * count * heads * width * width
+        # Decode goes through the states of as many layers as do not fit into a cache.
+        layers = max(1, BYTES // nbytes) if length == 1 else 1
+        calls = delta_calls(rng, count, length, layers)
+        calls["read"] = functools.partial(jax.jit(jnp.sum), jnp.ones(layers * nbytes // 4))
+        seconds = medians(calls, rounds)
+        yield {
+            "gated delta": f"{count} x {length}",
+            **{f"{name}_ms": 1e3 * seconds[name] / layers for name in DELTA_FORMS},
+            "ratio": seconds["native"] / seconds["xla"],
+            "native_gb_s": 2 * layers * nbytes / seconds["native"] / 1e9,
+            "read_gb_s": layers * nbytes / seconds["read"] / 1e9,
+        }
+
+
+def delta_calls(
+    rng: np.random.Generator, count: int, length: int, layers: int
+) -> dict[str, Callable[[], Any]]:
+    """Calls that take so many rows of this length through so many layers, in place."""
+    key_heads, heads, width = DELTA
+    tokens = count * length
+
+    def draw(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape, np.float32) / shape[-1] ** 0.5)
+
+    qkv = (
+        draw(tokens, key_heads, width),
+        draw(tokens, key_heads, width),
+        draw(tokens, heads, width),
+    )
+    args = (*qkv, -abs(draw(tokens, heads)), abs(draw(tokens, heads)))
+    loc_S1 = jnp.arange(count + 1, dtype=jnp.int32) * length
+    start_S = jnp.zeros(count, jnp.int32)
+
+    def steps(module: Any, pool: jax.Array) -> tuple[jax.Array, jax.Array]:
+        rule, outputs = module.decode if length == 1 else module.prefill, []
+        for layer in range(layers):
+            slot_S = jnp.arange(count, dtype=jnp.int32) + layer * count
+            o, pool = rule(*args, pool, PackedRows(loc_S1, start_S, slot_S, slot_S))
+            outputs.append(o)
+        return jnp.stack(outputs), pool
+
+    run = jax.jit(steps, static_argnums=0, donate_argnums=1)
+    pools = {name: draw(layers * count, heads, width, width) for name in DELTA_FORMS}
+
+    def call(name: str) -> jax.Array:
+        o, pools[name] = run(DELTA_FORMS[name], pools[name])
+        return o
+
+    return {name: functools.partial(call, name) for name in DELTA_FORMS}
+
+
 PARTS = {
+    "delta": delta,
     "products": products,
     "attention": attention,
     "experts": experts,

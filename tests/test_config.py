@@ -298,8 +298,8 @@ def test_coerce(tmp_path: Path) -> None:
         ),
         (hf("gpt2"), "architecture 'gpt2'"),
         (
-            hf("qwen3_next", architectures=["Qwen3NextForCausalLM"]),
-            "architecture 'Qwen3NextForCausalLM'",
+            hf("nemotron_h", architectures=["NemotronHForCausalLM"]),
+            "architecture 'NemotronHForCausalLM'",
         ),
         (hf("gpt_oss", swiglu_limit=5.0), r"swiglu_limit=\(1.702, 5.0\)"),
         (hf("mixtral", num_local_experts=1), "experts_per_token=2 of num_experts=1"),

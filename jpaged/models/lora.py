@@ -30,7 +30,8 @@ from jpaged.models.trees import to_tree
 
 # The weights that can have adapters, as names within a layer.
 ADAPTED = (
-    *("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down"),
+    *("attention.qkv", "attention.v", "attention.out", "delta.qkvz", "delta.out"),
+    *("mlp.gate_up", "mlp.down"),
     *("mlp.shared.gate_up", "mlp.shared.down"),
 )
 # Those that an engine has tables for only where it is asked, by the name of what they are.

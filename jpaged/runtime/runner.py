@@ -407,8 +407,9 @@ class Runner:
     def report(self) -> dict[str, Any]:
         """Return what was compiled and moved so far."""
         seconds = self.steps.seconds.copy()  # at once: other threads add to it
+        names = dict.fromkeys(p.kernel.name for p in self.pools if p.kernel is not None)
         return {
-            "attention": next((p.kernel.name for p in self.pools if p.kernel is not None), None),
+            "attention": "+".join(names) or None,
             "quantized_activations": activations_of(self.steps.setting.choices, self.params),
             "num_compiles": len(seconds),
             "compile_time_s": sum(seconds.values()),

@@ -1,7 +1,8 @@
 """Tiny models with short convolutions: their config dicts, and the tensors of their files.
 
 Between them: taps of 3 and 4, with and without biases; convolutions first, last and between; tied
-and untied embeddings; a width of the MLP that is said as it is, and one that follows from a rule.
+and untied embeddings; a width of the MLP that is said as it is, and one that follows from a rule; a
+mixture of experts with a dense layer.
 """
 
 from collections.abc import Mapping
@@ -14,10 +15,12 @@ NAMES = {  # of what other families have, in a layer's names
     "input_layernorm": "operator_norm",
     "post_attention_layernorm": "ffn_norm",
     "self_attn.o_proj": "self_attn.out_proj",
-    "mlp.gate_proj": "feed_forward.w1",
-    "mlp.up_proj": "feed_forward.w3",
-    "mlp.down_proj": "feed_forward.w2",
+    "mlp.": "feed_forward.",
+    "gate_proj": "w1",
+    "up_proj": "w3",
+    "down_proj": "w2",
 }
+FAMILIES = ("lfm2", "lfm2_moe")
 
 
 def _config(**fields: Any) -> dict[str, Any]:
@@ -60,13 +63,30 @@ SHORT_CONVS: dict[str, dict[str, Any]] = {
         tie_word_embeddings=True,
         eos_token_id=[150, 149],
     ),
+    "lfm2_moe_c80_w3": _config(
+        architectures=["Lfm2MoeForCausalLM"],
+        model_type="lfm2_moe",
+        vocab_size=144,
+        hidden_size=80,
+        intermediate_size=104,
+        layer_types=[CONV, FULL, CONV, CONV],
+        num_attention_heads=5,
+        num_key_value_heads=5,
+        num_dense_layers=1,
+        num_experts=5,
+        num_experts_per_tok=2,
+        moe_intermediate_size=40,
+        routed_scaling_factor=1.5,
+        conv_L_cache=3,
+        eos_token_id=143,
+    ),
 }
 
 
 def mlp_width(config: Mapping[str, Any]) -> int:
     """The width of the MLP."""
     size = config["intermediate_size"]
-    if not config.get("block_auto_adjust_ff_dim", True):
+    if config["model_type"] != "lfm2" or not config.get("block_auto_adjust_ff_dim", True):
         return size
     multiple = config["block_multiple_of"]
     return -(-int(2 * size / 3) // multiple) * multiple
@@ -76,7 +96,7 @@ def with_convs(
     config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
     """The shapes of a model of attention alone, as files of this family have them."""
-    if config["model_type"] != "lfm2":
+    if config["model_type"] not in FAMILIES:
         return dict(shapes)
     made: dict[str, tuple[int, ...]] = {}
     size, width = config["hidden_size"], mlp_width(config)
@@ -94,7 +114,7 @@ def with_convs(
             made |= {layer + key: value for key, value in parts.items()}
         if is_conv and short.startswith("self_attn."):
             continue
-        if short.startswith("mlp."):
+        if short.startswith("mlp.") and "experts" not in short:
             shape = tuple(width if n == config["intermediate_size"] else n for n in shape)
         for theirs, ours in NAMES.items():
             short = short.replace(theirs, ours)
@@ -121,7 +141,7 @@ def conv_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def scaled_conv(key: str, x: np.ndarray, config: Mapping[str, Any]) -> np.ndarray | None:
     """Values of what only these families have; None: as in other families."""
-    if config["model_type"] != "lfm2":
+    if config["model_type"] not in FAMILIES:
         return None
     if key.endswith("conv.conv.weight"):
         return x * (1.5 / np.sqrt(x.shape[-1]))

@@ -42,6 +42,7 @@ CHOOSING_BIASES: dict[str, tuple[str, tuple[int, ...]]] = {  # and the axes befo
     "glm4_moe": ("mlp.gate.e_score_correction_bias", ()),
     "solar_open": ("mlp.gate.e_score_correction_bias", ()),
     "minimax_m2": ("block_sparse_moe.e_score_correction_bias", ()),
+    "lfm2_moe": ("mlp.expert_bias", ()),
     "ernie4_5_moe": ("mlp.moe_statics.e_score_correction_bias", (1,)),
 }
 FUSED_GATE_UP = ("phi3", "glm4")
@@ -129,6 +130,8 @@ def is_mixture(config: Mapping[str, Any], layer: int) -> bool:
         return True
     if family == "glm4_moe":
         return layer >= config["first_k_dense_replace"]
+    if family == "lfm2_moe":
+        return layer >= config["num_dense_layers"]
     if family == "ernie4_5_moe":
         is_in_step = (layer + 1) % config["moe_layer_interval"] == 0
         return is_in_step and layer >= config["moe_layer_start_index"]

@@ -83,7 +83,7 @@ def main(
             good &= (copies > 0) == (name == CONTROL)
             found = {
                 "name": f"step {name} {bucket.tokens}x{bucket.rows}",
-                "kernel": pool.kernel.name,
+                "kernel": None if pool.kernel is None else pool.kernel.name,
                 "pool_copies": copies,
                 "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
                 "weight_bytes": bytes_on_device(params),

@@ -175,6 +175,15 @@ def test_the_dense_form_is_the_definition(tokens: int) -> None:
         check(case, o[i], pool)
 
 
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_chunks_and_steps_are_lowered_for_chips(platform: str) -> None:
+    case = make([1, 1, 1, 0], [0, 5, 9, 0], padding=1)
+    args = (*case.tokens, case.pool, case.rows)
+    for form in (xla.prefill, xla.decode):
+        module = jax.export.export(jax.jit(form), platforms=[platform])(*args)
+        assert module.platforms == (platform,) and "dot_general" in module.mlir_module()
+
+
 def test_the_dense_form_can_be_differentiated() -> None:
     case = make([70], [0], padding=0)
     tokens = [

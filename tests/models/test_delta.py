@@ -20,6 +20,7 @@ from jpaged.errors import CheckpointError, UnsupportedError
 from jpaged.models.forward import bind
 from jpaged.models.layers.attention import AttentionConfig
 from jpaged.models.layers.delta import DeltaConfig
+from jpaged.models.lora import merged, targets
 from jpaged.models.quantized import is_quantized
 from jpaged.models.served import served_config
 from kernels_pallas.gated_delta import IMPLEMENTATIONS
@@ -103,6 +104,33 @@ def test_tokens_are_the_dense_models(place: str) -> None:
     check(outputs, [PROMPTS[2]] * 2)
     assert outputs[1].num_cached_tokens > 0
     assert_idle(llm)
+    llm.close()
+
+
+def test_adapters_on_two_devices() -> None:
+    """Of every weight that can have one: what is served is the model with them merged."""
+    rng = np.random.default_rng(4)
+    pairs: dict[str, Any] = {}
+    for name, target in targets(MODEL).items():
+        outputs, inputs = target.sides
+        pairs[name] = {
+            "a": jnp.asarray(rng.standard_normal((3, *inputs)), jnp.float32) / 6,
+            "b": jnp.asarray(rng.standard_normal((*outputs, 3)), jnp.float32) / 6,
+        }
+    assert {"layers.0.delta.q", "layers.0.delta.z", "layers.2.delta.out"} <= pairs.keys()
+    adapter = jpaged.Adapter(pairs)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("tp",))
+    llm = LLM(PARAMS, mesh=mesh, **vars(engine(max_loras=1, max_lora_rank=4)))
+    llm.add_adapter("tuned", adapter)
+    tuned = {"prompt_token_ids": PROMPTS[0], "adapter": "tuned"}
+    answers = llm.generate([tuned, PROMPTS[1]], GREEDY, use_tqdm=False)
+    whole = merged(PARAMS, adapter)
+    for prompt, output, params in zip(PROMPTS, answers, (whole, PARAMS), strict=False):
+        tokens = output.outputs[0].token_ids
+        expected = dense_logprobs(params, prompt + tokens)[len(prompt) - 1 : -1]
+        assert tokens == expected.argmax(1).tolist()
+        wanted = expected[range(len(tokens)), tokens]
+        np.testing.assert_allclose(output.outputs[0].token_logprobs, wanted, atol=1e-4)
     llm.close()
 
 

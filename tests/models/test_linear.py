@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from jpaged.models.forward import bind
+from jpaged.models.layers.attention import Attention
 from jpaged.models.layers.linear import Linear, StepContext
 from jpaged.models.layers.low_rank import AdapterTable, LowRank
 from jpaged.models.layers.mlp import MLP
@@ -184,7 +185,7 @@ def test_what_is_summed_follows_from_the_table(width: int, summed: set[str]) -> 
     c = config(intermediate_size=width)
     step = StepContext(tensor_axis="tp", axis_size=2)
     layer = bind(c, make_params(0, c)).layers[0]
-    assert isinstance(layer.ffn, MLP) and layer.mixer is not None
+    assert isinstance(layer.ffn, MLP) and isinstance(layer.mixer, Attention)
     linears = {
         "qkv": layer.mixer.qkv,
         "out": layer.mixer.out,

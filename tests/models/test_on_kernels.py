@@ -40,7 +40,12 @@ SETTINGS: dict[str, Any] = {
 @functools.cache
 def logprobs(attention: Any, family: str) -> np.ndarray:
     """Of a prompt and of the two tokens after it."""
-    model = dataclasses.replace(FAMILY_CONFIGS[family], head_dim=64)  # what all of them take
+    # A width that all of them take.
+    return logprobs_of(dataclasses.replace(FAMILY_CONFIGS[family], head_dim=64), attention)
+
+
+def logprobs_of(model: ModelConfig, attention: Any) -> np.ndarray:
+    """The same of any model."""
     llm = LLM(make_params(3, model), attention=attention, **SETTINGS)
     assert llm.stats()["attention"] == attention
     sampling = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, prompt_logprobs=0)
@@ -50,6 +55,19 @@ def logprobs(attention: Any, family: str) -> np.ndarray:
     prompt = [next(iter(found.values())).logprob for found in scored if found]
     assert len(prompt) == 89
     return np.array([*prompt, *out.outputs[0].token_logprobs])
+
+
+@pytest.mark.middle
+@pytest.mark.parametrize("name", ["gemma4_k3_d64_bias", "mimo_d64_v32_bias"])
+def test_unlike_layers_on_cpus(name: str) -> None:
+    """Heads of several widths, values narrower than keys, keys that others read: of a model whose
+    layers no switches describe, by the kernel that takes these widths.
+    """
+    if reason := unavailable():
+        pytest.skip(reason)
+    model = ModelConfig.from_hf(CONFIGS[name])
+    expected, found = logprobs_of(model, "xla"), logprobs_of(model, "native")
+    assert np.median(np.abs(found - expected)) < 0.03 * np.std(expected)
 
 
 def attended(config: ModelConfig) -> set[tuple[str, Any]]:

@@ -19,6 +19,7 @@ import jpaged
 from jpaged import ConfigError, EngineConfig, ModelConfig, SamplingParams
 from jpaged.engine.shapes import PrefillShape, shape_table
 from jpaged.models.forward import bind
+from jpaged.models.layers.delta import DeltaConfig
 from jpaged.models.params import param_shapes
 from jpaged.models.served import served_config
 from jpaged.runtime import footprint, memory
@@ -102,7 +103,17 @@ def test_the_bound_is_above_what_xla_says(needs: Needs) -> None:
     assert needs.state == above.state == 4 * 8 * (2 + 97), "last token, length, counts"
 
 
+def hybrid(value_dim: int) -> ModelConfig:
+    """The gated delta rule in three layers: in C++, or in chunks for widths that no 32 divides."""
+    delta = DeltaConfig(num_key_heads=4, num_value_heads=8, key_dim=64, value_dim=value_dim)
+    attention = WIDE.layers[0]
+    layers = (dataclasses.replace(attention, mixer=delta),) * 3 + (attention,)
+    return dataclasses.replace(WIDE, family="qwen3_5_text", layers=layers)
+
+
 SHAPES = [
+    (hybrid(64), "bfloat16", {"max_num_seqs": 64, "max_num_batched_tokens": 512}),
+    (hybrid(48), "float32", {"max_num_batched_tokens": 2048}),
     (WIDE, "bfloat16", {"max_num_seqs": 64, "max_num_batched_tokens": 512}),
     (WIDE, "float32", {"max_num_batched_tokens": 2048}),
     (WIDE, "float16", {"max_num_seqs": 128}),

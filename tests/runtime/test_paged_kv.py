@@ -59,11 +59,11 @@ def test_options_and_sinks_reach_the_kernel_unopened(
         return q
 
     kv = view(ENGINE.resolve(CONFIG), is_decode=is_decode)
-    module = SimpleNamespace(
-        prefill=record, decode=record, pool_layout=kv.specs[0].kernel.module.pool_layout
-    )
+    kernel = kv.specs[0].kernel
+    assert kernel is not None
+    module = SimpleNamespace(prefill=record, decode=record, pool_layout=kernel.module.pool_layout)
     implementation = SimpleNamespace(module=lambda: module)
-    monkeypatch.setitem(attention.IMPLEMENTATIONS, kv.specs[0].kernel.name, implementation)
+    monkeypatch.setitem(attention.IMPLEMENTATIONS, kernel.name, implementation)
     options, sinks = MoreOptions(scale=0.5, sees_images=True), jnp.zeros(CONFIG.num_heads)
     K, G, D = CONFIG.num_kv_heads, CONFIG.group_size, CONFIG.head_dim
     heads = Heads(q_norm=None, k_norm=None, rotary=None)

@@ -20,9 +20,14 @@ def test_a_run(
     monkeypatch.setattr(bench, "BYTES", 1 << 20)
     monkeypatch.setattr(bench, "EXPERTS", (4, 2, 64, 32))
     monkeypatch.setattr(bench, "EXPERT_ROWS", (8,))
+    monkeypatch.setattr(bench, "DELTA", (1, 2, 32))
+    monkeypatch.setattr(bench, "DELTA_ROWS", ((64, 1), (1, 65)))
     assert bench.main(["--rounds", "2", "--json", str(tmp_path / "rows")]) == 0
     rows = map(json.loads, (tmp_path / "rows").read_text().splitlines())
-    product, decode, prefill, experts, weights = rows
+    steps, chunks, product, decode, prefill, experts, weights = rows
+    assert (steps["gated delta"], chunks["gated delta"]) == ("64 x 1", "1 x 65")
+    assert steps["ratio"] == pytest.approx(steps["native_ms"] / steps["xla_ms"], rel=1e-4)
+    assert steps["native_gb_s"] * steps["native_ms"] == pytest.approx(2 * 0.524288, rel=1e-3)
     assert (
         product["product"] == "[8, 64] . [96, 64]"
         and product["xla_gflops"] / product["native_gflops"] > 0

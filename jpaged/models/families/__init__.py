@@ -20,7 +20,7 @@ from jpaged.models.families.hybrid import (
     QWEN3_NEXT,
 )
 from jpaged.models.families.internlm import INTERNLM3
-from jpaged.models.families.lfm2 import LFM2
+from jpaged.models.families.lfm2 import LFM2, LFM2_MOE
 from jpaged.models.families.llama import LLAMA
 from jpaged.models.families.mimo import MIMO_V2_FLASH
 from jpaged.models.families.minimax import MINIMAX_M2
@@ -44,7 +44,7 @@ _ALL = (
     *(MINISTRAL3, GLM4, SEED_OSS, EXAONE4, INTERNLM3, ERNIE4_5, HUNYUAN_DENSE),
     *(QWEN3_MOE, QWEN2_MOE, MIXTRAL, GPT_OSS, GLM4_MOE, SOLAR_OPEN, MINIMAX_M2, ERNIE4_5_MOE),
     *(QWEN2_5_VL_TEXT, QWEN3_VL_TEXT, QWEN3_VL_MOE_TEXT),
-    *(QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, OLMO_HYBRID, LFM2),
+    *(QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, OLMO_HYBRID, LFM2, LFM2_MOE),
     *(GEMMA4, GEMMA4_UNIFIED, MIMO_V2_FLASH),
 )
 FAMILIES = {family.model_type: family for family in _ALL}

@@ -55,18 +55,21 @@ class ListedDenseLayers:
         return {"mlp_only_layers": list(layers), "decoder_sparse_step": 1}
 
 
+@dataclasses.dataclass(frozen=True)
 class FirstDenseLayers:
-    """They are the first ones."""
+    """They are the first ones. key: of how many."""
+
+    key: str = "first_k_dense_replace"
 
     def read(self, hf: dict[str, Any]) -> tuple[int, ...]:
         """See DenseLayers."""
-        return tuple(range(min(hf["first_k_dense_replace"], hf["num_hidden_layers"])))
+        return tuple(range(min(hf[self.key], hf["num_hidden_layers"])))
 
     def write(self, layers: tuple[int, ...], num_layers: int) -> dict[str, Any]:
         """See DenseLayers."""
         if layers != tuple(range(len(layers))):
-            raise ConfigError(f"dense_layers={layers}: first_k_dense_replace says the first alone")
-        return {"first_k_dense_replace": len(layers)}
+            raise ConfigError(f"dense_layers={layers}: {self.key} says the first alone")
+        return {self.key: len(layers)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

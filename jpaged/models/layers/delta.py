@@ -119,8 +119,8 @@ class DeltaConfig:
         chunks that are prepared together, and the states of rows before and after.
         """
         heads, widest = self.num_value_heads, max(self.key_dim, self.value_dim)
-        tokens = 24 * step.rows * self.num_key_heads * self.channels
-        tokens += 16 * step.rows * heads * (self.key_dim + self.value_dim)
+        tokens = 8 * step.rows * self.num_key_heads * self.channels
+        tokens += 8 * step.rows * heads * self.value_dim
         chunks = 4 * xla.TOGETHER * heads * xla.CHUNK * (6 * xla.CHUNK + 10 * widest)
         states = 12 * (step.sequences + 2) * heads * self.key_dim * self.value_dim
         return Scratch(shared=tokens + chunks + states, kept=4 * step.tokens * step.hidden_size)
