@@ -93,6 +93,22 @@ def test_the_account_as_a_table() -> None:
     )
 
 
+def test_the_blocks_of_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    """One line a group of layers: one with a window has no more blocks than its rows see."""
+    model = config(sliding_windows=(None, 7))
+    sizes = EngineConfig(block_size=16, max_num_seqs=4).resolve(model)
+    pool = memory.PoolCost(((2048, None), (1024, 9)))
+    limits = memory.Limits(total=64 << 20)
+    found = memory.plan(sizes, limits, pool=pool, needs=memory.Needs())
+    plan_memory.print_groups(found, model)
+    assert capsys.readouterr().out.splitlines() == [
+        f"1 layers of 2 x 16 with no window: {found.num_blocks} blocks of 2,048 bytes",
+        "1 layers of 2 x 16 with a window of 7: 9 blocks of 1,024 bytes",
+    ]
+    plan_memory.print_groups(found, CONFIG)
+    assert capsys.readouterr().out == "", "the account has said it"
+
+
 def test_a_card_that_nothing_here_compiles_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
