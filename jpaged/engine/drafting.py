@@ -6,8 +6,8 @@ count up to the first that differs from the guess. So a draft can only cost or s
 measured: how often guesses come true, tried or not, and how long steps take with and without them.
 
 Two gates decide. A row drafts while enough of its guesses come true (MIN_RATE). A step drafts where
-every row is expected to go on by as many tokens as plain steps of that time would give it, and all
-rows together by MIN_SPEEDUP times as many (Costs).
+every row that may draft is expected to go on by as many tokens as plain steps of that time would
+give it, and all rows together by MIN_SPEEDUP times as many (Costs).
 """
 
 import math
@@ -140,11 +140,12 @@ class Costs:
             kept.setdefault(_size(rows), deque(maxlen=SAMPLES)).append(seconds / steps)
         self._has_verified = plan.verifies
 
-    def pays(self, drafted: int, gains: list[float]) -> bool:
+    def pays(self, drafted: int, gains: list[float], others: int = 0) -> bool:
         """Return whether a step that verifies `drafted` guesses is worth its time. gains: how many
-        of them are expected to be right, of each row.
+        of them are expected to be right, of each row that may draft. others: rows that never may;
+        one of them would else keep all others from it.
         """
-        rows = len(gains)
+        rows = len(gains) + others
         plain, late = (kept.get(_size(rows), ()) for kept in (self._plain, self._late))
         verifying = self._verifying.get((_size(rows), _size(rows + drafted)), ())
         if len(plain) < MIN_SAMPLES:
@@ -229,8 +230,10 @@ class Drafter:
         if not min(room, len(everyone)):
             return {}
         # Where even guesses that all come true do not pay, nothing is looked up.
-        best = min(room, len(everyone) * self.asked.num_tokens)
-        if not self._pays(best, [best / len(everyone)] * len(everyone)):
+        able = [seq for seq in everyone if can_draft(seq)]
+        others = len(everyone) - len(able)
+        best = min(room, len(able) * self.asked.num_tokens)
+        if not able or not self._pays(best, [best / len(able)] * len(able), others):
             return {}
         drafts: dict[Sequence, list[int]] = {}
         for rows in replicas:
@@ -240,12 +243,12 @@ class Drafter:
                 if tokens := self._draft(seq, self._row(seq), share):
                     drafts[seq] = tokens
                     left -= len(tokens)
-        gains = [self._row(seq).expected(len(drafts.get(seq, ()))) for seq in everyone]
-        pays = bool(drafts) and self._pays(sum(map(len, drafts.values())), gains)
+        gains = [self._row(seq).expected(len(drafts.get(seq, ()))) for seq in able]
+        pays = bool(drafts) and self._pays(sum(map(len, drafts.values())), gains, others)
         return drafts if pays else {}
 
-    def _pays(self, drafted: int, gains: list[float]) -> bool:
-        return not self.asked.adaptive or self.costs.pays(drafted, gains)
+    def _pays(self, drafted: int, gains: list[float], others: int) -> bool:
+        return not self.asked.adaptive or self.costs.pays(drafted, gains, others)
 
     def _draft(self, seq: Sequence, row: _Row, most: int) -> list[int]:
         """Return at most `most` guesses for a row; [] where they are not worth it."""

@@ -231,6 +231,29 @@ def test_rows_without_a_guess_do_not_wait() -> None:
     for _ in range(SAMPLES):
         costs.observe(step(4, drafted=12), 1.0 + MAX_SLOWDOWN / 2)
     assert costs.pays(12, [6.0, 6.0, 0.0, 0.0]), "nor do they where a draft costs little"
+
+
+def test_a_row_that_never_drafts_keeps_no_other_from_it() -> None:
+    """Its longer step counts among the tokens of all; a row with penalties is such a row."""
+    costs = Costs()
+    for _ in range(MIN_SAMPLES):
+        costs.observe(step(4), 1.0)
+    for _ in range(MIN_SAMPLES):
+        costs.observe(step(4, drafted=12), 2.0)
+    assert not costs.pays(12, [6.0, 6.0, 6.0, 0.0])
+    assert costs.pays(12, [6.0, 6.0, 6.0], others=1)
+    least = 4 * (2 * MIN_SPEEDUP - 1)  # tokens that must be expected beside one of each row
+    assert costs.pays(12, [least - 3.9, 2.0, 2.0], others=1)
+    assert not costs.pays(12, [least - 4.1, 2.0, 2.0], others=1)
+
+    drafter = Drafter(Speculative(num_tokens=3), 16)
+    drafter.costs = costs
+    repeats = [sequence([1, 2, 3, 4] * 4) for _ in range(3)]
+    for seq in repeats:
+        drafter._row(seq).learn(40, 40)
+    assert drafter.drafts([*repeats, sequence([5, 6, 7, 8] * 4)]) == {}, "it might have gained"
+    with_penalty = sequence([1, 2, 3, 4] * 4, presence_penalty=0.5)
+    assert drafter.drafts([*repeats, with_penalty]).keys() == set(repeats)
     drafter = Drafter(Speculative(num_tokens=4), 32)
     drafter.costs = costs
     seqs = [sequence([1, 2, 3, 4, 5, 6, 1, 2]) for _ in range(3)] + [sequence([1, 2, 3, 4])]
