@@ -231,6 +231,19 @@ def test_rows_without_a_guess_do_not_wait() -> None:
     for _ in range(SAMPLES):
         costs.observe(step(4, drafted=12), 1.0 + MAX_SLOWDOWN / 2)
     assert costs.pays(12, [6.0, 6.0, 0.0, 0.0]), "nor do they where a draft costs little"
+    drafter = Drafter(Speculative(num_tokens=4), 32)
+    drafter.costs = costs
+    seqs = [sequence([1, 2, 3, 4, 5, 6, 1, 2]) for _ in range(3)] + [sequence([1, 2, 3, 4])]
+    for seq in seqs:
+        drafter._row(seq).learn(50, 50)
+    assert set(drafter.drafts(seqs)) == set(seqs[:3])
+    for _ in range(SAMPLES):
+        costs.observe(step(4, drafted=12), 2.0)
+    assert drafter.drafts(seqs) == {}
+    drafter._rows.pop(seqs[3])
+    seqs[3].token_ids = seqs[0].token_ids
+    drafter._row(seqs[3]).learn(50, 50)
+    assert set(drafter.drafts(seqs)) == set(seqs)
 
 
 def test_a_row_that_never_drafts_keeps_no_other_from_it() -> None:
@@ -254,19 +267,6 @@ def test_a_row_that_never_drafts_keeps_no_other_from_it() -> None:
     assert drafter.drafts([*repeats, sequence([5, 6, 7, 8] * 4)]) == {}, "it might have gained"
     with_penalty = sequence([1, 2, 3, 4] * 4, presence_penalty=0.5)
     assert drafter.drafts([*repeats, with_penalty]).keys() == set(repeats)
-    drafter = Drafter(Speculative(num_tokens=4), 32)
-    drafter.costs = costs
-    seqs = [sequence([1, 2, 3, 4, 5, 6, 1, 2]) for _ in range(3)] + [sequence([1, 2, 3, 4])]
-    for seq in seqs:
-        drafter._row(seq).learn(50, 50)
-    assert set(drafter.drafts(seqs)) == set(seqs[:3])
-    for _ in range(SAMPLES):
-        costs.observe(step(4, drafted=12), 2.0)
-    assert drafter.drafts(seqs) == {}
-    drafter._rows.pop(seqs[3])
-    seqs[3].token_ids = seqs[0].token_ids
-    drafter._row(seqs[3]).learn(50, 50)
-    assert set(drafter.drafts(seqs)) == set(seqs)
 
 
 def test_on_the_host() -> None:
