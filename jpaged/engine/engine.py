@@ -368,7 +368,7 @@ class Engine:
             fetch_ended_at=fetch_ended_at,
         )
         if self.drafter is not None:
-            self.drafter.observe(oldest.whole, took)
+            self.drafter.observe(oldest.whole, *took)
 
     def _take_ended(self) -> list[Request]:
         """Return the requests that ended since the last call."""

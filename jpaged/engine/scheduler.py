@@ -219,7 +219,7 @@ def should_wait_for_tokens(replicas: List[Scheduler]) -> bool:
     pay now, where all rows do nothing but decode. The drafter learns meanwhile how good they are.
     """
     drafter = replicas[0].queues.drafter
-    if drafter is None or any(r.wants_prefill for r in replicas):
+    if drafter is None or drafter.lookup_paused or any(r.wants_prefill for r in replicas):
         return False
     rows = [[seq for seq in replica.queues.running if seq.can_decode] for replica in replicas]
     return bool(drafter.chosen(*rows))

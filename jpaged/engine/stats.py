@@ -78,22 +78,24 @@ class Stats:
         step_began_at: float,
         fetch_began_at: float,
         fetch_ended_at: float,
-    ) -> float:
+    ) -> tuple[float, bool]:
         """Record a step that has just been committed. All times are readings of one clock.
 
         dispatched_at: when the call began that dispatched it. step_began_at: when the call began
-        that commits it. Return its duration, overlap with the previous step excluded.
+        that commits it. Return its duration, overlap with the previous step excluded, and whether
+        it was dispatched before the previous step was committed.
         """
         done = perf_counter()
         self.device_time_s += fetch_ended_at - fetch_began_at
         self.host_time_s += (fetch_began_at - step_began_at) + (done - fetch_ended_at)
         took = done - max(dispatched_at, self._last_done)
+        ran_ahead = dispatched_at < self._last_done
         self._last_done = done
         if plan.phase == "prefill" and not plan.verifies:
             self.prefill_time_s += took
         else:
             self.decode_time_s += took
-        return took
+        return took, ran_ahead
 
     def report(self) -> Report:
         """Return the totals and what follows from them."""
