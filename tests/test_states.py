@@ -174,7 +174,7 @@ def test_a_snapshot_in_the_middle() -> None:
 
 
 def test_scores() -> None:
-    """Of prompts that are scored chunk by chunk, the later chunks too."""
+    """Prompts are scored chunk by chunk, the later chunks as well."""
     llm = llm_of()
     for prompt, scores in zip(PROMPTS, llm.score(PROMPTS), strict=True):
         expected = dense_logprobs(PARAMS, prompt)[range(len(prompt) - 1), prompt[1:]]

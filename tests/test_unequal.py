@@ -192,7 +192,7 @@ def test_on_four_devices() -> None:
 
 
 def test_adapters() -> None:
-    """Of every weight that takes one, in weights whose parts differ by layer."""
+    """Every weight that takes an adapter has one, also where parts differ by layer."""
     parts = [f"attention.{x}" for x in ("q", "k", "v", "out")] + ["mlp.gate", "mlp.up", "mlp.down"]
     lora = initial_lora(MODEL, 3, jax.random.key(0), parts=parts)
     keys = jax.random.key(1)

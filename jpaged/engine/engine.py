@@ -160,8 +160,10 @@ class Engine:
             if plans:
                 batch, reads = self._pack(plans), self._start_moves(plans)
                 blocks_in_use = sum([r.blocks.num_used for r in self.replicas])
-                self.stats.count(joined(plans), batch, blocks_in_use)
-                self.in_flight.add(plans, batch, self.runner.dispatch(batch), started, reads)
+                whole = joined(plans)
+                self.stats.count(whole, batch, blocks_in_use)
+                handle = self.runner.dispatch(batch)
+                self.in_flight.add(plans, whole, batch, handle, started, reads)
             elif self.in_flight:
                 self._commit_oldest(started)
             while self.in_flight.is_full:
@@ -457,14 +459,15 @@ class InFlight:
     def add(
         self,
         plans: List[Plan],
+        whole: Plan,
         batch: Batch,
         handle: StepHandle,
         started: float,
         reads: List[Read],
     ) -> None:
-        """Take a step that was dispatched, all but a draw under masks."""
+        """Take a step that was dispatched, all but a draw under masks. whole: the plans as one."""
         rows = batch.sample.rows if batch.sample is not None and batch.sample.masked else None
-        self.steps.append(Dispatched(plans, joined(plans), handle, started, rows, reads))
+        self.steps.append(Dispatched(plans, whole, handle, started, rows, reads))
 
     @property
     def is_full(self) -> bool:

@@ -108,7 +108,7 @@ def test_tokens_are_the_dense_models(place: str) -> None:
 
 
 def test_adapters_on_two_devices() -> None:
-    """Of every weight that can have one: what is served is the model with them merged."""
+    """Every weight that can have an adapter has one: the model with them merged is served."""
     rng = np.random.default_rng(4)
     pairs: dict[str, Any] = {}
     for name, target in targets(MODEL).items():
