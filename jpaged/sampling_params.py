@@ -3,6 +3,7 @@ are vLLM's.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -77,13 +78,13 @@ class SamplingParams:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
-    @property
+    @functools.cached_property
     def divisor(self) -> float:
         """The temperature that logits are divided by: one that float32 can divide by, or 0."""
         least, most = TEMPERATURES
         return min(max(self.temperature, least), most) if self.temperature > 0 else 0.0
 
-    @property
+    @functools.cached_property
     def has_penalties(self) -> bool:
         """Whether the request needs its token counts on the device."""
         return (

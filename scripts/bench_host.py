@@ -19,7 +19,7 @@ import numpy as np
 
 from jpaged.config import EngineConfig
 from jpaged.engine.cache.block_manager import BlockManager
-from jpaged.engine.cache.blocks import GroupSize
+from jpaged.engine.cache.kinds import GroupSize
 from jpaged.engine.commit import commit
 from jpaged.engine.layout import output_sections
 from jpaged.engine.packing import pack, unpack

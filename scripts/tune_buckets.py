@@ -34,7 +34,7 @@ import numpy as np
 
 from jpaged.config import EngineConfig
 from jpaged.engine.cache.block_manager import BlockManager
-from jpaged.engine.cache.blocks import GroupSize
+from jpaged.engine.cache.kinds import GroupSize
 from jpaged.engine.commit import commit
 from jpaged.engine.plan import StepResult
 from jpaged.engine.scheduler import Scheduler, schedule

@@ -207,8 +207,6 @@ def common_shapes(chosen: Sequence[StepShapes], config: EngineConfig) -> StepSha
     """Return the smallest shapes of the table that hold what several replicas' shapes hold, all of
     one phase.
     """
-    if len(chosen) == 1:
-        return chosen[0]
     firsts, samples = [first for first, _ in chosen], [s for _, s in chosen if s is not None]
     if isinstance(firsts[0], DecodeShape) and any(first.draws is None for first in firsts):
         # Where one draws apart all do.

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from jpaged.config import EngineConfig
-from jpaged.engine.cache.blocks import GroupSize
+from jpaged.engine.cache.kinds import GroupSize
 from jpaged.engine.layout import CONTROLS, Section, input_sections, output_sections
 from jpaged.engine.packing import ON_DEVICE, PAD_TOKEN, Batch, unpack
 from jpaged.engine.plan import StepResult
