@@ -48,7 +48,7 @@ def measure(rows: int, steps: int, block_size: int) -> dict[str, float]:
     for i in range(rows):
         params = SamplingParams(max_tokens=3 * steps, ignore_eos=True)
         prompt = [rng.randrange(MODEL.vocab_size) for _ in range(PROMPT)]
-        scheduler.queues.add(
+        scheduler.queues.waiting.add(
             Request([Sequence(str(i), prompt, params, max_model_len=4096)]).sequences[0]
         )
     times: dict[str, list[float]] = {"schedule": [], "pack": [], "commit": []}

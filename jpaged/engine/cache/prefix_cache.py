@@ -123,9 +123,9 @@ class PrefixCache:
         """Return the longest start of these tables after which each group has what the next token
         reads, as a match.
         """
-        if not self.has_windows:
-            return Match(contents, tables, slots, num_known)
         length = len(tables[0])
+        if not self.has_windows:
+            return Match(contents[:length], tables, slots, num_known)
         if [table for table in tables if GONE in table]:
             for i in reversed(range(length)):
                 for group, table in zip(self.groups, tables, strict=True):
