@@ -1,7 +1,6 @@
 """EngineConfig: how to serve a model; frozen, resolved once, never mutated."""
 
 import dataclasses
-import functools
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -295,7 +294,7 @@ class EngineConfig:
             max_logprobs=min(self.max_logprobs, model.vocab_size),
         )
 
-    @functools.cached_property
+    @property
     def pinned(self) -> bool:
         """Whether every step is of PINNED tokens and rows (resolved configs only)."""
         return bool(self.deterministic) and self.token_buckets == self.seq_buckets == (PINNED,)
@@ -305,7 +304,7 @@ class EngineConfig:
         """Sequences that run at once in all replicas that are asked for."""
         return self.max_num_seqs * (self.data_parallel_size or 1)
 
-    @functools.cached_property
+    @property
     def max_blocks_per_seq(self) -> int:
         """M: blocks that a sequence of max_model_len tokens spans (resolved configs only)."""
         assert self.max_model_len is not None

@@ -137,7 +137,7 @@ class Pool:
         )
         runner.weight_version = served.version
         if config.strict:
-            warmup(runner.steps)
+            warmup(runner.compiled)
             runner.seal()
         self._engine = Engine(
             config, runner, num_replicas=self._placement.replicas, depth=DISPATCHES_IN_FLIGHT

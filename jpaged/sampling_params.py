@@ -3,7 +3,6 @@ are vLLM's.
 """
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -78,13 +77,13 @@ class SamplingParams:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
-    @functools.cached_property
+    @property
     def divisor(self) -> float:
         """The temperature that logits are divided by: one that float32 can divide by, or 0."""
         least, most = TEMPERATURES
         return min(max(self.temperature, least), most) if self.temperature > 0 else 0.0
 
-    @functools.cached_property
+    @property
     def has_penalties(self) -> bool:
         """Whether the request needs its token counts on the device."""
         return (
@@ -94,8 +93,8 @@ class SamplingParams:
         )
 
     @property
-    def draw(self) -> Literal["plain", "filtered", "full"]:
-        """The least of the steps that can serve the request; see engine.shapes.Draws."""
+    def sampler(self) -> Literal["plain", "filtered", "full"]:
+        """The least of the steps that can serve the request; see engine.shapes.Sampler."""
         if self.has_penalties or self.logit_bias or self.min_tokens or self.logprobs is not None:
             return "full"
         filters = self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)

@@ -69,7 +69,7 @@ class Batch:
     @property
     def drawing(self) -> Shape | None:
         """Return the shape of the step that draws tokens, None where no row draws."""
-        return self.bucket if self.bucket.draws is not None else self.sample
+        return self.bucket if self.bucket.sampler is not None else self.sample
 
     @property
     def padded_tokens(self) -> int:

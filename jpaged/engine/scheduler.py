@@ -352,11 +352,11 @@ class PrefillPlanner:
         if self.blocks.windowed:  # else it has them all since its admission
             self.blocks.extend(seq, end)
         self.blocks.close_ahead(seq, end)
-        draws = end == seq.fill and not seq.score_only
-        chunk = [dispatch(seq, start, end - start, draws=int(draws))]
+        is_last = end == seq.fill and not seq.score_only
+        chunk = [dispatch(seq, start, end - start, draws=int(is_last))]
         self.chunks.append(chunk)
         self.budget -= end - start
-        if draws:
+        if is_last:
             self._last_chunks[_content(seq)] = chunk
 
 

@@ -51,7 +51,7 @@ class Sequence:
     __slots__ = (
         # what the caller asked for
         *("request", "request_id", "origin", "sampling_params", "key", "index", "salt", "adapter"),
-        *("priority", "draw", "eos_ids", "stop_ids"),
+        *("priority", "sampler", "eos_ids", "stop_ids"),
         *("prompt_len", "score_only", "end", "text", "structured", "waits_for_host", "controls"),
         *("ahead", "num_masked"),
         # what came of it
@@ -91,8 +91,8 @@ class Sequence:
         self.key = key  # threefry key data of the request
         self.index = index  # which of the request's samples
         self.priority = int(sampling_params.priority)  # lower ones run sooner
-        # The least of the steps that can serve it: see SamplingParams.draw.
-        self.draw: Literal["plain", "filtered", "full"] = sampling_params.draw
+        # The least of the steps that can serve it: see SamplingParams.sampler.
+        self.sampler: Literal["plain", "filtered", "full"] = sampling_params.sampler
         self.adapter = adapter
         # Cached blocks are shared under one salt and one version of an adapter only.
         self.salt = b"" if salt is None else salt.encode()

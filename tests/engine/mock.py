@@ -219,7 +219,7 @@ class MockRunner:
         ]
         if batch.bucket.phase == "draft":
             spans = self._guess(batch, view, outs[0])
-        elif batch.bucket.phase == "decode" and batch.bucket.draws is None:
+        elif batch.bucket.phase == "decode" and batch.bucket.sampler is None:
             contexts, spans = self._forward(batch, view)
             self._draw_rows(batch, view, contexts, outs[1])
         elif batch.bucket.phase == "decode":
