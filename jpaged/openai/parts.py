@@ -116,9 +116,8 @@ class Call:
         self._whole = Scanner()
         self._scanned = 0  # characters of raw
         self._is_long = False  # too long for a head (name and key)
-        self.rest: str | None = (
-            None  # the text after it, once it has ended or turned out not to be a call
-        )
+        # The text after it, once it has ended or has turned out not to be a call.
+        self.rest: str | None = None
 
     def push(self, text: str) -> list[Delta]:
         self.raw += text
@@ -228,9 +227,7 @@ class Reader:
         self.calls = 0
         self._text = ""  # received, and not passed on yet
         self._space = ""  # white space at the end of a part, passed on when more text follows
-        self._is_new = (
-            False  # nothing of this part was passed on yet: leading white space is dropped
-        )
+        self._is_new = False  # whether nothing of this part was passed on: leading space is dropped
 
     def push(self, text: str) -> list[Delta]:
         """Return the pieces that are certain once this text has arrived."""

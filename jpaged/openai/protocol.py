@@ -55,8 +55,8 @@ HARMLESS = frozenset(
         "guided_decoding_backend",  # jpaged has one backend, which enforces every form
     }
 )
-# Fields that are not built, with the values that ask for nothing. Those are accepted, as null always
-# is; any other value is refused.
+# Fields that are not built, with the values that ask for nothing. Those are accepted, and so is
+# null; any other value is refused.
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "stream": (False,),

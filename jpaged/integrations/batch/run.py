@@ -33,7 +33,7 @@ Ending = Literal["complete", "stopped", "hopeless"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Job:
+class RunOptions:
     """What to run, where its answers go, and when to stop.
 
     output: None prints to read, "-" writes JSONL to stdout. window: requests in the engine at once.
@@ -99,13 +99,15 @@ class Interrupts:
 class Run:
     """One run's loop, once there is an engine. Its counters are in `stats`."""
 
-    def __init__(self, llm: Any, job: Job, journal: Journal, intake: Intake, stats: BatchStats):
-        self.llm, self.job, self.journal, self.intake = llm, job, journal, intake
+    def __init__(
+        self, llm: Any, options: RunOptions, journal: Journal, intake: Intake, stats: BatchStats
+    ):
+        self.llm, self.options, self.journal, self.intake = llm, options, journal, intake
         self.stats = stats
-        self.progress = Progress(_progress_mode(job), stats)
-        self.reader = ReadAhead(intake, job.window)
+        self.progress = Progress(_progress_mode(options), stats)
+        self.reader = ReadAhead(intake, options.window)
         # A device that does not return is left as it is: what was answered is in the file.
-        self.interrupts = Interrupts(job.grace, lambda: os._exit(self.stopped()))
+        self.interrupts = Interrupts(options.grace, lambda: os._exit(self.stopped()))
         self._pending: dict[str, tuple[BatchRequest, float]] = {}
 
     def serve(self) -> Ending:
@@ -115,7 +117,7 @@ class Run:
         An ordered run also stops reading while 8 windows of lines wait for one that is slow: memory
         stays bounded.
         """
-        pending, window, stats = self._pending, self.job.window, self.stats
+        pending, window, stats = self._pending, self.options.window, self.stats
         while True:
             while len(pending) < window and self.journal.held < 8 * window and not self._must_stop:
                 line = self.reader.next(wait=None if pending else POLL_S)
@@ -139,11 +141,11 @@ class Run:
 
     def answered(self) -> str:
         """Return what there is of a run that does not reach its end, and how to go on."""
-        path = self.job.output
+        path = self.options.output
         if path in (None, "-"):
             return f"{self.stats.done} lines were answered"
         done = self.journal.found.answered if self.journal.is_regular else self.stats.done
-        return f"{done} lines were answered in {path}; to go on: {shlex.join(self.job.again)}"
+        return f"{done} lines were answered in {path}; to go on: {shlex.join(self.options.again)}"
 
     def stopped(self) -> int:
         """Say so; the exit status."""
@@ -156,7 +158,7 @@ class Run:
 
     @property
     def _is_hopeless(self) -> bool:
-        here, most = self.stats.ok + self.stats.failed, self.job.max_error_rate
+        here, most = self.stats.ok + self.stats.failed, self.options.max_error_rate
         return most is not None and here >= ENOUGH_LINES and self.stats.failed > most * here
 
     def _admit(self, line: Line) -> None:
@@ -202,11 +204,11 @@ class Run:
 
     def _fail(self, request: BatchRequest, error: BaseException | str) -> None:
         self.stats.fail(request.number, error)
-        self.journal.write(request, error_line(request, error, self.job.error_style))
+        self.journal.write(request, error_line(request, error, self.options.error_style))
 
 
 def run_batch(
-    job: Job,
+    options: RunOptions,
     source: Source,
     manifest: Mapping[str, Any],
     make_llm: Callable[[], Any],
@@ -224,9 +226,9 @@ def run_batch(
     written.
     """
     stats = BatchStats() if stats is None else stats
-    with contextlib.closing(Journal(job.output, manifest, ordered=job.ordered)) as journal:
+    with contextlib.closing(Journal(options.output, manifest, ordered=options.ordered)) as journal:
         grows = source.path if "bytes" in source.identity() else None
-        journal.open(job.existing, grows, retry_failed=job.retry_failed)
+        journal.open(options.existing, grows, retry_failed=options.retry_failed)
         llm = make_llm()
         settings = make_settings(llm)
         journal.begin(stdout or sys.stdout.buffer)
@@ -235,12 +237,12 @@ def run_batch(
         stats.earlier_ok = journal.found.answered - stats.earlier_failed
         stats.earlier_errors = journal.found.errors()
         stats.watch(llm)
-        intake = Intake(source, settings, shard=job.shard, earlier=journal.found)
-        return _to_its_end(Run(llm, job, journal, intake, stats), source)
+        intake = Intake(source, settings, shard=options.shard, earlier=journal.found)
+        return _to_its_end(Run(llm, options, journal, intake, stats), source)
 
 
 def _to_its_end(run: Run, source: Source) -> int:
-    job, journal, stats, reader = run.job, run.journal, run.stats, run.reader
+    options, journal, stats, reader = run.options, run.journal, run.stats, run.reader
     with run.interrupts:
         try:
             ending = run.serve()
@@ -260,8 +262,8 @@ def _to_its_end(run: Run, source: Source) -> int:
             run.progress.close()
     stats.ended = time.perf_counter()
     stats.watch(run.llm)
-    print(stats.table(), file=sys.stderr if job.output == "-" else sys.stdout, flush=True)
-    summary = job.summary or (f"{job.output}.summary.json" if journal.is_regular else None)
+    print(stats.table(), file=sys.stderr if options.output == "-" else sys.stdout, flush=True)
+    summary = options.summary or (f"{options.output}.summary.json" if journal.is_regular else None)
     if summary is not None:
         status = ending if reader.error is None else "input error"
         write_json(summary, {"status": status, **stats.record()})
@@ -272,7 +274,7 @@ def _to_its_end(run: Run, source: Source) -> int:
         return run.stopped()
     if ending == "hopeless":
         share = f"{stats.failed} of {stats.ok + stats.failed} lines failed"
-        said = f"{share}, above --max-error-rate {job.max_error_rate}"
+        said = f"{share}, above --max-error-rate {options.max_error_rate}"
         print(f"serve_batch: {said}: {run.answered()}", file=sys.stderr)
         return HOPELESS
     return FAILED_LINES if stats.all_failed else OK
@@ -289,9 +291,9 @@ def _cut_by(request: BatchRequest, output: RequestOutput) -> list[CutBy]:
     ]
 
 
-def _progress_mode(job: Job) -> Literal["bar", "lines", "none"]:
+def _progress_mode(options: RunOptions) -> Literal["bar", "lines", "none"]:
     terminal = sys.stderr.isatty()
-    if job.output is None and terminal and sys.stdout.isatty():
+    if options.output is None and terminal and sys.stdout.isatty():
         return "none"  # answers and a bar would overwrite each other
     return "bar" if terminal else "lines"
 
