@@ -416,6 +416,23 @@ def state_written_in_place(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(State, "make_writable", mutated)
 
 
+def state_of_another_block(patch: pytest.MonkeyPatch) -> None:
+    """A match goes on from the state of some other block that is cached."""
+
+    def mutated(self: State, content: Content) -> Any:
+        others = [b for c, b in self.cached.items() if c is not content]
+        return others[0] if others else matched(self, content)
+
+    matched = State.matched
+    patch.setattr(State, "matched", mutated)
+
+
+def states_leak(patch: pytest.MonkeyPatch) -> None:
+    """A kind that has a state forgets the last block of a row that leaves."""
+    release = CacheKind.release_all
+    patch.setattr(State, "release_all", lambda self, table: release(self, table[:-1]))
+
+
 def follows_ignored(patch: pytest.MonkeyPatch) -> None:
     """A row that has stopped on the device draws in a mixed step."""
 
@@ -453,6 +470,8 @@ GROUP_MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     states_closed_unwritten,
     states_read_before_they_are_written,
     state_written_in_place,
+    state_of_another_block,
+    states_leak,
     follows_ignored,
     decodes_hashed_at_dispatch,
 ]
