@@ -1,5 +1,5 @@
-"""Trains the small model that ships in jpaged/demo/model, from nothing: `python
-examples/train_tiny.py --out DIR`.
+"""Trains the small models that ship in jpaged/demo, from nothing: `python examples/train_tiny.py
+--out DIR`, and with `--hybrid` the one whose layers are mostly the gated delta rule.
 
 The text is what every machine with Python has: the sources of its own standard library in a fixed
 order, plus chats made of their docstrings and functions. A byte-level BPE tokenizer is trained
@@ -36,6 +36,8 @@ from jpaged.checks import read_json
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import Decoder
 from jpaged.models.forward import bind
+from jpaged.models.layers.attention import AttentionConfig
+from jpaged.models.layers.delta import DeltaConfig
 from jpaged.models.trees import to_tree
 
 # Ids 0 (padding, and between documents), 1, 2 (EOS).
@@ -76,6 +78,11 @@ class Settings:
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 32
+    # Of a hybrid: every `full_every`-th layer has attention, the others the gated delta rule of so
+    # many heads of these widths. None: attention everywhere.
+    full_every: int | None = None
+    delta_heads: tuple[int, int] = (2, 4)  # of keys, of values
+    delta_dims: tuple[int, int] = (32, 32)
     # tokens a row; every `long_every`-th step has rows of `long_seq`, the max_position_embeddings
     seq: int = 256
     long_seq: int = 1024
@@ -92,9 +99,10 @@ class Settings:
     compute: str = "bfloat16"
 
     def model(self) -> ModelConfig:
-        """The architecture."""
-        return ModelConfig(
-            family="qwen3",
+        """The architecture: a Qwen 3, or a Qwen 3.5 where it is a hybrid."""
+        is_hybrid = self.full_every is not None
+        plain = ModelConfig(
+            family="qwen3_5_text" if is_hybrid else "qwen3",
             vocab_size=self.vocab,
             hidden_size=self.hidden,
             intermediate_size=self.ffn,
@@ -105,10 +113,29 @@ class Settings:
             max_position_embeddings=self.long_seq,
             tie_word_embeddings=True,
             qk_norm=True,
+            norm_offset=is_hybrid,
+            norm_in_f32=is_hybrid,
             eos_token_ids=(2,),
         )
+        if self.full_every is None:
+            return plain
+        layer = plain.layers[0]
+        assert isinstance(layer.mixer, AttentionConfig)
+        delta = DeltaConfig(
+            num_key_heads=self.delta_heads[0],
+            num_value_heads=self.delta_heads[1],
+            key_dim=self.delta_dims[0],
+            value_dim=self.delta_dims[1],
+        )
+        gated = dataclasses.replace(layer.mixer, gate=True)
+        layers = tuple(
+            dataclasses.replace(layer, mixer=delta if (i + 1) % self.full_every else gated)
+            for i in range(self.layers)
+        )
+        return dataclasses.replace(plain, layers=layers)
 
 
+HYBRID = Settings(vocab=2048, ffn=256, layers=8, full_every=4, steps=1700, batch_tokens=512, compute="float32")
 CHECK = Settings(
     vocab=512,
     hidden=32,
@@ -231,9 +258,25 @@ def batches(
             yield tokens[starts + np.arange(seq + 1)].astype(np.int32)
 
 
+def names_in_f32(config: ModelConfig) -> set[str]:
+    """Parameters that stay in f32 whatever the dtype of the others."""
+    return {spec.at(spec.name) for spec in config.params() if spec.in_f32}
+
+
+def cast(tree: Any, config: ModelConfig, dtype: Any) -> Any:
+    """The tree as a model of this dtype computes with it."""
+    in_f32 = names_in_f32(config)
+
+    def leaf(path: Any, x: jax.Array) -> jax.Array:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        return x if name in in_f32 else x.astype(dtype)
+
+    return jax.tree_util.tree_map_with_path(leaf, tree)
+
+
 def loss_fn(tree: Any, tokens: jax.Array, *, config: ModelConfig, compute: str) -> jax.Array:
     """Mean cross-entropy in nats a token of int32 [rows, seq + 1]."""
-    model = bind(config, jax.tree.map(lambda x: x.astype(compute), tree))
+    model = bind(config, cast(tree, config, compute))
     hidden, _ = model(tokens[:, :-1])
     return optax.softmax_cross_entropy_with_integer_labels(
         model.logits(hidden), tokens[:, 1:]
@@ -253,14 +296,35 @@ def evaluate(tree: Any, tokens: np.ndarray, s: Settings) -> float:
     return float(np.mean([step(tree, piece) for piece in pieces]))
 
 
+def with_spread_decays(tree: Any, seed: int) -> Any:
+    """The tree whose heads of the gated delta rule begin with memories of unlike lengths: rates of
+    1 to 16 over steps of 0.001 to 0.1, as arXiv:2412.06464 begins them.
+    """
+    rng = np.random.default_rng(seed)
+    for layer in tree["layers"].values():
+        if (delta := layer.get("delta")) is not None:
+            shape = delta["log_decay"].shape
+            step = np.exp(rng.uniform(np.log(1e-3), np.log(1e-1), shape))
+            # softplus of dt_bias is the step
+            delta["dt_bias"] = jnp.asarray(step + np.log(-np.expm1(-step)), jnp.float32)
+            delta["log_decay"] = jnp.asarray(np.log(rng.uniform(1, 16, shape)), jnp.float32)
+    return tree
+
+
 def train(tokens: np.ndarray, s: Settings) -> Any:
     """The trained canonical tree, f32. AdamW, warm-up then cosine to a hundredth, gradients clipped
     at norm 1.
     """
     config = s.model()
-    tree = to_tree(Decoder(config, rngs=nnx.Rngs(s.seed)))
+    tree = with_spread_decays(to_tree(Decoder(config, rngs=nnx.Rngs(s.seed))), s.seed)
+    in_f32 = names_in_f32(config)
     rate = optax.warmup_cosine_decay_schedule(0.0, s.peak_lr, s.warmup, s.steps, s.peak_lr / 100)
-    matrices = jax.tree.map(lambda x: x.ndim > 1, tree)
+    matrices = jax.tree_util.tree_map_with_path(
+        lambda path, x: (
+            x.ndim > 1 and jax.tree_util.keystr(path, simple=True, separator=".") not in in_f32
+        ),
+        tree,
+    )
     adamw = optax.adamw(rate, b1=0.9, b2=0.98, weight_decay=s.weight_decay, mask=matrices)
     tx = optax.chain(optax.clip_by_global_norm(1.0), adamw)
     opt_state = tx.init(tree)
@@ -370,6 +434,9 @@ def main(argv: list[str] | None = None) -> float:
     parser.add_argument(
         "--out", type=Path, default=default, help="folder to write (default: the shipped model's)"
     )
+    parser.add_argument(
+        "--hybrid", action="store_true", help="layers of the gated delta rule, three of four"
+    )
     parser.add_argument("--steps", type=int)
     parser.add_argument("--seed", type=int)
     parser.add_argument(
@@ -382,7 +449,7 @@ def main(argv: list[str] | None = None) -> float:
     given = {
         k: getattr(args, k) for k in ("steps", "seed", "compute") if getattr(args, k) is not None
     }
-    s = dataclasses.replace(CHECK if args.check else Settings(), **given)
+    s = dataclasses.replace(CHECK if args.check else HYBRID if args.hybrid else Settings(), **given)
 
     began = time.perf_counter()
     files = source_files()[: s.max_files]

@@ -32,6 +32,7 @@ from tests.tiny import (
     dense_greedy,
     dense_logprobs,
     engine,
+    engine_of,
     make_params,
     make_prompts,
 )
@@ -162,6 +163,55 @@ def test_bits_do_not_depend_on_the_batch() -> None:
     llm.close()
 
 
+def test_states_go_to_the_host_and_come_back() -> None:
+    """Those of rows that were preempted, and those of prefixes that were evicted, bit by bit."""
+    params = make_params(1, hybrid(WIDE), jnp.bfloat16)
+    small = dataclasses.replace(CROWDED, deterministic=True, swap_space_gib=0.01, swap_min_tokens=0)
+    llm = LLM(params, **vars(small))
+    if llm.session.runner.config.pinned:
+        pytest.skip("no C++ kernels here")
+
+    def bits(prompts: list[list[int]]) -> list[bytes]:
+        outs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        return [out.outputs[0].token_logprobs.tobytes() for out in outs]
+
+    def states() -> dict[bytes, Any]:
+        """What the pool has of every state that can be found, by its content."""
+        (scheduler,) = engine_of(llm.session).replicas
+        groups, runner = scheduler.blocks.groups, llm.session.runner
+        kept = groups[0].cached
+        assert [group.per for group in groups] == ["block", "token"]
+        blocks, _ = runner.fetch_blocks(runner.read_blocks([list(kept.values()), []]))
+        return dict(zip(kept, blocks, strict=True))
+
+    alone = []
+    for prompt in PROMPTS:
+        llm.reset_prefix_cache()
+        alone += bits([prompt])
+    llm.reset_prefix_cache()
+    before = llm.stats()
+    for _ in range(2):
+        assert bits([*PROMPTS, *make_prompts(3, 2, 4, 3, 1, 2)])[: len(PROMPTS)] == alone
+    after = llm.stats()
+    assert after["preemptions_swapped"] > before["preemptions_swapped"]
+    assert after["swap_out_bytes"] > 0 < after["loaded_blocks"]
+
+    llm.reset_prefix_cache()
+    assert bits(PROMPTS[2:3]) == alone[2:3]
+    first, before = states(), llm.stats()
+    bits(make_prompts(*[14] * 40, seed=8))
+    assert not first.keys() & states().keys(), "all of them are evicted"
+    assert bits(PROMPTS[2:3]) == alone[2:3]
+    again, after = states(), llm.stats()
+    assert after["loaded_blocks"] > before["loaded_blocks"]
+    assert after["state_hits"] > before["state_hits"]
+    both = first.keys() & again.keys()
+    assert both
+    for content in both:
+        jax.tree.map(np.testing.assert_array_equal, first[content], again[content])
+    llm.close()
+
+
 def test_chunks_are_no_deterministic_form() -> None:
     """XLA's form serves widths that the C++ kernel does not take."""
     params = make_params(1, hybrid(value_dim=8))
@@ -278,5 +328,9 @@ def test_the_choice_of_a_kernel() -> None:
     mixer = MODEL.layers[0].mixer
     assert isinstance(mixer, DeltaConfig)
     reason = IMPLEMENTATIONS["native"].module().unsupported(mixer.shapes, None)
-    assert module is IMPLEMENTATIONS["native" if reason is None else "xla"].module()
+    name = "native" if reason is None else "xla"
+    assert module is IMPLEMENTATIONS[name].module()
+    stats = llm.stats()
+    assert (stats["gated_delta"], stats["short_conv"]) == (name, "xla")
+    assert stats["attention"] is not None and stats["experts"] is None
     llm.close()
