@@ -18,7 +18,7 @@ import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast
 
 from jpaged.checkpoint.hf import stored_names
+from jpaged.checkpoint.load import load_params
 from jpaged.checkpoint.tensors import flat
 from jpaged.checks import read_json
 from jpaged.models.config import ModelConfig
@@ -38,6 +39,7 @@ from jpaged.models.decoder import Decoder
 from jpaged.models.forward import bind
 from jpaged.models.layers.attention import AttentionConfig
 from jpaged.models.layers.delta import DeltaConfig
+from jpaged.models.params import param_table
 from jpaged.models.trees import to_tree
 
 # Ids 0 (padding, and between documents), 1, 2 (EOS).
@@ -97,6 +99,9 @@ class Settings:
     seed: int = 0
     # Of the forward and backward pass; the weights that the optimizer sees are f32.
     compute: str = "bfloat16"
+    # How the folder holds the weights of layers: int8 has a scale an output, as compressed-tensors
+    # names it; what it leaves plain, and everything else, is bfloat16.
+    stored: Literal["bfloat16", "int8"] = "bfloat16"
 
     def model(self) -> ModelConfig:
         """The architecture: a Qwen 3, or a Qwen 3.5 where it is a hybrid."""
@@ -135,7 +140,16 @@ class Settings:
         return dataclasses.replace(plain, layers=layers)
 
 
-HYBRID = Settings(vocab=2048, ffn=256, layers=8, full_every=4, steps=1700, batch_tokens=512, compute="float32")
+HYBRID = Settings(
+    vocab=2048,
+    ffn=256,
+    layers=8,
+    full_every=4,
+    steps=1700,
+    batch_tokens=512,
+    compute="float32",
+    stored="int8",
+)
 CHECK = Settings(
     vocab=512,
     hidden=32,
@@ -150,6 +164,9 @@ CHECK = Settings(
     warmup=5,
     peak_lr=1e-2,
     max_files=12,
+)
+CHECK_HYBRID = dataclasses.replace(
+    CHECK, full_every=2, delta_dims=(8, 32), compute="float32", stored="int8"
 )
 
 
@@ -395,26 +412,57 @@ def show(tree: Any, config: ModelConfig, tokenizer: Any, count: int = 96) -> Non
             print(f"--- temperature {temperature}\n{prompt}{tokenizer.decode(new)}", flush=True)
 
 
-def to_hf_names(tree: Any, config: ModelConfig) -> dict[str, np.ndarray]:
-    """Hugging Face's tensors in bf16: the loader's own table of names, read backwards."""
-    arrays = {ours: np.asarray(x).astype(ml_dtypes.bfloat16) for ours, x in flat(tree).items()}
+def to_hf_names(tree: Any, s: Settings) -> dict[str, np.ndarray]:
+    """Hugging Face's tensors: the loader's own table of names, read backwards."""
+    config = s.model()
+    table, arrays, parts = param_table(config), flat(tree), dict[str, list[np.ndarray]]()
+    in_8_bits = set[str]()
+    for ours, stored in stored_names(config).items():
+        spec = table[ours]
+        for part in stored:  # those of one tensor follow each other
+            x = np.asarray(arrays[ours], np.float32)[part.fills].reshape(part.shape)
+            parts.setdefault(part.name, []).append(x)
+            if s.stored == "int8" and spec.is_multiplied and spec.split not in (None, "V"):
+                in_8_bits |= {part.name} if spec.is_quantized else set()
+    in_f32 = {part.name for ours in names_in_f32(config) for part in stored_names(config)[ours]}
+    tensors = dict[str, np.ndarray]()
+    for name, pieces in parts.items():
+        x = np.concatenate(pieces)
+        if name in in_8_bits:
+            scales = (np.abs(x).max(axis=1, keepdims=True) / 127).astype(ml_dtypes.bfloat16)
+            numbers = np.round(x / scales.astype(np.float32))
+            tensors[name] = np.clip(numbers, -127, 127).astype(np.int8)
+            tensors[f"{name}_scale"] = scales
+        else:
+            tensors[name] = x if name in in_f32 else x.astype(ml_dtypes.bfloat16)
+    return tensors
+
+
+def quantization_config() -> dict[str, Any]:
+    """What a config.json says of int8 weights with a scale an output."""
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
     return {
-        part.name: np.ascontiguousarray(arrays[ours][part.fills]).reshape(part.shape)
-        for ours, parts in stored_names(config).items()
-        for part in parts
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": ["lm_head", "re:.*in_proj_[ab]$"],
     }
 
 
-def save(folder: Path, tree: Any, config: ModelConfig, tokenizer: Any) -> None:
+def save(folder: Path, tree: Any, s: Settings, tokenizer: Any) -> None:
     """The Hugging Face folder: config, weights, tokenizer with chat template, generation
     defaults.
     """
+    config = s.model()
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.model_max_length = config.max_position_embeddings
     tokenizer.save_pretrained(folder)
     ids = {"eos_token_id": 2, "pad_token_id": 0}
+    described = config.to_hf() | ids | {"dtype": "bfloat16"}
+    if s.stored == "int8":
+        described["quantization_config"] = quantization_config()
     settings = {
-        "config.json": config.to_hf() | ids | {"dtype": "bfloat16"},
+        "config.json": described,
         "generation_config.json": ids
         | {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95},
         # transformers 5 writes a class name that 4 does not know; this one both read.
@@ -423,17 +471,15 @@ def save(folder: Path, tree: Any, config: ModelConfig, tokenizer: Any) -> None:
     }
     for name, value in settings.items():
         (folder / name).write_text(json.dumps(value, indent=2) + "\n")
-    weights = safetensors.numpy.save(to_hf_names(tree, config), metadata={"format": "pt"})
+    weights = safetensors.numpy.save(to_hf_names(tree, s), metadata={"format": "pt"})
     (folder / "model.safetensors").write_bytes(weights)
 
 
 def main(argv: list[str] | None = None) -> float:
     """Returns the held-out loss in nats a token."""
-    default = Path(__file__).parent.parent / "jpaged" / "demo" / "model"
+    demo = Path(__file__).parent.parent / "jpaged" / "demo"
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument(
-        "--out", type=Path, default=default, help="folder to write (default: the shipped model's)"
-    )
+    parser.add_argument("--out", type=Path, help="folder to write (default: the shipped model's)")
     parser.add_argument(
         "--hybrid", action="store_true", help="layers of the gated delta rule, three of four"
     )
@@ -449,7 +495,10 @@ def main(argv: list[str] | None = None) -> float:
     given = {
         k: getattr(args, k) for k in ("steps", "seed", "compute") if getattr(args, k) is not None
     }
-    s = dataclasses.replace(CHECK if args.check else HYBRID if args.hybrid else Settings(), **given)
+    whole, miniature = (HYBRID, CHECK_HYBRID) if args.hybrid else (Settings(), CHECK)
+    s = dataclasses.replace(miniature if args.check else whole, **given)
+    if args.out is None:
+        args.out = demo / ("hybrid" if args.hybrid else "model")
 
     began = time.perf_counter()
     files = source_files()[: s.max_files]
@@ -475,8 +524,8 @@ def main(argv: list[str] | None = None) -> float:
     )
 
     tree = train(np.concatenate([text, talk]), s)
-    save(args.out, tree, config, tokenizer)
-    tree = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), tree)  # as it ships
+    save(args.out, tree, s, tokenizer)
+    tree = load_params(args.out, dtype="float32", dequantize=True)  # as it ships
     held_loss = evaluate(tree, held_ids, s)
     size = sum(p.stat().st_size for p in args.out.iterdir())
     per_byte = held_loss * len(held_ids) / held_bytes
