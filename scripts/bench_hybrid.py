@@ -84,6 +84,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
             max_model_len=longest,
             max_num_seqs=1,
             block_size=block_size,
+            max_num_batched_tokens=1024,
             token_buckets=(16, 1024),
             num_blocks=2 * longest // block_size,
         )

@@ -151,7 +151,7 @@ def test_states_that_are_kept_have_a_budget() -> None:
     pools = llm.session.runner.pools
     assert [g["block_bytes"] for g in (states, keys)] == [p.block_bytes for p in pools]
     prompts = make_prompts(*[12] * 12, seed=7)  # with one state each, at the end
-    counts = []
+    counts, after = [], llm.stats()
     for prompt in [*prompts, prompts[-1], prompts[0]]:
         before = llm.stats()
         check([[*prompt, 5]], run(llm, [[*prompt, 5]], dataclasses.replace(GREEDY, max_tokens=1)))
