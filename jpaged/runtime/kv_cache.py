@@ -113,7 +113,8 @@ class PoolSpec:
         if self.kv_dtype is None:
             return pool["kv"]
         assert self.kernel is not None
-        return ScaledPool(pool["kv"], pool["scales"], self.kernel.pool_layout.slots_last)
+        layout = self.kernel.pool_layout
+        return ScaledPool(pool["kv"], pool["scales"], layout.slots_last, layout.key_width)
 
     def written(self, pool: Pool, operand: Any) -> Pool:
         """Return the pool with these keys and values."""
