@@ -75,11 +75,11 @@ def build(
             else max(0, context - queries + 1 - case.sliding_window)
         )
         seen = np.arange(first if queries else context, context)
-        kv = rng.standard_normal((len(seen), K, D + V), np.float32)
+        new = rng.standard_normal((len(seen), K, D + V), np.float32)
         if values == "coded":
-            kv[..., D:] = (np.arange(V) == seen[:, None] % V)[:, None]
-        kv = kv.reshape(len(seen), token.rows, token.width)
-        pool[case.layer * N + table[row, seen // P], seen % P] = kv
+            new[..., D:] = (np.arange(V) == seen[:, None] % V)[:, None]
+        new = new.reshape(len(seen), token.rows, token.width)
+        pool[case.layer * N + table[row, seen // P], seen % P] = new
     starts, tokens = None, len(case.contexts)
     if case.queries is not None:
         starts = np.concatenate([[0], np.cumsum(case.queries)]).astype(np.int32)
@@ -89,11 +89,9 @@ def build(
     contexts = np.asarray(case.contexts, np.int32)
     # Some take almost all, some nothing.
     sinks = np.linspace(-6, 8, case.H).astype(np.float32) if case.sinks else None
-    kv = (
-        pool.astype(dtype)
-        if case.kv_dtype is None
-        else in_8_bits(pool, case.kv_dtype, token.key_width)
-    )
+    kv: Any = pool.astype(dtype)
+    if case.kv_dtype is not None:
+        kv = in_8_bits(pool, case.kv_dtype, token.key_width)
     return Inputs(q, kv, case.layer, table, contexts, starts, sinks)
 
 

@@ -65,10 +65,8 @@ def test_options_and_sinks_reach_the_kernel_unopened(
     module = SimpleNamespace(prefill=record, decode=record, pool_layout=kernel.module.pool_layout)
     implementation = SimpleNamespace(module=lambda: module)
     monkeypatch.setitem(attention.IMPLEMENTATIONS, kernel.name, implementation)
-    options, sinks = (
-        MoreOptions(scale=0.5, sinks=True, sees_images=True),
-        jnp.zeros(CONFIG.num_heads),
-    )
+    options = MoreOptions(scale=0.5, sinks=True, sees_images=True)
+    sinks = jnp.zeros(CONFIG.num_heads)
     K, G, D = CONFIG.num_kv_heads, CONFIG.group_size, CONFIG.head_dim
     heads = Heads(q_norm=None, k_norm=None, rotary=None)
     place = Place(0, 0)
