@@ -70,7 +70,7 @@ def test_the_machine_at_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_the_account_as_a_table() -> None:
-    limits, pool = memory.Limits(total=64 << 20), memory.PoolCost(((1 << 20, None),))
+    limits, pool = memory.Limits(total=64 << 20), memory.PoolCost((memory.GroupCost(1 << 20),))
     sizes = EngineConfig(block_size=16, max_num_seqs=4).resolve(CONFIG)
     found = memory.plan(sizes, limits, pool=pool, weights=16 << 20, needs=memory.Needs())
     *rows, last = plan_memory.table(found).splitlines()
@@ -97,7 +97,7 @@ def test_the_blocks_of_groups(capsys: pytest.CaptureFixture[str]) -> None:
     """One line a group of layers: one with a window has no more blocks than its rows see."""
     model = config(sliding_windows=(None, 7))
     sizes = EngineConfig(block_size=16, max_num_seqs=4).resolve(model)
-    pool = memory.PoolCost(((2048, None), (1024, 9)))
+    pool = memory.PoolCost((memory.GroupCost(2048), memory.GroupCost(1024, 9)))
     limits = memory.Limits(total=64 << 20)
     found = memory.plan(sizes, limits, pool=pool, needs=memory.Needs())
     plan_memory.print_groups(found, model)
