@@ -40,7 +40,7 @@ def make_parser(name: str, doc: str | None, **settings: Any) -> Parser:
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("model").add_argument
     add("checkpoint", nargs="?", help="a checkpoint folder")
-    names = ", ".join(MODELS | LARGE)
+    names = ", ".join([*MODELS, *LARGE, *LARGE_FILES])
     add("--random", metavar="SIZE", help=f"random weights instead: {names} or a config.json")
 
 
@@ -105,6 +105,51 @@ LARGE = {
         rope_scaling=RopeScaling(kind="llama3", factor=8.0, original_max_position=8192),
     ),
 }
+# The same of models whose layers differ, as their config.json has them.
+LARGE_FILES: dict[str, dict[str, Any]] = {
+    "Qwen3.6-35B-A3B": {
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "model_type": "qwen3_5_moe_text",
+        "vocab_size": 248320,
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"] * 10,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "max_position_embeddings": 262144,
+        "tie_word_embeddings": False,
+    },
+    "Gemma-4-31B": {
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        "vocab_size": 262144,
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "num_hidden_layers": 60,
+        "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 10,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "num_global_key_value_heads": 4,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        "sliding_window": 1024,
+        "final_logit_softcapping": 30.0,
+        "max_position_embeddings": 262144,
+        "tie_word_embeddings": True,
+    },
+}
 
 
 def model_name(args: argparse.Namespace) -> str:
@@ -116,6 +161,8 @@ def model_config(args: argparse.Namespace) -> ModelConfig:
         return ModelConfig.coerce(args.checkpoint)
     if (known := (MODELS | LARGE).get(args.random)) is not None:
         return known
+    if (raw := LARGE_FILES.get(args.random)) is not None:
+        return ModelConfig.from_hf(raw)
     path = Path(args.random)
     return ModelConfig.from_hf(read_json(path / "config.json" if path.is_dir() else path))
 

@@ -146,12 +146,11 @@ def print_groups(plan: MemoryPlan, model: ModelConfig) -> None:
     groups = [group for group in kv_groups(model) if group.record.per == "token"]
     if len(groups) < 2:
         return
-    for group, (size, most) in zip(groups, plan.pool.groups, strict=True):
-        count = plan.num_blocks if most is None else min(plan.num_blocks, most)
+    for group, cost in zip(groups, plan.pool.groups, strict=True):
         window = "no window" if group.window is None else f"a window of {group.window:,}"
         heads = f"{group.num_kv_heads} x {group.head_dim}"
         kind = f"{len(group.layers)} layers of {heads} with {window}"
-        print(f"{kind}: {count:,} blocks of {size:,} bytes")
+        print(f"{kind}: {cost.count(plan.num_blocks):,} blocks of {cost.nbytes:,} bytes")
 
 
 def report(args: argparse.Namespace) -> None:
