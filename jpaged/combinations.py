@@ -30,7 +30,7 @@ class Facts:
     has it. model, draft: architectures of the model and of what guesses for it (a smaller model or
     an EAGLE-3 head). has_draft_weights: whether the caller passed weights of a draft.
 
-    has_state: whether layers of the model, or of a draft, keep a state a sequence.
+    has_state: whether layers of the model keep a state a sequence.
 
     devices: how many share the model. replicas: copies of it. processes: how many hold the mesh.
     available: the devices that there are. mesh_axes: the names of the mesh's axes. heads: query
@@ -444,15 +444,15 @@ def states_are_of_models_that_keep_them(config: EngineConfig, has_state: bool) -
     return None
 
 
-@_rule("speculative", "model", error=UnsupportedError)
-def states_cannot_go_back(config: EngineConfig, has_state: bool) -> str | None:
-    """`speculative` takes a model, and a draft, without a state a sequence: a state cannot go back
-    to before a guess that was wrong.
+@_rule("speculative.model", "draft", error=UnsupportedError)
+def drafts_keep_no_states(draft: ModelConfig) -> str | None:
+    """A draft model keeps no state a sequence: what it guesses would change its states, which no
+    step writes again. The model that it guesses for may keep them.
     """
-    if has_state and config.speculative is not None:
+    if draft.has_state:
         return (
-            f"speculative: method={config.speculative.method!r}: this model keeps a state a "
-            "sequence, which cannot go back to before a guess that was wrong; leave speculative out"
+            f"speculative: a draft model of {draft.family} keeps a state a sequence, which its own "
+            "guesses would change: method='ngram' or 'mtp' guesses for such models"
         )
     return None
 

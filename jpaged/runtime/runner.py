@@ -10,10 +10,17 @@ import numpy as np
 from jax import Array
 
 from jpaged.config import EngineConfig
-from jpaged.engine.cache.block_manager import GroupSize
-from jpaged.engine.packing import PAD_TOKEN, Batch, unpack
+from jpaged.engine.cache.blocks import GroupSize, Replay
+from jpaged.engine.packing import PAD_TOKEN, Batch, pack_replays, unpack
 from jpaged.engine.plan import StepResult
-from jpaged.engine.shapes import Shape, StepShapes, moved_blocks, padded_blocks
+from jpaged.engine.shapes import (
+    PrefillShape,
+    ReplayShape,
+    Shape,
+    StepShapes,
+    moved_blocks,
+    padded_blocks,
+)
 from jpaged.models.config import ModelConfig
 from jpaged.models.eagle import Head
 from jpaged.models.forward import Forward
@@ -39,7 +46,8 @@ DraftOf = tuple[ModelConfig, Forward | Head]  # a draft model (or head) and its 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Handle:
     """A step in flight. outs: what comes back of it; done: ready when the step is. undrawn: the
-    hidden states and inputs of a draw that has not started.
+    hidden states and inputs of a draw that has not started. replayed: what `replay` takes, of a
+    prefill.
     """
 
     batch: Batch
@@ -48,6 +56,7 @@ class Handle:
     undrawn: tuple[Array, Array] | None = None
     weight_version: int  # of the weights that it ran with, its draw included
     compared: Array | None = None  # over processes: whether all run this step
+    replayed: tuple[Any, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +190,9 @@ class Runner:
         state = self._lent(bucket)
         if bucket.draws is None:
             masks = () if batch.masks_TW is None else (self._put_masks(batch.masks_TW),)
-            kv, hidden, packed, scored = step(arrays, state.kv, state.rows, packed, *masks)
+            kv, hidden, packed, scored, replayed = step(
+                arrays, state.kv, state.rows, packed, *masks
+            )
             self._state = DeviceState(kv=kv, rows=state.rows)
             handle = Handle(
                 batch=batch,
@@ -189,6 +200,7 @@ class Runner:
                 done=hidden,
                 undrawn=(hidden, packed),
                 weight_version=self.weight_version,
+                replayed=replayed,
             )
             draws_now = batch.sample is not None and not batch.sample.masked
             return self._draw(handle) if draws_now else handle
@@ -211,6 +223,27 @@ class Runner:
         return dataclasses.replace(
             handle, outs=(out, *handle.outs), undrawn=None, weight_version=self.weight_version
         )
+
+    def replay(self, handle: Handle, rounds: list[list[list[Replay]]]) -> None:
+        """Write the states of a step with guesses: see Device.replay."""
+        bucket = handle.batch.bucket
+        assert isinstance(bucket, PrefillShape) and handle.replayed, "no step with guesses"
+        shape = ReplayShape.after(bucket, self.config)
+
+        def start() -> None:
+            with explained(self.config), self.transfers.sending():
+                for replays in rounds:
+                    assert self._state is not None
+                    packed = self.transfers.put(pack_replays(replays, shape, self.config))
+                    count = sum(replay.count for part in replays for replay in part)
+                    step, arrays = self._step(shape, count, shape.tokens * len(replays))
+                    kv = step(arrays, self._state.kv, handle.replayed, packed)
+                    self._state = dataclasses.replace(self._state, kv=kv)
+
+        if self.peers is None:
+            start()
+        else:
+            self.peers.call(start, "dispatching a replay")
 
     def _missing(self, buckets: StepShapes) -> list[Shape]:
         """Return those of the shapes of a dispatch that are not compiled."""

@@ -16,9 +16,10 @@ whoever writes one that has other owners copies it first. Blocks that the window
 left are given back while their sequence runs.
 """
 
+from array import array
 from collections.abc import Iterable
 
-from jpaged.engine.cache.blocks import Copies, GroupSize
+from jpaged.engine.cache.blocks import GONE, Copies, GroupSize, Replay
 from jpaged.engine.cache.contents import Contents
 from jpaged.engine.cache.kinds import kind_of
 from jpaged.engine.cache.prefix_cache import Match, PrefixCache
@@ -71,7 +72,9 @@ class BlockManager:
 
     @property
     def can_rewind(self) -> bool:
-        """Whether a row may go on from an earlier token than its last."""
+        """Whether a row may go on from an earlier token than its last, with nothing written
+        again.
+        """
         return all(group.can_rewind for group in self.groups)
 
     def in_use(self) -> list[list[int]]:
@@ -175,6 +178,27 @@ class BlockManager:
             assert i == len(table) or i >= seq.num_closed, f"{seq!r}: a closed block needs no copy"
             group.make_writable(table, i)
         return True
+
+    def replays(
+        self, tables: tuple["array[int]", ...], place: int, start: int, count: int
+    ) -> list[Replay]:
+        """Return the replays that write the states after so many tokens of a row from position
+        `start` on, one for each block that they are of, in order. place: see Replay.
+        """
+        made, end = list[Replay](), start + count
+        while start < end:
+            i = start // self.block_size
+            past = min((i + 1) * self.block_size, end)
+            blocks = [
+                (table[(start - 1) // self.block_size], table[i])
+                if not group.can_rewind
+                else (GONE, GONE)
+                for group, table in zip(self.groups, tables, strict=True)
+            ]
+            read, written = zip(*blocks, strict=True)
+            made.append(Replay(place, start, past - start, read, written))
+            place, start = place + past - start, past
+        return made
 
     def take_copies(self) -> Copies:
         """Return (source, target) pairs since the last call, in the order in which they must be
