@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from jpaged.checkpoint.load import load_params
-from jpaged.config import EngineConfig
+from jpaged.config import EngineConfig, reads_mtp_head
 from jpaged.fair_lock import FairLock
 from jpaged.runtime.mesh import serving_mesh
 from jpaged.runtime.weights import as_params
@@ -54,6 +54,8 @@ def session(
             ]
         )
         model, drafts = weights.config, None if guesses is None else guesses.config
+        if drafts is None and reads_mtp_head(engine_config):
+            drafts = weights.source
         tokens = weights.source if tokenizer is None else id(tokenizer)
         key = (model, model.eos_token_ids, engine_config, mesh, form, drafts, tokens)
         if any_tokenizer and key not in _kept:

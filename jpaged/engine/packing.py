@@ -168,9 +168,9 @@ def pack_replays(
         view["read_blocks"][:], view["written_blocks"][:] = -1, -1
         end = 0
         for row, replay in enumerate(of_replica):
-            first, end = end, end + replay.count
+            first, end = end, end + replay.num_tokens
             view["query_start_loc"][row] = first
-            view["places"][first:end] = range(replay.place, replay.place + replay.count)
+            view["places"][first:end] = range(replay.place, replay.place + replay.num_tokens)
             view["starts"][row] = replay.start
             view["read_blocks"][:, row] = replay.read
             view["written_blocks"][:, row] = replay.written

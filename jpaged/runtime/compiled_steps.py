@@ -21,8 +21,8 @@ from jpaged.engine.layout import input_sections
 from jpaged.engine.shapes import PrefillShape, ReplayShape, Shape
 from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
-from jpaged.models.eagle import Head, bind_any
 from jpaged.models.forward import Forward
+from jpaged.models.head_modules import Head, bind_any
 from jpaged.models.params import param_specs
 from jpaged.models.quantized import specs_of
 from jpaged.runtime import kv_cache

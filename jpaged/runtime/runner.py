@@ -22,8 +22,8 @@ from jpaged.engine.shapes import (
     padded_blocks,
 )
 from jpaged.models.config import ModelConfig
-from jpaged.models.eagle import Head
 from jpaged.models.forward import Forward
+from jpaged.models.head_modules import Head
 from jpaged.models.served import served_config
 from jpaged.runtime import kv_cache
 from jpaged.runtime.adapter_tables import AdapterTables
@@ -235,7 +235,7 @@ class Runner:
                 for replays in rounds:
                     assert self._state is not None
                     packed = self.transfers.put(pack_replays(replays, shape, self.config))
-                    count = sum(replay.count for part in replays for replay in part)
+                    count = sum(replay.num_tokens for part in replays for replay in part)
                     step, arrays = self._step(shape, count, shape.tokens * len(replays))
                     kv = step(arrays, self._state.kv, handle.replayed, packed)
                     self._state = dataclasses.replace(self._state, kv=kv)

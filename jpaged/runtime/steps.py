@@ -20,8 +20,8 @@ from jpaged.engine.layout import CONTROLS, input_sections, output_sections
 from jpaged.engine.packing import PAD_TOKEN
 from jpaged.engine.shapes import DecodeShape, DraftShape, PrefillShape, Shape, most_replayed
 from jpaged.models.config import ModelConfig
-from jpaged.models.eagle import Head
 from jpaged.models.forward import Forward
+from jpaged.models.head_modules import Head
 from jpaged.models.layers.linear import StepContext
 from jpaged.models.layers.low_rank import AdapterTable
 from jpaged.models.param_spec import MeshAxis
@@ -98,9 +98,16 @@ class StepSetting:
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """Layers whose inputs a head takes (models/eagle.py)."""
+        """Layers whose inputs a head takes (models/eagle.py); () where it takes what leaves the
+        model, normed (models/mtp.py).
+        """
         head = None if self.draft is None else self.draft.model.draft_head
         return () if head is None else head.aux_layers
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the draft is a head, which guesses by the model's hidden states."""
+        return self.draft is not None and self.draft.model.is_head
 
     @property
     def mask_words(self) -> int:
@@ -124,7 +131,7 @@ def uses(bucket: Shape, setting: StepSetting) -> Uses:
         return Uses(model=False, adapters=False, draft=False)
     is_draft = bucket.phase == "draft"
     return Uses(
-        model=not is_draft or bool(setting.taps),
+        model=not is_draft or setting.has_head,
         adapters=bool(bucket.loras) and not is_draft,
         draft=setting.draft is not None and bucket.phase != "sample",
     )
@@ -210,6 +217,7 @@ class _Step:
         pools = written.pools
         if isinstance(params.draft, Head):
             head = HeadSteps(self.to.draft, params.draft, params.model)
+            states = states or [x_TE]
             pools += (head.follow(packed, states, kv[-1], is_decode=view.is_decode),)
         elif params.draft is not None:  # computes the same tokens
             assert self.to.draft is not None
@@ -425,7 +433,7 @@ def _make_decode(step: _Step) -> Callable[..., Any]:
 
 def _make_draft(step: _Step) -> Callable[..., Any]:
     assert step.to.draft is not None
-    is_head, count = bool(step.to.taps), len(step.to.own_pools)
+    is_head, count = step.to.has_head, len(step.to.own_pools)
     kind = _HeadStep if is_head else _Step
     decode = _make_decode(kind(step.bucket, step.to.draft, is_draft=True))
 

@@ -23,7 +23,7 @@ from jpaged.engine.layout import CONTROLS, Section, input_sections, output_secti
 from jpaged.engine.packing import ON_DEVICE, PAD_TOKEN, Batch, pack_replays, unpack
 from jpaged.engine.plan import StepResult
 from jpaged.engine.sequence import Sequence
-from jpaged.engine.shapes import ReplayShape, Shape, StepShapes
+from jpaged.engine.shapes import PrefillShape, ReplayShape, Shape, StepShapes
 from jpaged.models.config import ModelConfig
 from jpaged.search.beam import BeamSearch, EarlyStopping
 
@@ -246,7 +246,9 @@ class MockRunner:
 
     def replay(self, handle: Handle, rounds: list[list[list[Replay]]]) -> None:
         self._may_fail("replay")
-        shape = ReplayShape.after(handle.batch.bucket, self.config)
+        bucket = handle.batch.bucket
+        assert isinstance(bucket, PrefillShape)
+        shape = ReplayShape.after(bucket, self.config)
         (tokens,) = handle.replayed
         for replays in rounds:
             view = self._inputs(shape, pack_replays(replays, shape, self.config))

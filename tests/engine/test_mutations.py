@@ -439,7 +439,7 @@ def replayed_past_the_end_of_a_block(patch: pytest.MonkeyPatch) -> None:
     def mutated(self: BlockManager, tables: Any, place: int, start: int, count: int) -> Any:
         made = replays(self, tables, place, start, count)
         whole = made[-1]._replace(
-            place=place, start=start, count=count, read=made[0].read, written=made[-1].written
+            place=place, start=start, num_tokens=count, read=made[0].read, written=made[-1].written
         )
         return [whole]
 

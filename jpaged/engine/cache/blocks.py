@@ -13,14 +13,14 @@ Copies = tuple[tuple[tuple[int, int], ...], ...]  # (source, target) blocks, a g
 class Replay(NamedTuple):
     """The tokens of a row after which a state is written, once it is known that they are right.
 
-    place: of the first among the tokens of the step that guessed. start: its position. count: of
-    tokens, all of one block. read, written: by group the block of the state before them, and that
+    place: of the first among the tokens of the step that guessed. start: its position. num_tokens:
+    so many, all of one block. read, written: by group the block of the state before them, and that
     of the state after them; GONE where the group keeps none.
     """
 
     place: int
     start: int
-    count: int
+    num_tokens: int
     read: tuple[int, ...]
     written: tuple[int, ...]
 
