@@ -54,7 +54,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "names", nargs="*", help="configs to make, beams, seeds, mtp; all of them when none is named"
+        "names",
+        nargs="*",
+        help="configs to make, beams, seeds, mtp; all when none is named",
     )
     parser.add_argument("--here", action="store_true", help="run in this interpreter")
     parser.add_argument(

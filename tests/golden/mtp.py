@@ -61,7 +61,10 @@ def file_tensors(name: str, config: Mapping[str, Any]) -> dict[str, np.ndarray]:
             tensors[key] = x
     joining = joining_tensors(name, config)
     if text["model_type"] in GATED:
-        layer, names = "mtp.layers.0.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+        layer, names = (
+            "mtp.layers.0.",
+            ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
+        )
         begin = "mtp."
     else:
         layer = begin = f"model.layers.{text['num_hidden_layers']}."
@@ -72,6 +75,5 @@ def file_tensors(name: str, config: Mapping[str, Any]) -> dict[str, np.ndarray]:
     found = {layer + key: np.ascontiguousarray(x) for key, x in tensors.items()}
     kinds = ("embed_norm", "hidden_norm", "fc", "norm")
     return found | {
-        f"{begin}{theirs}.weight": joining[ours]
-        for ours, theirs in zip(kinds, names, strict=True)
+        f"{begin}{theirs}.weight": joining[ours] for ours, theirs in zip(kinds, names, strict=True)
     }

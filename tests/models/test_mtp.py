@@ -11,8 +11,6 @@ import pytest
 from safetensors.numpy import save_file
 
 import jpaged
-from jpaged import LLM, SamplingParams
-from jpaged.errors import CheckpointError, ConfigError, UnsupportedError
 from jpaged.models.forward import bind
 from jpaged.models.head_modules import bind_any
 from jpaged.models.kv_groups import dense_view
@@ -22,7 +20,6 @@ from tests.golden.configs import CONFIGS
 from tests.golden.make_golden_mtp import POSITIONS
 from tests.golden.mtp import GUESSED, HEADS, file_tensors
 from tests.golden.weights import state_dict
-from tests.tiny import make_params
 
 STORED = Path(__file__).parents[1] / "golden" / "mtp.npz"
 
