@@ -265,7 +265,10 @@ class MockRunner:
                     *_, state = itertools.accumulate(kept, next_kv, initial=before[at][read])
                     self.pools[at][written], self.born[at][written] = state, self.born[at][read]
 
-    def draw(self, handle: Handle, masks_SW: np.ndarray) -> Handle:
+    def draw(self, handle: Handle, masks_SW: np.ndarray | None = None) -> Handle:
+        if masks_SW is None:
+            assert self.undrawn is None, "a draw under masks has masks"
+            return handle  # drawn where it was dispatched
         self._may_fail("draw")
         assert self.undrawn is not None
         self.undrawn(masks_SW)
@@ -581,8 +584,10 @@ class MockReplicas:
             own = handle._replace(replayed=handle.replayed[index : index + 1])
             runner.replay(own, [[replays[index]] for replays in rounds])
 
-    def draw(self, handle: Handle, masks_SW: np.ndarray) -> Handle:
+    def draw(self, handle: Handle, masks_SW: np.ndarray | None = None) -> Handle:
         """Into the parts of the joined buffer of draws, the first of outs."""
+        if masks_SW is None:
+            return handle  # drawn where it was dispatched
         masks = np.split(masks_SW, len(self.runners))
         shares, drawn = np.split(handle.outs[0], len(self.runners)), self._drawing
         for runner, part, own, share in zip(self.runners, masks, drawn, shares, strict=True):
