@@ -45,17 +45,15 @@ PARAMS = make_params(0, MODEL, jnp.bfloat16)
 AHEAD = 6  # guesses of a step: a run may pass the ends of two blocks of 4
 IS_EXACT = unavailable() is None
 SETTINGS: dict[str, Any] = vars(ENGINE) | {"deterministic": IS_EXACT, "num_blocks": 160}
-GUESSING: dict[str, Any] = {"method": "ngram", "num_tokens": AHEAD, "adaptive": False}
+GUESSES: dict[str, Any] = {"method": "ngram", "num_tokens": AHEAD, "adaptive": False}
 PROMPTS = make_prompts(5, 7, 4, 9)
-ASKED = [
-    SamplingParams(max_tokens=24, ignore_eos=True, **how)
-    for how in (
-        {"temperature": 0},
-        {"seed": 1},
-        {"temperature": 0.7, "n": 2, "seed": 2},
-        {"seed": 3},
-    )
+WAYS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"seed": 1},
+    {"temperature": 0.7, "n": 2, "seed": 2},
+    {"seed": 3},
 ]
+ASKED = [SamplingParams(max_tokens=24, ignore_eos=True, **how) for how in WAYS]
 
 
 class Foretold:
@@ -93,14 +91,19 @@ def foretold(monkeypatch: pytest.MonkeyPatch) -> Foretold:
     return told
 
 
+def served(params: Params, *, mesh: Mesh | None = None, **changes: Any) -> LLM:
+    settings: dict[str, Any] = SETTINGS | changes
+    return LLM(params, mesh=mesh, **settings)
+
+
 @functools.cache
 def plain() -> LLM:
-    return LLM(PARAMS, **SETTINGS)
+    return served(PARAMS)
 
 
 @functools.cache
 def guessing() -> LLM:
-    return LLM(PARAMS, **SETTINGS | {"speculative": GUESSING})
+    return served(PARAMS, speculative=GUESSES)
 
 
 def run(llm: LLM, prompts: Any, asked: list[SamplingParams]) -> list[RequestOutput]:
@@ -128,9 +131,8 @@ def test_right_and_wrong_at_every_place(foretold: Foretold) -> None:
     llm = guessing()
     llm.reset_prefix_cache()
     wanted = expected(foretold, PROMPTS, ASKED)
-    for _ in range(2):
-        outputs = run(llm, PROMPTS, ASKED)
-        assert bits(outputs) == wanted
+    outputs = run(llm, PROMPTS, ASKED)
+    assert bits(outputs) == wanted == bits(run(llm, PROMPTS, ASKED))
     for i in (0, 1) * 6:  # alone, with room for all guesses
         assert bits(run(llm, PROMPTS[i : i + 1], ASKED[i : i + 1])) == wanted[i : i + 1]
     assert foretold.tried >= {(place, right) for place in range(4) for right in range(AHEAD + 1)}
@@ -171,7 +173,7 @@ def test_a_replay_off_by_one_shows(foretold: Foretold, monkeypatch: pytest.Monke
 )
 def test_whatever_happens_to_a_row(foretold: Foretold, changes: dict[str, Any]) -> None:
     wanted = [tokens for tokens, _ in expected(foretold, PROMPTS, ASKED)]
-    llm = LLM(PARAMS, **SETTINGS | {"speculative": GUESSING} | changes)
+    llm = served(PARAMS, speculative=GUESSES, **changes)
     for _ in range(2):
         assert [tokens for tokens, _ in bits(run(llm, PROMPTS, ASKED))] == wanted
     if "num_blocks" in changes:
@@ -190,12 +192,11 @@ def test_on_two_devices(foretold: Foretold, axes: dict[str, int], changes: dict[
     delta = dataclasses.replace(MIXERS[0], num_key_heads=2)
     layers = [dataclasses.replace(MODEL.layers[0], mixer=delta), *MODEL.layers[1:]]
     params = make_params(0, dataclasses.replace(MODEL, layers=layers))
-    settings = SETTINGS | {"deterministic": False} | changes
-    alone = LLM(params, **SETTINGS | {"deterministic": False})
+    alone = served(params, deterministic=False)
     outputs = run(alone, PROMPTS, ASKED)
     foretold.learn(PROMPTS, outputs)
     mesh = Mesh(np.array(jax.devices()[:2]), tuple(axes))
-    llm = LLM(params, mesh=mesh, **settings | {"speculative": GUESSING})
+    llm = served(params, mesh=mesh, deterministic=False, speculative=GUESSES, **changes)
     assert tokens_of(run(llm, PROMPTS, ASKED)) == tokens_of(outputs)
     assert llm.stats()["accepted_tokens"] > 0
     llm.close()
@@ -229,10 +230,10 @@ def _fainter(path: Any, x: jax.Array) -> jax.Array:
 def test_an_mtp_head_guesses_for_states() -> None:
     """By the engine's own steps: most guesses are right, and bits are those without."""
     params, head = counting()
-    alone = LLM(params, **SETTINGS)
+    alone = served(params)
     wanted = bits(alone.generate(PROMPTS, ASKED, use_tqdm=False))
-    asked = {**GUESSING, "method": "mtp", "num_tokens": 3, "model": head}
-    llm = LLM(params, **SETTINGS | {"speculative": asked})
+    asked = {**GUESSES, "method": "mtp", "num_tokens": 3, "model": head}
+    llm = served(params, speculative=asked)
     assert bits(run(llm, PROMPTS, ASKED)) == wanted
     stats = llm.stats()
     assert stats["acceptance_rate"] > 0.5 and stats["drafted_tokens"] > 30, stats
@@ -241,6 +242,6 @@ def test_an_mtp_head_guesses_for_states() -> None:
 
 
 def test_a_draft_model_with_states_is_refused() -> None:
-    asked = {**GUESSING, "method": "draft", "model": PARAMS}
+    asked = {**GUESSES, "method": "draft", "model": PARAMS}
     with pytest.raises(UnsupportedError, match=r"a draft model of qwen3_5_text keeps a state"):
-        LLM(PARAMS, **SETTINGS | {"speculative": asked})
+        served(PARAMS, speculative=asked)

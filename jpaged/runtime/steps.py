@@ -97,6 +97,12 @@ class StepSetting:
         return most_replayed(self.config) if has_state else 0
 
     @property
+    def replayed_bytes(self) -> int:
+        """The bytes on a device of what one step keeps for a replay."""
+        forms = [p.replayed(self.num_replayed, shards=p.shards) for p in self.own_pools]
+        return sum(x.size * x.dtype.itemsize for form in forms for x in form.values())
+
+    @property
     def taps(self) -> tuple[int, ...]:
         """Layers whose inputs a head takes (models/eagle.py); () where it takes what leaves the
         model, normed (models/mtp.py).
