@@ -469,12 +469,9 @@ class PeerRunner(Runner):
         return self.peers.call(start, "dispatching a draw")._replace(compared=handle.compared)
 
     def replay(self, handle: Handle, rounds: list[list[list[Replay]]]) -> None:
-        """See Runner.replay. Every process makes the same rounds of the same tokens."""
-
-        def start() -> None:
-            replay(handle, rounds)
-
-        replay = super().replay
+        """As Runner.replay. Every process makes the same rounds of the same tokens."""
+        assert self.peers is not None
+        start = functools.partial(super().replay, handle, rounds)
         self.peers.call(start, "dispatching a replay")
 
     def fetch(self, handle: Handle) -> list[StepResult]:
