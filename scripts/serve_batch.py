@@ -38,7 +38,7 @@ from jpaged.integrations.batch.run import (
     FAILED_LINES,
     FATAL,
     OK,
-    Job,
+    RunOptions,
     run_batch,
     sentence,
 )
@@ -422,7 +422,7 @@ def run(args: argparse.Namespace) -> int:
             args.output, args.input
         ):
             raise BatchError(f"--output {args.output} is the input itself")
-        job = Job(
+        run_options = RunOptions(
             output=args.output,
             existing=ask(args),
             retry_failed=args.retry_failed,
@@ -445,7 +445,7 @@ def run(args: argparse.Namespace) -> int:
             if args.report is not None:
                 stack.callback(report, args, stats)
             return run_batch(
-                job,
+                run_options,
                 source,
                 manifest,
                 lambda: make_llm(args),

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from jpaged import LLM, Params, RequestOutput, SamplingParams
 from jpaged.engine.cache.block_manager import BlockManager
-from jpaged.engine.cache.blocks import Replay
+from jpaged.engine.cache.kinds import Replay
 from jpaged.engine.drafting import Drafter, can_draft
 from jpaged.engine.sequence import Sequence
 from jpaged.errors import UnsupportedError

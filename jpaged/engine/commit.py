@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from jpaged.engine.cache.blocks import Replay
+from jpaged.engine.cache.kinds import Replay
 from jpaged.engine.plan import Plan, PlanEntry, StepResult
 from jpaged.engine.queues import Queues
 from jpaged.engine.sequence import Candidates, Request, Sequence, Status

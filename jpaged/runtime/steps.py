@@ -162,7 +162,7 @@ def make_step(bucket: Shape, setting: StepSetting) -> Callable[..., Any]:
     replayed: by group with states, what the tokens leave for a replay: rows with guesses write no
     state, until it is known which guesses are right. () where nothing guesses.
     """
-    decode = _make_forward if bucket.draws is None else _make_decode
+    decode = _make_forward if bucket.sampler is None else _make_decode
     makers = {"prefill": _make_prefill, "sample": _make_sample, "decode": decode}
     makers |= {"draft": _make_draft, "replay": _make_replay}
     return makers[bucket.phase](_Step(bucket, setting))
@@ -505,7 +505,7 @@ def _draw(
             mask_SW,
             max_logprobs=most,
             vocabulary=step.to.vocabulary,
-            filters=step.bucket.draws != "plain",
+            filters=step.bucket.sampler != "plain",
             one_pass=step.to.choices.one_pass,
         )
     is_stop_S = jnp.any(stop_ids_SX == sampled.token_S[:, None], axis=1)

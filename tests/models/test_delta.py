@@ -274,7 +274,7 @@ def test_a_hybrid_learns_a_text() -> None:
 
 def test_the_choice_of_a_kernel() -> None:
     llm = LLM(PARAMS, **vars(engine()))
-    module = llm.session.runner.steps.setting.choices.delta
+    module = llm.session.runner.compiled.setting.choices.delta
     mixer = MODEL.layers[0].mixer
     assert isinstance(mixer, DeltaConfig)
     reason = IMPLEMENTATIONS["native"].module().unsupported(mixer.shapes, None)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jpaged.engine.cache.block_manager import BlockManager
-from jpaged.engine.cache.blocks import GONE, GroupSize, Replay
+from jpaged.engine.cache.kinds import GONE, GroupSize, Replay
 from jpaged.engine.integrity import check_blocks
 from jpaged.engine.sequence import Sequence
 from jpaged.sampling_params import SamplingParams
