@@ -451,8 +451,8 @@ def _rounds(replays: List[List[List[Replay]]]) -> list[list[list[Replay]]]:
 def _summed(reports: list[Report]) -> Report:
     """Add up what the replicas report."""
     groups = [
-        {name: parts[0][name] for name in ("window", "per")}
-        | {name: sum(part[name] for part in parts) for name in ("num_blocks", "in_use")}
+        {name: parts[0][name] for name in ("window", "per", "block_bytes")}
+        | {name: sum(part[name] for part in parts) for name in ("num_blocks", "in_use", "cached")}
         for parts in zip(*(report["kv_groups"] for report in reports), strict=True)
     ]
     names = [name for name in reports[0] if name != "kv_groups"]

@@ -120,13 +120,20 @@ class Scheduler:
         return entries
 
     def report(self) -> Report:
-        """Return the blocks that there are and those in use, and how many sequences run and
-        wait.
+        """Return the blocks that there are, those in use and those that a prompt can be found in,
+        in use or not, and how many sequences run and wait.
         """
         blocks = self.blocks
         groups = [
-            {"window": g.window, "per": g.per, "num_blocks": g.num_blocks, "in_use": g.num_used}
-            for g in blocks.groups
+            {
+                "window": group.window,
+                "per": group.per,
+                "block_bytes": group.block_bytes,
+                "num_blocks": group.num_blocks,
+                "in_use": group.num_used,
+                "cached": len(group.cached),
+            }
+            for group in blocks.groups
         ]
         return {
             "sequences_running": len(self.queues.running),

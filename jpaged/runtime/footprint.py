@@ -240,7 +240,7 @@ def plan_within(
         return plan(config, limits, pool=pool, weights=weights, needs=needs)
     needs = bound(share, config, probe.pools[0].dtype, pool.moved(config))
     # What two steps in flight keep for a replay.
-    kept = 2 * probe.steps.setting.replayed_bytes
+    kept = 2 * probe.compiled.setting.replayed_bytes
     needs = dataclasses.replace(needs, temporaries=needs.temporaries + kept)
     if draft is not None:
         more = bound(share_of(draft, probe.placement.axis_size), config, probe.pools[-1].dtype)

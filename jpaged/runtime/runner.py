@@ -28,7 +28,7 @@ from jpaged.models.head_modules import Head
 from jpaged.models.served import served_config
 from jpaged.runtime import kv_cache
 from jpaged.runtime.adapter_tables import AdapterTables
-from jpaged.runtime.choices import Choices, activations_of, choose
+from jpaged.runtime.choices import Choices, activations_of, choose, layer_kernels
 from jpaged.runtime.compiled_steps import CompiledSteps
 from jpaged.runtime.device_state import COUNTS_CHUNK, DeviceState, RowState
 from jpaged.runtime.kv_cache import PoolSpec, pool_specs
@@ -425,9 +425,12 @@ class Runner:
         """Return what was compiled and moved so far."""
         seconds = self.compiled.seconds.copy()  # at once: other threads add to it
         names = dict.fromkeys(p.kernel.name for p in self.pools if p.kernel is not None)
+        setting = self.compiled.setting
+        choices = setting.choices
         return {
             "attention": "+".join(names) or None,
-            "quantized_activations": activations_of(self.compiled.setting.choices, self.params),
+            **layer_kernels(setting.model, choices),
+            "quantized_activations": activations_of(choices, self.params),
             "num_compiles": len(seconds),
             "compile_time_s": sum(seconds.values()),
             "buckets": [str(bucket) for bucket in seconds],
