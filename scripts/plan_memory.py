@@ -9,9 +9,9 @@ here.
 It prints the account in bytes (weights, temporaries and code of the steps, state, pool, unused
 memory), the blocks and tokens that the pool holds, and how many requests of each --length it holds
 at once. No weight is loaded. What the steps need is measured by compiling them for the card, which
-takes CUDA's plugin or libtpu but no device; without those an upper bound is used, and the output says so.
-With --tensor-parallel-size it is the account of each of that many cards that share the model (of
-TPUs: on a slice).
+takes CUDA's plugin or libtpu but no device; without those an upper bound is used, and the output
+says so. With --tensor-parallel-size it is the account of each of that many cards that share the
+model (of TPUs: on a slice).
 """
 
 import argparse
