@@ -169,7 +169,7 @@ def make_parser() -> BatchParser:
     add("--process-id", "number of this process, from 0 (default: what the cluster says)", type=int)
 
     group = parser.add_argument_group("model")
-    model = "checkpoint folder, or OWNER/NAME of the Hub (default: the embedded demo model)"
+    model = "checkpoint folder, OWNER/NAME of the Hub, or jpaged-demo-hybrid (default: jpaged-demo)"
     group.add_argument("--model", help=model)
     group.add_argument("--adapter", nargs="+", metavar="NAME=FOLDER", help=adapter_flag.FLAG)
     window = "requests in the engine at once (default: 4 * max_num_seqs of all replicas)"

@@ -158,7 +158,9 @@ def test_a_repeated_call_is_known_and_other_arrays_in_its_params_are_seen(
 ) -> None:
     bound, checked = list[tuple[Session, int]](), list[int]()
     as_params = kept_module.as_params
-    monkeypatch.setattr(kept_module, "as_params", lambda *a: (checked.append(len(a)), as_params(*a))[1])
+    monkeypatch.setattr(
+        kept_module, "as_params", lambda *a: (checked.append(len(a)), as_params(*a))[1]
+    )
     monkeypatch.setattr(
         Session,
         "generate",

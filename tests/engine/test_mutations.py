@@ -14,10 +14,9 @@ from jpaged.config import EngineConfig
 from jpaged.engine import packing, scheduler
 from jpaged.engine.adapters import AdapterVersion
 from jpaged.engine.cache.block_manager import BlockManager
-from jpaged.engine.cache.blocks import GONE, BlockGroup, Copies
-from jpaged.engine.cache.contents import Content, Contents
-from jpaged.engine.cache.kinds import CacheKind, State
-from jpaged.engine.cache.prefix_cache import Match, PrefixCache
+from jpaged.engine.cache.content import Content
+from jpaged.engine.cache.kinds import GONE, CacheKind, Copies, State
+from jpaged.engine.cache.prefix_cache import Contents, Match, PrefixCache
 from jpaged.engine.cache.store import HostStore, Move, Slot, Traffic
 from jpaged.engine.engine import Engine, EngineState
 from jpaged.engine.packing import Batch
@@ -251,7 +250,7 @@ def weights_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 def evicted_twice(patch: pytest.MonkeyPatch) -> None:
     """A block is still found in its pool after it was taken for something else."""
-    patch.setattr(BlockGroup, "forget", lambda self, block: None)
+    patch.setattr(CacheKind, "forget", lambda self, block: None)
 
 
 def joined_anywhere(patch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,7 @@ class Listener(uvicorn.Server):
 def make_parser() -> Parser:
     """Return the parser of `jpaged serve`."""
     parser = Parser(prog="jpaged serve", description=__doc__)
-    what = "checkpoint folder, or OWNER/NAME of the Hub (default: the embedded demo model)"
+    what = "checkpoint folder, OWNER/NAME of the Hub, or jpaged-demo-hybrid (default: jpaged-demo)"
     parser.add_argument("model", help=what, nargs="?")
     group = parser.add_argument_group("server")
     add = group.add_argument
