@@ -369,6 +369,20 @@ SCALED = tuple(
     if case.name in _IN_8_BITS
 )
 
+# The same with values of another width than keys.
+NARROW_IN_8_BITS = (
+    dataclasses.replace(
+        next(case for case in DECODE if case.name == "decode_d96_v64_sinks_bf16"),
+        name="decode_d96_v64_sinks_int8",
+        kv_dtype="int8",
+    ),
+    dataclasses.replace(
+        next(case for case in PREFILL if case.name == "prefill_d192_v128_window_bf16"),
+        name="prefill_d192_v128_window_fp8",
+        kv_dtype="float8_e4m3fn",
+    ),
+)
+
 # ---- Cases that only a device is quick enough for, and the cases that are timed there ----
 
 _ROWS = Case(name="", contexts=(), dtype=_BF16, num_layers=1, layer=0)
