@@ -1,4 +1,4 @@
-"""What generation returns, and how it is made of requests: outputs, chunks of a stream, scores."""
+"""What generation returns, and how it is made of requests: outputs, and chunks of a stream."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -187,18 +187,6 @@ def failed(
         outputs=[completion(0, [], [], "error")],
         error=error,
     )
-
-
-def scores(requests: list[Request]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return the logprobs of each scored prompt, float32 [T-1], and whether each is the highest,
-    bool [T-1].
-    """
-    rows = [
-        [top[0] for top in request.sequences[0].prompt_logprobs[1:] if top is not None]
-        for request in requests
-    ]
-    logprobs = [np.array([logprob for _, logprob, _ in row], np.float32) for row in rows]
-    return logprobs, [np.array([rank == 1 for *_, rank in row], bool) for row in rows]
 
 
 class LiveCompletions:

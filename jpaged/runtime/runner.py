@@ -13,6 +13,7 @@ from jpaged.config import EngineConfig
 from jpaged.engine.cache.block_manager import GroupSize
 from jpaged.engine.packing import PAD_TOKEN, Batch, unpack
 from jpaged.engine.plan import StepResult
+from jpaged.engine.scoring import States
 from jpaged.engine.shapes import Shape, StepShapes, moved_blocks, padded_blocks
 from jpaged.models.config import ModelConfig
 from jpaged.models.eagle import Head
@@ -39,13 +40,15 @@ DraftOf = tuple[ModelConfig, Forward | Head]  # a draft model (or head) and its 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Handle:
     """A step in flight. outs: what comes back of it; done: ready when the step is. undrawn: the
-    hidden states and inputs of a draw that has not started.
+    hidden states and inputs of a draw that has not started. states: the hidden states of all
+    tokens, where some are to stay on the device.
     """
 
     batch: Batch
     outs: tuple[Array, ...]
     done: Array
     undrawn: tuple[Array, Array] | None = None
+    states: Array | None = None
     weight_version: int  # of the weights that it ran with, its draw included
     compared: Array | None = None  # over processes: whether all run this step
 
@@ -181,13 +184,14 @@ class Runner:
         state = self._lent(bucket)
         if bucket.draws is None:
             masks = () if batch.masks_TW is None else (self._put_masks(batch.masks_TW),)
-            kv, hidden, packed, scored = step(arrays, state.kv, state.rows, packed, *masks)
+            kv, hidden, packed, scored, states = step(arrays, state.kv, state.rows, packed, *masks)
             self._state = DeviceState(kv=kv, rows=state.rows)
             handle = Handle(
                 batch=batch,
                 outs=() if scored is None else (scored,),
                 done=hidden,
                 undrawn=(hidden, packed),
+                states=states,
                 weight_version=self.weight_version,
             )
             draws_now = batch.sample is not None and not batch.sample.masked
@@ -304,7 +308,28 @@ class Runner:
 
         with explained(self.config):
             outs = wait() if self.peers is None else self.peers.call(wait, "waiting for a step")
-        return unpack(handle.batch, self.config, outs, weight_version=handle.weight_version)
+        results = unpack(handle.batch, self.config, outs, weight_version=handle.weight_version)
+        if handle.states is None:
+            return results
+        kept, tokens = handle.states, handle.batch.bucket.tokens
+        return [
+            dataclasses.replace(result, states=(kept, i * tokens))
+            for i, result in enumerate(results)
+        ]
+
+    def join_states(self, parts: list[States], rows: int) -> Array:
+        """Return the hidden states of a sequence, [rows, E]: those of its chunks, then zeros. They
+        do not cross the host; each device has a copy.
+        """
+        sharding, count = self.placement.replicated, 0
+        whole = kv_cache.zeros((rows, self.model.hidden_size), self.steps.form.dtype, sharding)
+        with self.transfers.sending():
+            for part in parts:
+                place = np.array([part.first, count, part.rows], np.int32)
+                join = self.steps.join_states(rows, part.array.shape[0])
+                whole = join(whole, part.array, self.transfers.put_whole(place))
+                count += part.rows
+        return whole
 
     @property
     def shares_blocks(self) -> bool:
