@@ -9,12 +9,14 @@ from typing import Literal, overload
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh
 
 from jpaged import kept
 from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError
 from jpaged.models.forward import bind
+from jpaged.models.params import Params
 from jpaged.request.inputs import CallKeys, PromptsLike, SamplingParamsLike
 from jpaged.request.outputs import RequestOutput
 from jpaged.request.scores import ScoreOptions, ScoreResult, Scores
@@ -240,13 +242,19 @@ def hidden(
 def logits(params: PyTree, hidden: jax.Array, *, config: ModelLike | None = None) -> jax.Array:
     """Return the logits, float32 [..., V], of hidden states [..., E]: what a draw sees, without
     temperature and filters. A pure function of jax, differentiable and to be called under jit, on
-    as many states at a time as the logits have room for. params, config: as in generate, but not a
-    folder. An adapter of the head is not in it.
+    as many states at a time as the logits have room for. An adapter of the head is not in it.
+
+    params: Params, or any other tree with config= as in generate; under jit Params alone, which
+    params_from makes. Raises ConfigError.
     """
     if isinstance(params, str | Path):
-        raise ConfigError(f"params={params!r}: logits takes loaded params: see load_params")
-    weights = as_params(params, config)
-    return bind(weights.config, dict(weights)).logits(hidden)
+        raise ConfigError(f"params={str(params)!r}: logits takes loaded params: see load_params")
+    if not isinstance(params, Params):
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(params)):
+            kind = type(params).__name__
+            raise ConfigError(f"params of type {kind} under jit: make Params by params_from first")
+        params = as_params(params, config)
+    return bind(params.config, dict(params)).logits(hidden)
 
 
 def warmup(
