@@ -1,7 +1,7 @@
 """What `score` is asked, and what it returns: arrays, row by row of the tokens that are scored."""
 
 import dataclasses
-from collections.abc import Sequence as List
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -46,8 +46,8 @@ class ScoreOptions:
     temperature: float = 1.0
     return_greedy: bool = False
     structured: Structured | None = None
-    prompt_lens: List[int] | None = None
-    start: List[int] | np.ndarray | None = None
+    prompt_lens: Sequence[int] | None = None
+    start: Sequence[int] | np.ndarray | None = None
     top_k: int | None = None
     at: IntArrays | None = None
     entropy: bool = False
@@ -64,7 +64,7 @@ class ScoreOptions:
         """Whether it is Scores that are returned, and not the logprobs alone."""
         return self.top_k is not None or self.at is not None or self.entropy
 
-    def scorings(self, lengths: List[int], vocab_size: int) -> list[Scoring]:
+    def scorings(self, lengths: Sequence[int], vocab_size: int) -> list[Scoring]:
         """Return what is asked of each sequence of so many tokens. Raises RequestError."""
         if self.temperature == 0:
             raise RequestError(
@@ -83,11 +83,11 @@ class ScoreOptions:
             for start, candidates in zip(starts, self._candidates(rows, vocab_size), strict=True)
         ]
 
-    def _starts(self, lengths: List[int]) -> list[int]:
+    def _starts(self, lengths: Sequence[int]) -> list[int]:
         """Return the first token of each sequence that is scored, which has one before it."""
         if self.start is None:
             return [1] * len(lengths)
-        starts = list(self.start) if isinstance(self.start, List | np.ndarray) else None
+        starts = list(self.start) if isinstance(self.start, Sequence | np.ndarray) else None
         if starts is None or len(starts) != len(lengths):
             raise RequestError(
                 f"start={self.start!r}: must be a list of {len(lengths)}, one a sequence"
@@ -122,7 +122,7 @@ class ScoreOptions:
         return candidates
 
 
-def scores_of(requests: List[Request]) -> list[Scores]:
+def scores_of(requests: Sequence[Request]) -> list[Scores]:
     """Return the scores of each request, which has ended, or had nothing to score."""
     return [_scores_of(request) for request in requests]
 
