@@ -24,7 +24,7 @@ from jpaged.llm import LLM
 from jpaged.models.config import ModelConfig
 from jpaged.models.lora import Adapter, initial_lora, merged
 from jpaged.models.params import Params
-from jpaged.request.arrays import to_arrays
+from jpaged.request.arrays import score_arrays, to_arrays
 from jpaged.request.outputs import CompletionChunk, CompletionOutput, Logprob, RequestOutput
 from jpaged.request.scores import Scores
 from jpaged.runtime.footprint import plan_memory
@@ -73,6 +73,7 @@ __all__ = [
     "release",
     "save_params",
     "score",
+    "score_arrays",
     "to_arrays",
     "warmup",
 ]
