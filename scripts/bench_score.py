@@ -65,14 +65,14 @@ def main(argv: list[str] | None = None) -> int:
     llm = jpaged.LLM(params, **sizes | settings)
     sequences = common.random_ids(args.sequences, args.length, llm.model_config.vocab_size)
     seconds = common.in_turn(calls_of(llm, sequences, args.top_k), args.rounds)
-    found = {}
+    medians = {}
     for name, times in seconds.items():
         pairs = zip(times, seconds["plain"], strict=True)
         ratio = statistics.median(time / plain for time, plain in pairs)
-        found[name] = {"seconds": statistics.median(times), "ratio": ratio}
-    rows = [[name, f"{x['seconds']:.3f}", f"{x['ratio']:.2f}"] for name, x in found.items()]
+        medians[name] = {"seconds": statistics.median(times), "ratio": ratio}
+    rows = [[name, f"{x['seconds']:.3f}", f"{x['ratio']:.2f}"] for name, x in medians.items()]
     print("\n".join(common.aligned(["score", "seconds", "ratio"], rows, left=1)))
-    print(common.json_line({"model": common.model_name(args), **vars(args), "calls": found}))
+    print(common.json_line({"model": common.model_name(args), **vars(args), "calls": medians}))
     return 0
 
 

@@ -122,9 +122,8 @@ def test_equals_the_dense_model(params: Params) -> None:
     for one, other in zip(first, fewer, strict=True):
         assert one.top_logprobs is not None and other.top_logprobs is not None
         np.testing.assert_array_equal(other.top_logprobs, one.top_logprobs[:, :35])
-    ran = {report.phase for report in sessions()[-1].buckets() if report.hits}
-    usage = sessions()[-1].runner.usage
-    assert not ran and {shape.phase for shape in usage} == {"prefill"}
+    ran = {(x.phase, x.features) for x in sessions()[-1].buckets() if x.hits}
+    assert ran == {("prefill", "prompt, top 128, candidates 32, entropy, part")}
 
 
 def test_more_of_a_score_leaves_its_logprobs(params: Params) -> None:
