@@ -418,7 +418,7 @@ def test_a_row_that_stopped_on_the_device_in_a_mixed_step():
         num_drafts=0,
         method="ngram",
     )
-    machine.score(adapter=None, length=1, root=0)
+    machine.score(adapter=None, length=1, first=0, root=0)
     machine.add(
         adapter=None,
         eos_every=12,
