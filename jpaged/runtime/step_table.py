@@ -141,7 +141,7 @@ def _fields(shape: Shape) -> dict[str, Any]:
     if isinstance(shape, PrefillShape):
         features = _read_by(shape)
     else:
-        features = shape.draws or "none"
+        features = shape.sampler or "none"
     fields = dataclasses.asdict(shape)
     sizes = {name: fields.get(name, 0) for name in ("tokens", "rows", "tables", "blocks", "loras")}
     kind = {"phase": shape.phase, "features": features, "masks": shape.takes_masks}
