@@ -28,8 +28,9 @@ CHOICES = {  # of fields that may be None
 BATCHED, CPU_BATCHED = 8192, 1024  # what max_num_batched_tokens is where nobody chose it
 SPECULATIVE = (
     'guess tokens ahead and check them in one step, with equal outputs: {"method": "ngram", '
-    '"num_tokens": 8}, by a smaller model: {"method": "draft", "model": FOLDER}, or by an EAGLE-3 '
-    'head: {"method": "eagle", "model": FOLDER}'
+    '"num_tokens": 8}, by a smaller model: {"method": "draft", "model": FOLDER}, by an EAGLE-3 '
+    'head: {"method": "eagle", "model": FOLDER}, or by the head that the model\'s own files have: '
+    '{"method": "mtp"}'
 )
 
 
@@ -43,26 +44,25 @@ class Speculative:
     """How rows guess tokens ahead, which one step then checks: outputs are those without.
 
     method: "ngram" looks a row's last tokens up in its own text, "draft" asks a smaller model of
-    the same vocabulary, "eagle" an EAGLE-3 head of this model. num_tokens: guessed at most.
+    the same vocabulary, "eagle" an EAGLE-3 head of this model, "mtp" the head that the model's own
+    files have. num_tokens: guessed at most.
     adaptive: only where it saves time, by what was measured. model: the folder of a draft model or
-    head, None where its weights are passed (LLM takes them in its place, generate as draft=).
+    head, None where its weights are passed (LLM takes them in its place, generate as draft=); with
+    "mtp" None is the folder of the model.
     """
 
-    method: Literal["ngram", "draft", "eagle"] = "ngram"
+    method: Literal["ngram", "draft", "eagle", "mtp"] = "ngram"
     num_tokens: int = 8
     adaptive: bool = True
     model: str | None = None
 
     def __post_init__(self) -> None:
         at_least(1, self, "num_tokens")
-        if self.method in ("mtp", "medusa"):
-            raise UnsupportedError(
-                f"speculative: method={self.method!r} is not built: use 'ngram', 'draft' or 'eagle'"
-            )
-        if self.method not in ("ngram", "draft", "eagle"):
-            raise ConfigError(
-                f"speculative: method={self.method!r}: must be 'ngram', 'draft' or 'eagle'"
-            )
+        built = "'ngram', 'draft', 'eagle' or 'mtp'"
+        if self.method == "medusa":
+            raise UnsupportedError(f"speculative: method='medusa' is not built: use {built}")
+        if self.method not in ("ngram", "draft", "eagle", "mtp"):
+            raise ConfigError(f"speculative: method={self.method!r}: must be {built}")
         if isinstance(self.model, Path):
             object.__setattr__(self, "model", str(self.model))
         if self.model is not None and not isinstance(self.model, str):
@@ -314,6 +314,12 @@ class EngineConfig:
 def has_draft_model(config: EngineConfig) -> bool:
     """Return whether a second model guesses ahead."""
     return config.speculative is not None and config.speculative.has_model
+
+
+def reads_mtp_head(config: EngineConfig) -> bool:
+    """Return whether the files of the model have the head that guesses ahead."""
+    asked = config.speculative
+    return asked is not None and asked.method == "mtp" and asked.model is None
 
 
 def has_head_adapters(config: EngineConfig) -> bool:

@@ -44,6 +44,11 @@ def decode(x_SC: Array, weight_CW: Array, pool: Array, rows: PackedRows) -> tupl
     return y, rows.written(pool, window_SWC[:, 1:])
 
 
+def advanced(x_TC: Array, pool: Array, rows: PackedRows) -> Array:
+    """Return the pool with the histories after these tokens, as `packed` does."""
+    return rows.written(pool, _last(x_TC, rows.read(pool), rows))
+
+
 def _shifted(x: Array, back: int) -> Array:
     """Return x whose entry t of axis 0 is that of t - back, or zeros."""
     if not back:

@@ -15,8 +15,8 @@ from jpaged import LLM, ConfigError, EngineConfig, Params, SamplingParams, Unsup
 from jpaged.engine.drafting import ModelDrafter
 from jpaged.engine.shapes import DecodeShape, DraftShape, PrefillShape, Shape
 from jpaged.errors import CheckpointError
-from jpaged.models.eagle import bind_any
 from jpaged.models.forward import bind
+from jpaged.models.head_modules import bind_any
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.runner import Runner
 from tests.heads import (

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 import jpaged
 from jpaged import LLM, EngineConfig, Params, RequestOutput, SamplingParams, kept
-from jpaged.errors import ConfigError, UnsupportedError
+from jpaged.errors import ConfigError
 from jpaged.models.layers.conv import ConvConfig
 from jpaged.runtime import memory
 from jpaged.runtime.footprint import form_of, probe_runner
@@ -256,15 +256,6 @@ def test_states_are_asked_of_models_that_keep_them() -> None:
         LLM(make_params(), **vars(engine(num_states=4)))
     with pytest.raises(ConfigError, match=r"num_states=1"):
         engine(num_states=1)
-
-
-def test_nothing_is_guessed_ahead() -> None:
-    """A model with states takes no guesses, and none guesses for another."""
-    with pytest.raises(UnsupportedError, match=r"speculative: method='ngram': this model keeps a"):
-        LLM(PARAMS, **vars(engine(speculative={"method": "ngram"})))
-    drafts: dict[str, Any] = vars(engine()) | {"speculative": {"method": "draft", "model": PARAMS}}
-    with pytest.raises(UnsupportedError, match=r"speculative: method='draft': this model keeps a"):
-        LLM(make_params(), **drafts).generate(PROMPTS, GREEDY)
 
 
 def test_a_pool_that_grows() -> None:

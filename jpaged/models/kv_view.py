@@ -31,6 +31,8 @@ class KVView(Protocol):
         old, rows = kv.state(place), kv.rows(place)
         y, new = scan(u, old, rows)
         kv = kv.with_state(place, new)
+
+    Where its record names what is `replayed`, it hands that over too, so that rows may guess.
     """
 
     def write(self, place: Place, qkv: Any, heads: Heads) -> tuple[Any, Self]:
@@ -73,6 +75,12 @@ class KVView(Protocol):
 
     def with_slots(self, place: Place, pool: State) -> Self:
         """Return the view after such a kernel. pool: that of `slots` with the rows' new states."""
+        ...
+
+    def with_replayed(self, place: Place, tokens: State) -> Self:
+        """Return the view that keeps what the rule of a state takes of each token: arrays [T,
+        *field.shape] by the names of Record.replayed. Nothing is kept where no step guesses.
+        """
         ...
 
 
@@ -141,6 +149,10 @@ class DenseKV:
     def with_slots(self, place: Place, pool: State) -> Self:
         """See KVView: nothing is kept."""
         return self.with_state(place, pool)
+
+    def with_replayed(self, place: Place, tokens: State) -> Self:
+        """See KVView: nothing is kept."""
+        return self
 
     def _first(self, place: Place) -> FirstState:
         first = self.newest[place.group]

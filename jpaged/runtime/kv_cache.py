@@ -108,6 +108,38 @@ class PoolSpec:
         """Return `specs` as shardings."""
         return {name: placement.sharding(spec) for name, spec in self.specs(placement).items()}
 
+    def slots(self, pool: Pool, layer: Any, block_S: Array) -> Array:
+        """Return the rows of a pool that hold a block for each row of a step, in the `layer`-th
+        layer of the group; past the end, each another, for blocks of -1.
+        """
+        rows, past_S = num_rows(pool), jnp.arange(block_S.shape[0], dtype=jnp.int32)
+        first = layer * (rows // self.num_layers)
+        return jnp.where(block_S < 0, rows + past_S, first + block_S)
+
+    def replayed(self, tokens: int, *, shards: int = 1) -> Pool:
+        """Return what so many tokens of a step leave for a replay of its states, as
+        ShapeDtypeStructs [Lg, tokens, *field.shape]; {} where nothing is replayed. shards: 1 for
+        all devices together, else how many of them split it.
+        """
+        forms: Pool = {}
+        for field in self.group.record.replayed:
+            shape = list(field.shape)
+            if field.split is not None:
+                shape[field.split] //= shards
+            dtype = self.dtype if field.dtype is None else jnp.dtype(field.dtype)
+            forms[field.name] = jax.ShapeDtypeStruct((self.num_layers, tokens, *shape), dtype)
+        return forms
+
+    def replayed_specs(self, placement: Placement) -> Pool:
+        """Return how that lies at a place; see `partition`."""
+        return {
+            field.name: partition(
+                dataclasses.replace(field, split=None if field.split is None else field.split + 1),
+                placement,
+            )
+            for field in self.group.record.replayed
+        }
+
     def operand(self, pool: Pool) -> Any:
         """Return the keys and values of a pool as its kernel takes them."""
         if self.kv_dtype is None:
@@ -202,11 +234,13 @@ def most_blocks(model: ModelConfig, config: EngineConfig) -> list[int]:
 
 def states_a_row(config: EngineConfig) -> int:
     """Return how many states a row is given in each group that keeps them: the one that a step
-    reads, those that it writes (a chunk writes one, tokens that are drawn ahead one a block), and
-    one that stays when its sequence has gone on or ended, to be found again.
+    reads, those that it writes (a chunk writes one, tokens that are drawn or guessed ahead one a
+    block), and one that stays when its sequence has gone on or ended, to be found again.
     """
     assert config.decode_steps is not None
-    return 2 + -(-(config.decode_steps - 1) // config.block_size) + 1
+    guesses = 0 if config.speculative is None else config.speculative.num_tokens
+    ahead = max(config.decode_steps - 1, guesses)
+    return 2 + -(-ahead // config.block_size) + 1
 
 
 def widest_group(model: ModelConfig, config: EngineConfig) -> int:
