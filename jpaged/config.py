@@ -107,11 +107,17 @@ class EngineConfig:
     max_model_len: int | None = _knob(
         None, "tokens of prompt and completion together; None: max_position_embeddings"
     )
-    max_num_seqs: int = _knob(256, "rows that run at once, of each replica")
+    max_num_seqs: int = _knob(
+        256,
+        "rows that run at once, of each replica; of a model that keeps a state a sequence no more "
+        "than there are states for, which a warning says",
+    )
     max_num_batched_tokens: int = _knob(BATCHED, "prefill tokens a step; default on a CPU: 1024")
     block_size: int = _knob(64, "P, tokens a KV block")
     num_blocks: int | None = _knob(
-        None, "N, KV blocks of a replica; None sizes the pool from memory"
+        None,
+        "N, KV blocks of a replica, of the layers that reach furthest back; those with a window "
+        "have a share of them; None sizes the pool from memory",
     )
     num_states: int | None = _knob(
         None,

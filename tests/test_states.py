@@ -327,3 +327,13 @@ def test_bits_are_those_of_a_request_alone() -> None:
     sizes: dict[str, Any] = {"max_num_batched_tokens": 7, "token_buckets": (7,), "max_num_seqs": 3}
     settings = engine(num_blocks=200, deterministic=True, seq_buckets=(3,), **sizes)
     assert bits(LLM(params, **vars(settings)), PROMPTS) == alone
+
+
+def test_fewer_states_than_rows_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    """A row that runs needs two: with room for 6, three rows run of the 12 that are asked for."""
+    llm = LLM(PARAMS, **vars(dataclasses.replace(CROWDED, num_blocks=None, num_states=6)))
+    assert "3 sequences run at once, not max_num_seqs=12" in caplog.text
+    llm.close()
+    caplog.clear()
+    LLM(PARAMS, **vars(dataclasses.replace(CROWDED, num_blocks=None))).close()
+    assert "run at once" not in caplog.text

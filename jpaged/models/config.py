@@ -20,6 +20,7 @@ from jpaged.models.layers.experts import ExpertsConfig
 from jpaged.models.layers.layer import LayerConfig, check_layers
 from jpaged.models.layers.mlp import Activation, MLPConfig
 from jpaged.models.layers.norm import PLAIN_NORM, NormConfig
+from jpaged.models.layers.rope import RopeConfig
 from jpaged.models.layers.scratch import Scratch, StepSizes
 from jpaged.models.param_spec import ParamSpec
 from jpaged.models.record import Record
@@ -249,14 +250,27 @@ class ModelConfig:
         return self.norm.eps
 
     @property
+    def rope(self) -> RopeConfig:
+        """The rotation of layers without a window, or of all where there are none of those."""
+        mixers = [x.mixer for x in self.layers if isinstance(x.mixer, AttentionConfig)]
+        rotating = [mixer for mixer in mixers if mixer.rope is not None]
+        ropes = {m.rope for m in rotating if m.window is None} or {m.rope for m in rotating}
+        if len(ropes) != 1:
+            problem = f"is one of {len(ropes)} by layer" if ropes else "is in no layer"
+            raise AttributeError(f"rope {problem}: read config.layers")
+        (rope,) = ropes
+        assert rope is not None
+        return rope
+
+    @property
     def rope_theta(self) -> float:
-        """The base of the rotation's frequencies, in layers without a window if there are such."""
-        return self.switches.rope_theta
+        """The base of the frequencies of `rope`."""
+        return self.rope.theta
 
     @property
     def rope_scaling(self) -> RopeScaling | None:
         """How these frequencies are scaled."""
-        return self.switches.rope_scaling
+        return self.rope.scaling
 
     @property
     def embedding_scale(self) -> float:

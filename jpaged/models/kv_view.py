@@ -6,9 +6,12 @@ from typing import Any, Protocol, Self
 import jax
 import jax.numpy as jnp
 
+from jpaged.errors import UnsupportedError
 from jpaged.models.layers.heads import Heads
 from jpaged.models.rows import Rows, Slots, State
-from kernels_pallas.paged_attention.interface import AttentionOptions
+from kernels_pallas.paged_attention.interface import AttentionOptions, unknown_options
+
+OPTIONS = ("scale", "soft_cap", "window", "value_dim", "sinks")  # that dense attention has
 
 
 @jax.tree_util.register_dataclass
@@ -119,6 +122,8 @@ class DenseKV:
         written = self.newest[place.group]
         assert not isinstance(written, FirstState)
         k, v = written
+        if reason := unknown_options(options, OPTIONS):
+            raise UnsupportedError(f"dense attention: {reason}")
         if options.soft_cap is not None or sinks is not None or k.shape != v.shape:
             return _attention(q, k, v, options, sinks)
         local = None if options.window is None else (options.window - 1, 0)

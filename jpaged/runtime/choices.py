@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jpaged.combinations import Facts, check_combination
 from jpaged.config import EngineConfig
 from jpaged.models.config import ModelConfig
-from jpaged.models.kv_groups import kv_groups
+from jpaged.models.kv_groups import attention_options, kv_groups
 from jpaged.models.layers.attention import AttentionConfig
 from jpaged.models.layers.conv import ConvConfig
 from jpaged.models.layers.delta import DeltaConfig
@@ -108,10 +108,12 @@ def choose(
     delta = _delta(share_of(model, shards), device)
     states_are_alike = delta is None or delta.is_batch_invariant()
     kernels = tuple(
-        choose_kernel(group, config, dtype, device, shards, unfused=unfused(served, group.layers))
+        choose_kernel(
+            group, options, config, dtype, device, shards, unfused=unfused(served, group.layers)
+        )
         if group.record.has_keys
         else None
-        for group in kv_groups(served)
+        for group, options in zip(kv_groups(served), attention_options(served), strict=True)
     )
     return Choices(
         dtype=dtype,

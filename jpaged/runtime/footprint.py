@@ -36,7 +36,7 @@ from jpaged.models.served import served_config, served_form, share_of, stored_sh
 from jpaged.runtime import logprobs, sampler
 from jpaged.runtime.adapter_tables import adapted_ranks, adapter_scratch_bytes, table_bytes
 from jpaged.runtime.choices import Choices
-from jpaged.runtime.kv_cache import most_blocks, states_a_row, widest_group
+from jpaged.runtime.kv_cache import group_costs, most_blocks, states_a_row, widest_group
 from jpaged.runtime.memory import (
     CPU_POOL_BYTES,
     Limits,
@@ -240,7 +240,7 @@ def plan_within(
         return plan(config, limits, pool=pool, weights=weights, needs=needs)
     needs = bound(share, config, probe.pools[0].dtype, pool.moved(config))
     # What two steps in flight keep for a replay.
-    kept = 2 * probe.steps.setting.replayed_bytes
+    kept = 2 * probe.compiled.setting.replayed_bytes
     needs = dataclasses.replace(needs, temporaries=needs.temporaries + kept)
     if draft is not None:
         more = bound(share_of(draft, probe.placement.axis_size), config, probe.pools[-1].dtype)
@@ -258,18 +258,16 @@ def plan_within(
 def _pool_cost(probe: Runner, config: EngineConfig) -> PoolCost:
     """Return what the pools of a runner's models take of a device."""
     most, widest = most_blocks(probe.model, config), widest_group(probe.model, config)
-    limited: list[int | None] = [None if at == widest else n for at, n in enumerate(most)]
+    count = len(most)
+    costs = group_costs(probe.model, config, probe.pools[:count])
     if probe.draft_model is not None:
-        of_draft = enumerate(most_blocks(probe.draft_model, config))
-        end = widest_group(probe.draft_model, config)
-        limited += [None if at == end else n for at, n in of_draft]
-    keys: list[tuple[int, int | None]] = []
-    state_bytes = most_states = 0
-    for spec, limit in zip(probe.pools, limited, strict=True):
-        if limit is None or spec.group.record.per == "token":
-            keys.append((spec.device_block_bytes, limit))
-        else:
-            state_bytes, most_states = state_bytes + spec.device_block_bytes, limit
+        most_of_draft = most_blocks(probe.draft_model, config)
+        costs += group_costs(probe.draft_model, config, probe.pools[count:])
+        most = most + most_of_draft
+    of_states = [i for i, cost in enumerate(costs) if cost is None]
+    keys = [cost for cost in costs if cost is not None]
+    state_bytes = sum(probe.pools[i].device_block_bytes for i in of_states)
+    most_states = most[of_states[-1]] if of_states else 0
     states = None
     if state_bytes:
         states = StateCost(

@@ -81,16 +81,15 @@ class PagedKV:
         spec, view = self._keys_at(place)
         assert spec.kernel is not None
         assert options.window == spec.group.window, "what was prepared is for the group's window"
+        assert options.sinks == (sinks is not None)
         kernel, pool = spec.kernel, spec.operand(self.pools[place.group])
         rows = (view.block_table_SM, self.context_lens_S)
         call: Any = {"options": kernel.options(options, spec.num_layers), "sinks_H": sinks}
         with jax.named_scope("paged_attention"):
             if self.is_decode:
-                o = kernel.module.decode(q, pool, place.index, *rows, **call)
-            else:
-                rows = (*rows, self.query_start_loc_S1, view.prepared)
-                o = kernel.module.prefill(q, pool, place.index, *rows, **call)
-        return o[..., : spec.group.value_dim]  # values of fewer dimensions than keys are padded
+                return kernel.module.decode(q, pool, place.index, *rows, **call)
+            rows = (*rows, self.query_start_loc_S1, view.prepared)
+            return kernel.module.prefill(q, pool, place.index, *rows, **call)
 
     def rows(self, place: Place) -> Rows:
         """See models.kv_view.KVView."""

@@ -339,11 +339,11 @@ class Runner:
         do not cross the host; each device has a copy.
         """
         sharding, count = self.placement.replicated, 0
-        whole = kv_cache.zeros((rows, self.model.hidden_size), self.steps.form.dtype, sharding)
+        whole = kv_cache.zeros((rows, self.model.hidden_size), self.compiled.form.dtype, sharding)
         with self.transfers.sending():
             for part in parts:
                 place = np.array([part.first, count, part.rows], np.int32)
-                join = self.steps.join_states(rows, part.array.shape[0])
+                join = self.compiled.join_states(rows, part.array.shape[0])
                 whole = join(whole, part.array, self.transfers.put_whole(place))
                 count += part.rows
         return whole

@@ -429,7 +429,7 @@ def replayed_by_one_token_less(patch: pytest.MonkeyPatch) -> None:
 
 def never_replayed(patch: pytest.MonkeyPatch) -> None:
     """A row goes on from the state before its guesses."""
-    patch.setattr(BlockManager, "can_rewind", True)
+    patch.setattr(State, "can_rewind", True)
 
 
 def replayed_past_the_end_of_a_block(patch: pytest.MonkeyPatch) -> None:
