@@ -334,7 +334,7 @@ class PrefillPlanner:
         """
         if not self._last_chunks or seq.sampling_params.prompt_logprobs is not None:
             return None
-        if seq.score_only:  # it draws nothing
+        if seq.scoring is not None:  # it draws nothing
             return None
         leader = self._last_chunks.get(_content(seq))
         if leader is None or leader[0].seq.request is seq.request:
@@ -358,7 +358,7 @@ class PrefillPlanner:
         if self.blocks.windowed:  # else it has them all since its admission
             self.blocks.extend(seq, end)
         self.blocks.close_ahead(seq, end)
-        is_last = end == seq.fill and not seq.score_only
+        is_last = end == seq.fill and seq.scoring is None
         chunk = [dispatch(seq, start, end - start, draws=int(is_last))]
         self.chunks.append(chunk)
         self.budget -= end - start
