@@ -25,7 +25,13 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.lora import Adapter, initial_lora, merged
 from jpaged.models.params import Params
 from jpaged.request.arrays import to_arrays
-from jpaged.request.outputs import CompletionChunk, CompletionOutput, Logprob, RequestOutput
+from jpaged.request.outputs import (
+    CompletionChunk,
+    CompletionOutput,
+    Logprob,
+    RequestOutput,
+    WeightSpan,
+)
 from jpaged.runtime.footprint import plan_memory
 from jpaged.runtime.memory import Limits, MemoryPlan
 from jpaged.runtime.processes import broadcast
@@ -57,6 +63,7 @@ __all__ = [
     "SamplingParams",
     "Snapshot",
     "UnsupportedError",
+    "WeightSpan",
     "beam_search",
     "broadcast",
     "generate",

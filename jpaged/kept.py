@@ -11,15 +11,15 @@ from jax.sharding import Mesh
 
 from jpaged.checkpoint.load import load_params
 from jpaged.config import EngineConfig
-from jpaged.fair_lock import FairLock
 from jpaged.runtime.mesh import serving_mesh
 from jpaged.runtime.weights import as_params
 from jpaged.session import Session
+from jpaged.turns import Turns
 from jpaged.types import ModelLike, PyTree, Tokenizer
 
 MAX_SESSIONS = 2
 _kept: OrderedDict[Any, Session] = OrderedDict()  # least recently used first; none that is in use
-_turns = FairLock()  # of a whole call: its weights are bound, and only one call's can be
+_turns = Turns()  # of a whole call: its weights are bound, and only one call's can be
 
 
 @contextlib.contextmanager

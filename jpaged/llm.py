@@ -1,5 +1,6 @@
 """LLM: the face of one model that is kept: prompts in bulk, one by one, as a stream."""
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as List
 from pathlib import Path
@@ -30,7 +31,7 @@ from jpaged.runtime.step_table import BucketReport
 from jpaged.runtime.weights import as_params
 from jpaged.sampling_params import SamplingParams
 from jpaged.search.beam import EarlyStopping
-from jpaged.session import OnError, OnUnfinished, Session, Snapshot
+from jpaged.session import OnError, OnPause, OnUnfinished, OnUpdate, Session, Snapshot
 from jpaged.types import Messages, ModelLike, PyTree, Structured, Tokenizer
 
 
@@ -214,15 +215,44 @@ class LLM:
         self,
         params: PyTree,
         *,
-        mode: OnUnfinished = "refuse",
+        mode: OnUpdate = "refuse",
         donate: bool = False,
         draft: PyTree = None,
     ) -> None:
-        """Serve these weights from now on; other objects than before drop the prefix cache. Refused
-        with RequestError while requests are unfinished, unless mode="abort" ends them. donate: the
-        old arrays are deleted, whoever holds them, but those shared. draft: a draft model's.
+        """Serve these weights from now on; other objects than before drop the prefix cache.
+
+        mode: what becomes of unfinished requests. "refuse" waits for the calls of other threads,
+        then raises RequestError if there are any. "abort" ends them. "wait" steps them to their
+        end, and admits no new one before the weights are there. "keep": their next token is drawn
+        by the new weights over the keys and values that there are. "recompute": these are computed
+        again too, so that later logprobs are those of `score` by the new weights. Either way, a
+        prompt that is being scored is scored anew, and weight_versions of each completion say
+        which weights drew what. donate: the old arrays are deleted, whoever holds them, but those
+        shared. draft: a draft model's.
         """
         self.session.update_params(params, mode=mode, donate=donate, draft=draft)
+
+    def pause(self, *, mode: OnPause = "keep") -> None:
+        """Have the device do nothing until `resume`: once this returns, no step runs, and calls of
+        other threads wait. mode: "keep" leaves unfinished requests as they are, "wait" steps them
+        to their end first and admits no new one, "abort" ends them. Requests can be added and
+        aborted meanwhile, weights updated; what would wait for a step in this thread raises
+        RequestError.
+        """
+        self.session.pause(mode)
+
+    def resume(self) -> None:
+        """Go on after `pause`, from any thread."""
+        self.session.resume()
+
+    @contextlib.contextmanager
+    def paused(self, *, mode: OnPause = "keep") -> Iterator[None]:
+        """Pause inside the block: the device is the caller's."""
+        self.pause(mode=mode)
+        try:
+            yield
+        finally:
+            self.resume()
 
     def add_adapter(self, name: str, source: PyTree) -> int:
         """Serve an adapter (see docs/lora.md) to prompts that name it; its version."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Iterable
+from collections.abc import Sequence as List
 
 from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine
@@ -72,7 +72,7 @@ class Pool:
         grows: bool,
     ):
         self.config = config
-        self._model, self._placement, self._choices, self._grows = model, placement, choices, grows
+        self._model, self._placement, self._choices, self.grows = model, placement, choices, grows
         self._served: Served | None = None  # None while no weights are bound
         self._cached_version = 0  # of the weights that the prefix cache is of
         self._engine: Engine | None = None
@@ -134,18 +134,14 @@ class Pool:
         )
         self._cached_version = served.version
 
-    def reserve(self, sizes: Iterable[int]) -> None:
+    def reserve(self, sizes: List[int]) -> None:
         """If it grows, have a pool that holds sequences of so many blocks each, as far as they
         run at once. It has a power of two of blocks, or num_blocks, and states for a power of two
         of sequences. No request may be unfinished.
         """
-        if not self._grows:
+        if self.is_enough(sizes):
             return
-        held, config = self._held, self.config
-        longest = sorted(sizes, reverse=True)[: config.max_num_seqs]
-        needed = Size(max(sum(longest), LEAST_BLOCKS), self._states_of(len(longest)))
-        if held and (needed.grown(held) == held or config.num_blocks is not None):
-            return
+        held, config, needed = self._held, self.config, self._needed(sizes)
         assert self._served is not None, "bind weights first"
         most = self._largest(self._served)
         blocks = min(1 << (needed.num_blocks - 1).bit_length(), most.num_blocks)
@@ -157,6 +153,17 @@ class Pool:
             if held:
                 log.info("the KV pool grows from %s to %s: steps compile again", held, size)
             self.start(size)
+
+    def is_enough(self, sizes: List[int]) -> bool:
+        """Return whether `reserve` would leave the pool as it is."""
+        held = self._held
+        if not self.grows or (held and self.config.num_blocks is not None):
+            return True
+        return held is not None and self._needed(sizes).grown(held) == held
+
+    def _needed(self, sizes: List[int]) -> Size:
+        longest = sorted(sizes, reverse=True)[: self.config.max_num_seqs]
+        return Size(max(sum(longest), LEAST_BLOCKS), self._states_of(len(longest)))
 
     @property
     def _held(self) -> Size | None:

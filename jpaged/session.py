@@ -6,6 +6,7 @@ each request.
 
 import contextlib
 import dataclasses
+import itertools
 import threading
 import time
 from collections import deque
@@ -17,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 from tqdm import tqdm
 
+from jpaged.checks import check_choice
 from jpaged.config import EngineConfig
 from jpaged.engine.adapters import AdapterVersion
 from jpaged.engine.engine import Engine, EngineState
@@ -25,8 +27,8 @@ from jpaged.engine.origin import Origin
 from jpaged.engine.sequence import Request
 from jpaged.engine.types import Report
 from jpaged.errors import CapacityError, ConfigError, GenerationError, RequestError
-from jpaged.fair_lock import FairLock
 from jpaged.models.params import Params
+from jpaged.pool import Pool
 from jpaged.request.build import Builder
 from jpaged.request.inputs import (
     Inputs,
@@ -50,10 +52,14 @@ from jpaged.runtime.step_table import warmup as compile_steps
 from jpaged.sampling_params import SamplingParams
 from jpaged.search.beam import EarlyStopping
 from jpaged.served_model import ServedModel
+from jpaged.turns import LOOK_S, FairLock, Stepping, Turns
 from jpaged.types import PyTree, Structured, Tokenizer
 
 OnError = Literal["raise", "return"]
 OnUnfinished = Literal["refuse", "abort"]
+OnPause = Literal["keep", "wait", "abort"]
+OnUpdate = Literal["refuse", "abort", "wait", "keep", "recompute"]
+WHOLE_CALLS = "whole calls"  # the group of Turns in which they are
 RESTORED = "the requests of this call are gone: the LLM was restored to a snapshot"
 Job = Request | RequestOutput  # the output is that of a request which cannot run
 
@@ -85,19 +91,57 @@ class Owner(Protocol):
         ...
 
 
-class Pending:
-    """The requests of one call, as long as they have not ended; an Owner. error: of a lost one."""
+class Bell:
+    """What one thread waits at until another rings it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def wake(self) -> None:
+        """End the wait, or else the next one."""
+        with contextlib.suppress(RuntimeError):  # it was rung already
+            self._lock.release()
+
+    def wait(self) -> None:
+        """Wait until it rings, LOOK_S at most."""
+        self._lock.acquire(timeout=LOOK_S)
+
+
+class Pending(Bell):
+    """The requests of one call, as long as they have not ended; an Owner, and the Waiter of the
+    call. error: of a lost one.
+    """
 
     def __init__(self, requests: Iterable[Request]):
+        super().__init__()
         self.requests = dict.fromkeys(requests)  # an ordered set
         self.error: Exception | None = None
 
+    @property
+    def is_waiting(self) -> bool:
+        return bool(self.requests)
+
     def ended(self, request: Request) -> None:
         self.requests.pop(request, None)
+        if not self.requests:
+            self.wake()
 
     def lost(self, request: Request, error: Exception) -> None:
         self.error = error
-        self.requests.pop(request, None)
+        self.ended(request)
+
+
+class Draining(Bell):
+    """The Waiter of a thread that needs an engine without requests."""
+
+    def __init__(self, pool: Pool):
+        super().__init__()
+        self._pool = pool
+
+    @property
+    def is_waiting(self) -> bool:
+        return self._pool.has_engine and self._pool.engine.has_unfinished()
 
 
 class Session:
@@ -110,10 +154,11 @@ class Session:
     ConfigError.
 
     Two locks, both first come first served. `whole_call` is for a call that runs until its requests
-    have ended: such calls take turns, also with those of other sessions that are made with the same
-    `turns`. `at_rest` is for the time between two steps, so that a stream, `step`, `add` or `abort`
-    of another thread comes in while a whole call runs. To have whole calls share their steps, let
-    them hold `whole_call` together; nothing else counts on their being alone.
+    have ended: such calls hold it together, and take turns with what needs the session `alone`,
+    also with those of other sessions that are made with the same `turns`. `at_rest` is for the time
+    between two steps, so that a call, a stream, `step`, `add` or `abort` of another thread comes in
+    while a whole call runs. `stepping`: the role of the one thread that steps for all who wait.
+    `drained` is for what needs an engine without requests.
 
     ready: outputs of requests that no call waits for, which `step` returns. after_step: what to
     call after each step, whoever took it; may be None.
@@ -128,7 +173,7 @@ class Session:
         *,
         grows: bool,
         draft: Params | None = None,
-        turns: FairLock | None = None,
+        turns: Turns | None = None,
     ):
         self.served = ServedModel(params, config, mesh, grows=grows, draft=draft)
         self.pool = self.served.pool
@@ -142,8 +187,12 @@ class Session:
         self.builder = Builder(self.inputs, self.engine_config)
         self.ready: dict[object, RequestOutput] = {}  # by their requests
         self.after_step: Callable[[], None] | None = None
-        self._turns, self._engine_lock = FairLock() if turns is None else turns, FairLock()
+        self._turns, self._engine_lock = Turns() if turns is None else turns, FairLock()
         self._in_step = threading.Lock()
+        self._gate = threading.Lock()  # held by a thread that keeps new requests out
+        # Of each thread's whole call: the blocks of its sequences at full length.
+        self._needs: dict[int, list[int]] = {}
+        self.stepping = Stepping()
         self._owners: dict[Request, Owner] = {}  # of every request in the engine
         self._is_settled = True  # whether `_owners` and the engine are known to agree
         self._abandoned: deque[Request] = deque()  # of streams that were closed
@@ -167,31 +216,72 @@ class Session:
 
     @contextlib.contextmanager
     def whole_call(self) -> Iterator[None]:
-        """Inside the block no other thread has a whole call."""
+        """Inside the block no other thread has the session alone, nor a call by other weights."""
+        self._check_outside()
+        with self._turns.held(WHOLE_CALLS):
+            try:
+                yield
+            finally:
+                self._needs.pop(threading.get_ident(), None)
+
+    def _check_outside(self) -> None:
         if self._engine_lock.is_mine and not self._turns.is_mine:
             # To wait for a thread that waits for the engine would be to wait for ever.
             raise RequestError("this call came from inside a step: it can be made after the step")
-        with self._turns.held():
-            yield
 
     @contextlib.contextmanager
-    def at_rest(self) -> Iterator[None]:
-        """Inside the block the engine is between two steps, and this thread's."""
-        with self._engine_lock.held():
-            if self._in_step.locked():
-                raise RequestError(
-                    "this call came from inside a step (of a tokenizer, say): it can be made after "
-                    "the step"
-                )
-            if self._abandoned or not self._is_settled:
-                self._settle()
-            yield
+    def at_rest(self, *, admits: bool = False) -> Iterator[None]:
+        """Inside the block the engine is between two steps, and this thread's. admits: new requests
+        may be queued, also in view of a thread that drains it.
+        """
+        # Who is at the engine already cannot wait for a thread that waits for the engine.
+        waits = admits and not self._engine_lock.is_mine
+        while True:
+            with self._engine_lock.held():
+                if self._in_step.locked():
+                    raise RequestError(
+                        "this call came from inside a step (of a tokenizer, say): it can be made "
+                        "after the step"
+                    )
+                if self._abandoned or not self._is_settled:
+                    self._settle()
+                if not (waits and self._gate.locked()):
+                    yield
+                    return
+            with self._gate:
+                pass  # what drained it is done
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Inside the block no other thread is in a whole call or at the engine."""
-        with self.whole_call(), self.at_rest():
+        """Inside the block no other thread is in a whole call or at the engine. While the session
+        is paused whole calls cannot end, so only steps are kept out.
+        """
+        self._check_outside()
+        turn = contextlib.nullcontext() if self.stepping.is_paused else self._turns.held()
+        with turn, self.at_rest():
             yield
+
+    @contextlib.contextmanager
+    def drained(self) -> Iterator[None]:
+        """Inside the block the engine is at rest and no request is unfinished: before it, all are
+        stepped to their end, and no new one is admitted. RequestError while it is paused.
+        """
+        with self.at_rest():
+            if self.stepping.is_paused:
+                raise RequestError("the LLM is paused: its requests can end after resume()")
+        waiter = Draining(self.pool)
+        with self._gate:
+            while True:
+                self.run((), waiter=waiter)
+                with self.at_rest():
+                    if not waiter.is_waiting:
+                        yield
+                        return
+
+    @property
+    def is_open(self) -> bool:
+        """Whether new requests are admitted at once."""
+        return not self._gate.locked()
 
     # Many prompts at once
 
@@ -230,7 +320,7 @@ class Session:
         """Find the likeliest completions of each prompt: see jpaged.beam_search."""
         with self.whole_call():
             prompts = as_list(prompts)
-            adapters = self.served.adapters_of(lora, len(prompts))
+            adapters = self.served.adapters_of(lora, len(prompts), self.drained)
             jobs: list[Job] = []
             for i, (prompt, adapter) in enumerate(zip(prompts, adapters, strict=True)):
                 try:
@@ -262,7 +352,7 @@ class Session:
         """Return the logprobs of sequences: see jpaged.score."""
         with self.whole_call():
             token_lists = as_list(token_lists)
-            adapters = self.served.adapters_of(lora, len(token_lists))
+            adapters = self.served.adapters_of(lora, len(token_lists), self.drained)
             prompts = [
                 self.inputs.prompt(token_list, adapter, must_fit=False)
                 for token_list, adapter in zip(token_lists, adapters, strict=True)
@@ -314,7 +404,7 @@ class Session:
     ) -> list[Job]:
         """Return the request of each prompt that can run, and the failed output of each other."""
         prompts = as_list(prompts)
-        adapters = self.served.adapters_of(lora, len(prompts))
+        adapters = self.served.adapters_of(lora, len(prompts), self.drained)
         asked = match_sampling_params(sampling_params, len(prompts))
         jobs: list[Job] = []
         for i, prompt in enumerate(prompts):
@@ -333,14 +423,22 @@ class Session:
         if on_error not in ("raise", "return"):
             raise RequestError(f"on_error={on_error!r}: must be 'raise' or 'return'")
         requests = [job for job in jobs if isinstance(job, Request)]
-        size = self.pool.config.block_size
-        self.pool.reserve([n for request in requests for n in request.blocks_needed(size)])
+        if self.pool.grows:
+            size = self.pool.config.block_size
+            self._reserve([n for request in requests for n in request.blocks_needed(size)])
         fitting: list[Job] = []
         for i, job in enumerate(jobs):
             if isinstance(job, Request) and (error := self.pool.misfit(job)):
                 job = self._refused(i, job.prompt, error, on_error, job.sequences[0].token_ids)
             fitting.append(job)
         return fitting
+
+    def _reserve(self, sizes: list[int]) -> None:
+        """Have room for sequences of so many blocks beside those of the calls of other threads."""
+        self._needs[threading.get_ident()] = sizes
+        if not self.pool.is_enough(list(itertools.chain(*self._needs.values()))):
+            with self.drained():  # a larger pool is another engine
+                self.pool.reserve(list(itertools.chain(*self._needs.values())))
 
     def _refused(
         self,
@@ -374,23 +472,38 @@ class Session:
             raise GenerationError(f"{counted}; request {i}: {error}", outputs) from error
         return outputs
 
-    def run(self, jobs: List[Job], *, use_tqdm: bool = False) -> None:
-        """Step until these requests, whose prompts fit the pool, have ended; on any exception none
-        of them is left behind. Jobs that are outputs have ended before.
+    def run(
+        self, jobs: List[Job], *, waiter: Draining | None = None, use_tqdm: bool = False
+    ) -> None:
+        """Wait until these requests, whose prompts fit the pool, have ended, and step meanwhile
+        unless another thread does; on any exception none of them is left behind. Jobs that are
+        outputs have ended before. waiter: what else to wait for, with no jobs.
         """
         requests = [job for job in jobs if isinstance(job, Request)]
         pending = Pending(requests)
+        until, stepping = waiter or pending, self.stepping
         with tqdm(total=len(requests), unit="req", disable=not use_tqdm) as progress:
             try:
-                with self.at_rest():
-                    self.served.check_awake()
-                    for request in requests:
-                        self._queue(request, pending)
-                while left := len(pending.requests):
-                    with self.at_rest():
-                        if pending.requests:  # else another thread's step was the last one
-                            self._advance()
+                if requests:
+                    with self.at_rest(admits=True):
+                        self.served.check_awake()
+                        for request in requests:
+                            self._queue(request, pending)
+                left = len(requests)
+                while until.is_waiting:
+                    with stepping.role(until) as steps:
+                        if not steps:
+                            stepping.check_not_mine()
+                            until.wait()
+                        while steps and until.is_waiting and not stepping.is_paused:
+                            with self.at_rest():
+                                # Another thread's step may have been the last one.
+                                if until.is_waiting and not stepping.is_paused:
+                                    self._advance()
+                            progress.update(left - len(pending.requests))
+                            left = len(pending.requests)
                     progress.update(left - len(pending.requests))
+                    left = len(pending.requests)
                 if pending.error is not None:
                     raise pending.error
             except BaseException:
@@ -401,7 +514,7 @@ class Session:
     def _stream(self, requests: list[Request]) -> Iterator[CompletionChunk]:
         live, pending = LiveCompletions(requests, self.inputs.tokenizer), Pending(requests)
         try:
-            with self.at_rest():
+            with self.at_rest(admits=True):
                 for request in requests:
                     self.add(request, pending)
             while live:
@@ -409,12 +522,14 @@ class Session:
                     if pending.error is not None:
                         raise pending.error
                     chunks, error = live.take_all()  # of a step that another thread took
-                    if not chunks and error is None:
+                    if not chunks and error is None and not self.stepping.is_paused:
                         self._advance()
                         chunks, error = live.take_all()
                 yield from chunks
                 if error is not None:
                     raise error
+                if not chunks and live:
+                    self.stepping.wait_resumed()
         finally:
             # To wait for a lock here could be for ever: the collector of garbage, too, closes
             # streams, in any thread and on any line. The next that takes the engine ends them.
@@ -435,7 +550,7 @@ class Session:
             if not isinstance(request_id, str) or not request_id:
                 raise RequestError(f"request_id={request_id!r}: must be a str that is not empty")
             request.rename(request_id)
-        with self.at_rest():
+        with self.at_rest(admits=True):
             if error := self.pool.misfit(request):
                 raise error
             self.served.check_awake()
@@ -454,17 +569,23 @@ class Session:
         self._is_settled = True
 
     def step(self) -> list[RequestOutput]:
-        """Take one step of the engine; return every output that nobody has had yet."""
-        with self.at_rest():
-            self._advance()
-            ready = list(self.ready.values())
-            self.ready.clear()
-            return ready
+        """Take one step of the engine, after a pause; return every output that nobody has had
+        yet.
+        """
+        while True:
+            with self.at_rest():
+                if not self.stepping.is_paused:
+                    self._advance()
+                    ready = list(self.ready.values())
+                    self.ready.clear()
+                    return ready
+            self.stepping.wait_resumed()
 
     def advance(self) -> None:
-        """Take one step of the engine, whose results go to their owners."""
+        """Take one step of the engine unless it is paused; its results go to their owners."""
         with self.at_rest():
-            self._advance()
+            if not self.stepping.is_paused:
+                self._advance()
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request that `step` would return; return its output, or None when no unfinished one
@@ -496,18 +617,53 @@ class Session:
 
     # The session as a whole
 
-    def update_params(
-        self, params: PyTree, *, mode: OnUnfinished, donate: bool, draft: PyTree
-    ) -> None:
+    def update_params(self, params: PyTree, *, mode: OnUpdate, donate: bool, draft: PyTree) -> None:
         """Serve these weights from now on: see LLM.update_params."""
+        check_choice("mode", mode, OnUpdate)
         fresh, guesses = self.served.accept(params), self.served.accept_draft(draft)
-        with self.alone():
-            self._finish(mode)
-            self.served.bind(fresh, donate=donate, draft=guesses)
+        with self._between_requests(mode):
+            served, weights = self.served, self.served.weights
+            if mode in ("keep", "recompute"):
+                self._advance(drain=True)  # all that was drawn so far is of the old weights
+            before = weights.version
+            served.bind(fresh, donate=donate, draft=guesses)
+            engine = self.pool.engine
+            if weights.version != before and engine.requests:
+                engine.renew(recompute=mode == "recompute")
+                for request in engine.requests.values():
+                    if not any(seq.num_generated for seq in request.sequences):
+                        request.weight_version = weights.version
+
+    @contextlib.contextmanager
+    def _between_requests(self, mode: OnUpdate | OnPause) -> Iterator[None]:
+        """Inside the block the engine is at rest, and what runs is dealt with as `mode` says."""
+        if mode == "refuse":
+            with self.alone():
+                self._finish("refuse")
+                yield
+        elif mode == "wait":
+            with self.drained():
+                yield
+        else:
+            with self.at_rest():
+                if mode == "abort":
+                    self._finish("abort")
+                yield
+
+    def pause(self, mode: OnPause) -> None:
+        """Take no step until `resume`: see LLM.pause."""
+        check_choice("mode", mode, OnPause)
+        with self._between_requests(mode):
+            self._advance(drain=True)
+            self.stepping.pause()
+
+    def resume(self) -> None:
+        """Go on after a pause; nothing where there is none."""
+        self.stepping.resume()
 
     def sleep(self, mode: OnUnfinished) -> None:
         """Free pool and weights' copies until `wake`: see LLM.sleep."""
-        with self.alone():
+        with self.alone() if mode == "refuse" else self.at_rest():
             self._finish(mode)
             self.served.sleep()
 
@@ -592,7 +748,7 @@ class Session:
             raise CapacityError(
                 f"max_prompt_len + max_tokens = {length} is beyond max_model_len={limit}"
             )
-        with self.whole_call():
+        with self.whole_call(), self.drained():
             self.pool.reserve([-(-length // self.engine_config.block_size)] * batch)
             runner = self.pool.runner
             compile_steps(runner.steps, tokens=batch * length, rows=batch, use_tqdm=use_tqdm)
@@ -613,12 +769,13 @@ class Session:
 
     # Between steps
 
-    def _advance(self) -> None:
-        """Take one step; the engine is at rest."""
+    def _advance(self, *, drain: bool = False) -> None:
+        """Take one step, or with `drain` wait for those in flight; the engine is at rest."""
         self._is_settled = False  # until all that ended is delivered
         with self._in_step:
             try:
-                ended = self.pool.engine.step()
+                engine = self.pool.engine
+                ended = engine.drain() if drain else engine.step()
             except RuntimeError as e:
                 self.served.check_alive(e)
                 raise
@@ -642,8 +799,7 @@ class Session:
 
     def _finish(self, mode: OnUnfinished) -> None:
         """Have no unfinished requests: refuse where there are any, or abort them."""
-        if mode not in ("refuse", "abort"):
-            raise RequestError(f"mode={mode!r}: must be 'refuse' or 'abort'")
+        check_choice("mode", mode, OnUnfinished)
         unfinished = list(self.pool.engine.requests.values())
         if unfinished and mode == "refuse":
             raise RequestError(

@@ -231,6 +231,10 @@ class Sequence:
         """Go on: the request has chosen."""
         self.candidates = None
 
+    def score_again(self) -> None:
+        """Forget the scores of its prompt; it waits with nothing computed."""
+        self.prompt_logprobs = [None]
+
     def lose_row_state(self) -> None:
         """Have the next dispatch fill the device's row anew."""
         self.is_new = True
@@ -267,6 +271,11 @@ class Sequence:
     @property
     def num_generated(self) -> int:
         return len(self.token_ids) - self.prompt_len
+
+    @property
+    def is_partly_scored(self) -> bool:
+        """Whether a part of its prompt is scored, and nothing is drawn yet."""
+        return len(self.prompt_logprobs) > 1 and not self.num_generated
 
     @property
     def scores_form(self) -> bool:
@@ -315,8 +324,8 @@ class Sequence:
 
 
 class Request:
-    """What one caller asked for: the samples of one prompt, in order. weight_version: set when the
-    engine takes it.
+    """What one caller asked for: the samples of one prompt, in order. weight_version: of the
+    weights when the engine takes it, or of newer ones that came before it had drawn anything.
     """
 
     steers = False  # whether its rows wait for `steer` after each draw
