@@ -234,8 +234,8 @@ class Session:
         """Inside the block the engine is between two steps, and this thread's. admits: new requests
         may be queued, also in view of a thread that drains it.
         """
-        # Who is at the engine already cannot wait for a thread that waits for the engine.
-        waits = admits and not self._engine_lock.is_mine
+        # Who is at the engine, or steps for all, cannot wait for a thread that waits for that.
+        waits = admits and not (self._engine_lock.is_mine or self.stepping.is_mine)
         while True:
             with self._engine_lock.held():
                 if self._in_step.locked():
@@ -392,6 +392,19 @@ class Session:
             origin=origin,
         )
 
+    def completions(
+        self,
+        prompts: PromptsLike,
+        sampling_params: SamplingParamsLike,
+        key: Key,
+        on_error: OnError,
+    ) -> list[Job]:
+        """Return the request of each prompt that can run, and the failed output of each other; with
+        "raise" raise the first error.
+        """
+        jobs = self._completions(prompts, sampling_params, key, on_error=on_error)
+        return self._fitting(jobs, on_error)
+
     def _completions(
         self,
         prompts: PromptsLike,
@@ -465,6 +478,8 @@ class Session:
                 job.sequences = []
             else:
                 outputs.append(job)
+        for index, output in enumerate(outputs):
+            output.index = index
         failures = [(i, out.error) for i, out in enumerate(outputs) if out.error is not None]
         if failures and on_error == "raise":
             i, error = failures[0]

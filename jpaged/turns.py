@@ -3,13 +3,26 @@ role of the one that steps.
 """
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from jpaged.errors import RequestError
+from jpaged.errors import ConfigError, RequestError
 
+FORKED = "this LLM was made before the process was forked, and does not run here: make it anew"
 LOOK_S = 0.1  # how long a thread waits to be woken before it looks by itself
+
+
+num_forks = 0  # between this process and the one that imported this
+
+
+def _count_fork() -> None:
+    global num_forks
+    num_forks += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
 
 
 class FairLock:
@@ -25,6 +38,7 @@ class FairLock:
     """
 
     def __init__(self) -> None:
+        self._forks = num_forks
         self._lock: Any = threading.RLock()  # Any: typeshed does not know `_is_owned`
         self._swap = threading.Lock()  # of `_last`
         self._last = threading.Lock()  # the place of the thread that asked last
@@ -36,7 +50,11 @@ class FairLock:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Hold it inside the block; a thread that holds it already goes on at once."""
+        """Hold it inside the block; a thread that holds it already goes on at once. ConfigError in
+        a fork of the process that made it, whose other threads are not there to release it.
+        """
+        if self._forks != num_forks:
+            raise ConfigError(FORKED)
         if self._lock._is_owned():
             yield
             return
@@ -142,6 +160,11 @@ class Stepping:
                 self._role.release()
             if self._waiting and not self._is_taken:
                 self._wake_next()
+
+    @property
+    def is_mine(self) -> bool:
+        """Return whether the calling thread has the role."""
+        return self._role._is_owned()
 
     def _wake_next(self) -> None:
         for waiter in list(self._waiting):

@@ -122,7 +122,8 @@ class RequestOutput:
     it did not. weight_version: counts the distinct params that its engine has served; with new
     ones under running requests it is that of its first token, and each completion has the others'.
     adapter, adapter_version: the name (None where it came with the call) and the version of the
-    adapter on top of them; versions count from 1 over all adapters of an engine, 0 is none.
+    adapter on top of them; versions count from 1 over all adapters of an engine, 0 is none. index:
+    the place of its prompt among those of its call.
     """
 
     request_id: str
@@ -136,6 +137,7 @@ class RequestOutput:
     weight_version: int = 0
     adapter: str | None = None
     adapter_version: int = 0
+    index: int = 0
 
 
 @dataclasses.dataclass(kw_only=True)  # frozen takes thrice as long, at each token
