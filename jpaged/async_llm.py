@@ -17,7 +17,7 @@ from jpaged.engine.keys import fold_in
 from jpaged.engine.origin import Origin
 from jpaged.engine.types import Report
 from jpaged.engine_fields import EngineFields
-from jpaged.engine_thread import Coming, Inbox, Job
+from jpaged.engine_thread import Coming, Delivery, Inbox
 from jpaged.errors import ConfigError
 from jpaged.llm import LLM
 from jpaged.request.inputs import (
@@ -127,14 +127,14 @@ class AsyncLLM:
         session, loop = self._llm.session, asyncio.get_running_loop()
         key, asked = self._llm.keys.next(), match_sampling_params(sampling_params, len(prompts))
         build = partial(session.request, streaming=streaming, origin=origin)
-        jobs: list[Job] = []
+        jobs: list[Delivery] = []
         inbox = Inbox()
         with contextlib.closing(coming or self.expect()) as coming:
             for index, (prompt, one) in enumerate(zip(prompts, asked, strict=True)):
                 drawn = fold_in(key, index)
                 request = await loop.run_in_executor(self._prompts, build, prompt, one, drawn)
                 live = LiveCompletions([request], self.tokenizer) if streaming else None
-                jobs.append(Job(request, inbox, index, live))
+                jobs.append(Delivery(request, inbox, index, live))
             self._thread.add(jobs)
         try:
             yield inbox

@@ -82,7 +82,7 @@ class Answer:
                 self.future.set_result(item)
 
 
-class Job:
+class Delivery:
     """A request that runs for a task or a future. index: its place among those that share the
     inbox. live: makes its pieces, where those are wanted.
     """
@@ -129,8 +129,8 @@ class EngineThread(threading.Thread):
         super().__init__(name="jpaged-engine", daemon=True)
         self._session, self._face = session, face
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._jobs: dict[Request, Job] = {}  # those that have not ended
-        self._held: list[Job] = []  # until new requests are admitted again
+        self._jobs: dict[Request, Delivery] = {}  # those that have not ended
+        self._held: list[Delivery] = []  # until new requests are admitted again
         self._lock = threading.Lock()  # of _ended and _coming
         self._ended: BaseException | None = None
         self._coming = 0
@@ -150,7 +150,7 @@ class EngineThread(threading.Thread):
         if self.ident is not None and not self.is_alive() and not self._is_closing:
             raise ConfigError(FORKED)
 
-    def add(self, jobs: list[Job]) -> None:
+    def add(self, jobs: list[Delivery]) -> None:
         """Run these; their results go to their inboxes."""
 
         def run(closed: BaseException | None) -> None:
@@ -161,7 +161,7 @@ class EngineThread(threading.Thread):
 
     def submit(self, request: Request, answer: Answer) -> None:
         """Run a request whose output goes to the answer's future; `cancel` of that aborts it."""
-        job = Job(request, answer, 0, None)
+        job = Delivery(request, answer, 0, None)
 
         def cancelled(future: Future[RequestOutput]) -> None:
             if future.cancelled():
@@ -175,7 +175,7 @@ class EngineThread(threading.Thread):
         with self._lock:
             self._coming += change
 
-    def abort(self, jobs: list[Job]) -> None:
+    def abort(self, jobs: list[Delivery]) -> None:
         """End those of them that still run, without a result."""
 
         def run(closed: BaseException | None) -> None:
@@ -298,7 +298,7 @@ class EngineThread(threading.Thread):
             with contextlib.suppress(queue.Empty):
                 self._commands.get(timeout=COMING_S)(None)
 
-    def _add(self, job: Job, closed: BaseException | None) -> None:
+    def _add(self, job: Delivery, closed: BaseException | None) -> None:
         if closed is None and not self._session.is_open:
             self._held.append(job)  # who keeps new requests out may wait for what runs here
             return
@@ -362,7 +362,7 @@ class EngineThread(threading.Thread):
             for request in running:
                 del self._jobs[request]
 
-    def _keep(self, job: Job, news: list[News]) -> None:
+    def _keep(self, job: Delivery, news: list[News]) -> None:
         """Keep results for `_deliver`."""
         self._results.setdefault(job.inbox, []).extend(news)
         if threading.current_thread() is not self:  # which may wait for a command

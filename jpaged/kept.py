@@ -1,16 +1,23 @@
 """The sessions that generate and score keep between calls, each for params of one form."""
 
 import contextlib
+import dataclasses
+import os
+import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
+from operator import is_
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
 
 from jpaged.checkpoint.load import load_params
 from jpaged.config import EngineConfig
+from jpaged.models.config import ModelConfig
+from jpaged.models.params import Params
 from jpaged.runtime.mesh import serving_mesh
 from jpaged.runtime.weights import as_params
 from jpaged.session import Session
@@ -18,8 +25,41 @@ from jpaged.turns import Turns
 from jpaged.types import ModelLike, PyTree, Tokenizer
 
 MAX_SESSIONS = 2
+
+
+class Call(NamedTuple):
+    """What a call passed, known by identity, and the key of the session that served it.
+
+    params: held weakly, so that nobody's weights are kept alive. others: the other arguments that
+    choose a session.
+    """
+
+    params: weakref.ref[Params]
+    others: tuple[object, ...]
+    key: Any
+
+
 _kept: OrderedDict[Any, Session] = OrderedDict()  # least recently used first; none that is in use
-_turns = Turns()  # of a whole call: its weights are bound, and only one call's can be
+_latest: Call | None = None  # None where the latest call passed what may change
+
+
+@dataclasses.dataclass(eq=False)
+class Lease:
+    """A session that is in use. group: what its calls have in common; None for a call that shares
+    it with no other. key: by which it is kept. users: a lock for each call, free once the call has
+    ended, however it did.
+    """
+
+    session: Session
+    key: Any
+    group: object
+    users: list[threading.Lock]
+
+
+# Of whole calls: weights are bound to a session, so calls hold it together only by the same.
+_turns = Turns()
+_leases: list[Lease] = []  # one a group, but for calls within calls
+_changing = threading.RLock()  # held while `_kept` and `_leases` change
 
 
 @contextlib.contextmanager
@@ -36,59 +76,179 @@ def session(
     """Lend the session kept for params of this form, or a new one in place of the least recently
     used; these params, and those of a draft model, are bound to it inside the block.
 
-    Other threads wait. A call that this thread makes inside the block (a tokenizer's, say) finds
-    another session: one that is in use is not among the kept ones. any_tokenizer: one with another
+    A call that passes the very objects of the latest one has its session, once it is seen that
+    the params have the same arrays still.
+
+    Threads that pass the same arrays, and otherwise equal arguments, have the session together;
+    others wait. A call that this thread makes inside the block (a tokenizer's, say) finds another
+    session: one that is in use is not among the kept ones. any_tokenizer: one with another
     tokenizer than this will do.
     """
-    with _turns.held():
+    others = (config, mesh, engine_config, tokenizer, any_tokenizer, draft)
+    group, user = None, threading.Lock()
+    if not (_turns.is_mine or isinstance(params, str | Path)):
+        group = (_identity(params), config, mesh, engine_config, id(tokenizer), _identity(draft))
+    with user, contextlib.ExitStack() as turn:
+        turn.enter_context(_turns.held(group))
+        lease = _lease(params, others, group, user)
+        if lease is None:
+            # The arrays in a tree were replaced while a call with this tree runs: wait for it.
+            turn.close()
+            turn.enter_context(_turns.held())
+            lease = _lease(params, others, None, user)
+            assert lease is not None, "a call that is alone joins none"
+        try:
+            yield lease.session
+        finally:
+            _leave(lease, user)
+
+
+def _identity(tree: PyTree) -> object:
+    """Return what two trees have in common only if they are one, or of the same arrays."""
+    return id(tree) if tree is None or type(tree) is Params else [*map(id, jax.tree.leaves(tree))]
+
+
+def _lease(
+    params: PyTree, others: tuple[Any, ...], group: object, user: threading.Lock
+) -> Lease | None:
+    """Return the lease of this group, with one user more, or a new one; None where the group's has
+    other arrays than these trees. What interrupted calls have left is ended.
+    """
+    with _changing:
+        for lease in list(_leases):
+            if not [other for other in lease.users if other.locked()]:
+                _end(lease)
+            elif group is not None and lease.group == group:
+                served = lease.session.served
+                draft = None if served.draft is None else served.draft.params
+                if not (_are_same(params, served.params) and _are_same(others[-1], draft)):
+                    return None
+                lease.users.append(user)
+                return lease
+        return _lent(params, others, group, user)
+
+
+def _are_same(passed: PyTree, bound: Params | None) -> bool:
+    """Return whether a tree of the group's identity has the arrays that are bound: those of Params
+    can be replaced, those of others are its identity.
+    """
+    if type(passed) is not Params:
+        return True
+    ours, theirs = jax.tree.leaves(passed), jax.tree.leaves(bound)
+    return len(ours) == len(theirs) and all(map(is_, ours, theirs))
+
+
+def _lent(params: PyTree, others: tuple[Any, ...], group: object, user: threading.Lock) -> Lease:
+    """Return a session to which these weights are bound, in a lease of this group."""
+    config, mesh, engine_config, tokenizer, any_tokenizer, draft = others
+    last, key, session = _latest, None, None
+    if last is not None and last.params() is params and all(map(is_, last.others, others)):
+        key, session = last.key, _kept.get(last.key)
+    if session is not None and session.served.bind_again(params):
+        del _kept[key]
+        weights = guesses = None
+    else:
         engine_config = EngineConfig() if engine_config is None else engine_config
         if isinstance(params, str | Path):
             mesh = serving_mesh(engine_config, mesh)
             params = load_params(params, mesh=mesh)
         weights = as_params(params, config)
         guesses = None if draft is None else as_params(draft)
-        form = tuple(
-            [
-                (x.shape, str(x.dtype), getattr(x, "sharding", None))
-                for x in jax.tree.leaves((weights, guesses))
-            ]
-        )
-        model, drafts = weights.config, None if guesses is None else guesses.config
-        tokens = weights.source if tokenizer is None else id(tokenizer)
-        key = (model, model.eos_token_ids, engine_config, mesh, form, drafts, tokens)
+        key = _key(weights, guesses, engine_config, mesh, tokenizer)
         if any_tokenizer and key not in _kept:
             key = next((other for other in reversed(_kept) if other[:-1] == key[:-1]), key)
         session = _kept.pop(key, None)
         _trim(MAX_SESSIONS - 1)
+        _remember(params, others, key)
         if session is None:
             session = Session(
                 weights, engine_config, mesh, tokenizer, grows=True, draft=guesses, turns=_turns
             )
-        try:
+    lease = Lease(session, key, group, [user])
+    try:
+        _leases.append(lease)
+        if weights is not None:
             session.served.bind(weights, draft=guesses)
-            yield session
-        finally:
-            session.served.unbind()
-            # An interrupt of the call's own clearing up may have left requests: the next call's
-            # session must have none.
-            if not (session.pool.has_engine and session.pool.engine.has_unfinished()):
-                _kept[key] = session
-                _kept.move_to_end(key)
-                _trim(MAX_SESSIONS)
+    except BaseException:
+        _end(lease)
+        raise
+    return lease
+
+
+def _leave(lease: Lease, user: threading.Lock) -> None:
+    """Have a call use its session no more."""
+    with _changing:
+        lease.users.remove(user)
+        if not lease.users:
+            _end(lease)
+
+
+def _end(lease: Lease) -> None:
+    """Keep a session that nobody uses."""
+    _leases.remove(lease)
+    lease.session.served.unbind()
+    # An interrupt of the call's own clearing up may have left requests: the next call's session
+    # must have none.
+    if lease.session.pool.is_idle:
+        _kept[lease.key] = lease.session
+        _kept.move_to_end(lease.key)
+        if len(_kept) > MAX_SESSIONS:
+            _trim(MAX_SESSIONS)
+
+
+def _forget_all() -> None:
+    """Have no session in a fork of the process: its threads are not there."""
+    global _turns, _changing
+    _turns, _changing = Turns(), threading.RLock()
+    _kept.clear()
+    _leases.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+
+
+def _key(
+    weights: Params,
+    guesses: Params | None,
+    engine_config: EngineConfig,
+    mesh: Mesh | None,
+    tokenizer: Tokenizer | None,
+) -> tuple[Any, ...]:
+    """Return what calls that share a session have in common, the tokenizer last."""
+    form = tuple(
+        [
+            (x.shape, str(x.dtype), getattr(x, "sharding", None))
+            for x in jax.tree.leaves((weights, guesses))
+        ]
+    )
+    model, drafts = weights.config, None if guesses is None else guesses.config
+    tokens = weights.source if tokenizer is None else id(tokenizer)
+    return model, model.eos_token_ids, engine_config, mesh, form, drafts, tokens
+
+
+def _remember(params: PyTree, others: tuple[object, ...], key: Any) -> None:
+    """Know this call again, if none of its arguments but the arrays of its params can change."""
+    global _latest
+    config, *_, draft = others
+    is_fixed = draft is None and (config is None or isinstance(config, ModelConfig))
+    is_known = is_fixed and type(params) is Params
+    _latest = Call(weakref.ref(params), others, key) if is_known else None
 
 
 def release(compiled: bool) -> None:
     """Free the pools and derived weights of all that are kept; executables too if `compiled`."""
-    with _turns.held():
+    global _latest
+    with _turns.held(), _changing:
         for kept in _kept.values():
             kept.served.release()
         if compiled:
             _kept.clear()
+            _latest = None
 
 
 def sessions() -> list[Session]:
     """Return what is kept now, the session of the latest call last."""
-    with _turns.held():
+    with _turns.held(), _changing:
         return list(_kept.values())
 
 

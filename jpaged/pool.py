@@ -25,6 +25,7 @@ log = logging.getLogger("jpaged")
 # The host plans and packs the next dispatch while the device works on the last one.
 DISPATCHES_IN_FLIGHT = 2
 LEAST_BLOCKS = 8  # of a pool that grows
+CLOSED = "this LLM is closed"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,9 +74,12 @@ class Pool:
     ):
         self.config = config
         self._model, self._placement, self._choices, self.grows = model, placement, choices, grows
+        self._has_state = model.has_state
         self._served: Served | None = None  # None while no weights are bound
         self._cached_version = 0  # of the weights that the prefix cache is of
         self._engine: Engine | None = None
+        self._runner: Runner | None = None  # the engine's
+        self.size: Size | None = None  # of the pool that there is
         self._needs: Needs | None = None  # of compiled steps, once they were asked
 
     @property
@@ -84,32 +88,37 @@ class Pool:
         return self._engine is not None
 
     @property
+    def is_idle(self) -> bool:
+        """Whether no request is unfinished."""
+        return self._engine is None or not self._engine.has_unfinished()
+
+    @property
     def engine(self) -> Engine:
         """What runs the requests; ConfigError where there is none."""
         if self._engine is None:
-            raise ConfigError("this LLM is closed")
+            raise ConfigError(CLOSED)
         return self._engine
 
     @property
     def runner(self) -> Runner:
         """What holds the pool; ConfigError where there is none."""
-        runner = self.engine.runner
-        assert isinstance(runner, Runner)
-        return runner
+        if self._runner is None:
+            raise ConfigError(CLOSED)
+        return self._runner
 
     def serve(self, served: Served | None) -> None:
         """Run steps with these trees from now on; prefixes of another version of the weights are
         dropped. None lets go of them.
         """
         self._served = served
-        if self._engine is None:
+        if self._engine is None or self._runner is None:
             return
-        runner = self.runner
-        runner.params = None if served is None else served.params
-        runner.draft_params = None if served is None or served.draft is None else served.draft[1]
-        if served is not None:
-            runner.weight_version = served.version
-        if served is not None and self._cached_version != served.version:
+        if served is None:
+            self._runner.serve(None)
+            return
+        draft = None if served.draft is None else served.draft[1]
+        self._runner.serve(served.params, draft, served.version)
+        if self._cached_version != served.version:
             self._engine.reset_prefix_cache()
             self._cached_version = served.version
 
@@ -132,6 +141,7 @@ class Pool:
         self._engine = Engine(
             config, runner, num_replicas=self._placement.replicas, depth=DISPATCHES_IN_FLIGHT
         )
+        self._runner, self.size = runner, size
         self._cached_version = served.version
 
     def reserve(self, sizes: List[int]) -> None:
@@ -141,42 +151,41 @@ class Pool:
         """
         if self.is_enough(sizes):
             return
-        held, config, needed = self._held, self.config, self._needed(sizes)
+        held, config = self.size, self.config
+        blocks, states = self._needed(sizes)
         assert self._served is not None, "bind weights first"
         most = self._largest(self._served)
-        blocks = min(1 << (needed.num_blocks - 1).bit_length(), most.num_blocks)
-        size = Size(config.num_blocks or blocks, needed.num_states)
-        if most.num_states is not None and needed.num_states is not None:
-            size = dataclasses.replace(size, num_states=min(needed.num_states, most.num_states))
+        if most.num_states is not None and states is not None:
+            states = min(states, most.num_states)
+        blocks = min(1 << (blocks - 1).bit_length(), most.num_blocks)
+        size = Size(config.num_blocks or blocks, states)
         size = size if held is None else size.grown(held)
         if size != held:
-            if held:
+            if held is not None:
                 log.info("the KV pool grows from %s to %s: steps compile again", held, size)
             self.start(size)
 
     def is_enough(self, sizes: List[int]) -> bool:
         """Return whether `reserve` would leave the pool as it is."""
-        held = self._held
-        if not self.grows or (held and self.config.num_blocks is not None):
+        held = self.size
+        if not self.grows or held is None:
+            return not self.grows
+        if self.config.num_blocks is not None:
             return True
-        return held is not None and self._needed(sizes).grown(held) == held
+        blocks, states = self._needed(sizes)
+        return blocks <= held.num_blocks and (states or 0) <= (held.num_states or 0)
 
-    def _needed(self, sizes: List[int]) -> Size:
-        longest = sorted(sizes, reverse=True)[: self.config.max_num_seqs]
-        return Size(max(sum(longest), LEAST_BLOCKS), self._states_of(len(longest)))
-
-    @property
-    def _held(self) -> Size | None:
-        """The size of the pool that there is."""
-        if self._engine is None:
-            return None
-        config = self._engine.config
-        return Size(config.num_blocks or 0, config.num_states)
+    def _needed(self, sizes: List[int]) -> tuple[int, int | None]:
+        """Return the blocks and the states of sequences of so many blocks each."""
+        config = self.config
+        longest = sorted(sizes, reverse=True)[: config.max_num_seqs]
+        states = self._states_of(len(longest)) if self._has_state else config.num_states
+        return max(sum(longest), LEAST_BLOCKS), states
 
     def _states_of(self, sequences: int) -> int | None:
         """Return the states that so many sequences are given, or num_states."""
         config = self.config
-        if not self._model.has_state or config.num_states is not None:
+        if not self._has_state or config.num_states is not None:
             return config.num_states
         rows = min(1 << (max(sequences, 1) - 1).bit_length(), config.max_num_seqs)
         return rows * states_a_row(config)
@@ -186,7 +195,7 @@ class Pool:
         log.info("adapters take %d slots: steps compile again", config.max_loras)
         self.config, self._needs = config, None
         if self._engine is not None:
-            self.start(self._held)
+            self.start(self.size)
 
     def misfit(self, request: Request) -> CapacityError | None:
         """Return the error of a request whose prompt the whole pool cannot hold, or None."""
@@ -209,7 +218,7 @@ class Pool:
 
     def close(self) -> None:
         """Let go of engine, pool and weights; of no use afterwards."""
-        self._engine = self._served = None
+        self._engine = self._runner = self._served = None
 
     def report(self) -> Report:
         """Return the totals of engine and device since the start."""
@@ -235,4 +244,4 @@ class Pool:
         self._needs = plan.needs if plan.needs.is_measured else None
         sizes = [plan.num_blocks, plan.num_states]
         blocks, states = map(least, sizes) if are_many(placement.mesh) else sizes
-        return Size(blocks, states if self._model.has_state else None)
+        return Size(blocks, states if self._has_state else None)

@@ -108,6 +108,17 @@ class ServedModel:
         self.params = params
         self.pool.serve(served)
 
+    def bind_again(self, params: Params) -> bool:
+        """Bind weights if they are those that were bound last: the same arrays, all alive. Return
+        whether they are. A model with a draft model is left to `bind`.
+        """
+        modules = None if self.draft is not None else self.weights.again(params)
+        if modules is None:
+            return False
+        self.params = params
+        self.pool.serve(Served(modules, None, self.weights.version))
+        return True
+
     def unbind(self) -> None:
         """Let go of the caller's weights; copies that were made of them for serving stay."""
         self.params = None

@@ -2,7 +2,9 @@
 between.
 """
 
+import dataclasses
 import logging
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 import jpaged
-from jpaged import Params, SamplingParams
+import jpaged.kept as kept_module
+from jpaged import ConfigError, Params, SamplingParams
 from jpaged.engine.engine import Engine
 from jpaged.kept import sessions as kept_sessions
 from jpaged.runtime.runner import Runner
@@ -147,4 +150,41 @@ def test_two_engines_are_kept(params: Params, monkeypatch: pytest.MonkeyPatch) -
     assert len(made) == 5, "other weights of the same form: the same engine"
     generate(make_params(0, ONE_LAYER, jnp.bfloat16), PROMPTS, engine_config=c)
     assert len(made) == 6, "another dtype: another engine"
+    jpaged.release(compiled=True)
+
+
+def test_a_repeated_call_is_known_and_other_arrays_in_its_params_are_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bound, checked = list[tuple[Session, int]](), list[int]()
+    as_params = kept_module.as_params
+    monkeypatch.setattr(
+        kept_module, "as_params", lambda *a: (checked.append(len(a)), as_params(*a))[1]
+    )
+    monkeypatch.setattr(
+        Session,
+        "generate",
+        lambda self, *args, **options: bound.append((self, self.served.weights.version)) or [],
+    )
+    jpaged.release(compiled=True)
+    params = make_params(0, ONE_LAYER)
+    for _ in range(3):
+        generate(params, PROMPTS)
+    assert len(checked) == 1 and bound[1:] == bound[:1] * 2, "the second and third call are known"
+    params["norm"]["scale"] = params["norm"]["scale"] + 1
+    generate(params, PROMPTS)
+    session, version = bound[0]
+    assert bound[-1] == (session, version + 1), "another array in the same tree is another version"
+    generate(params, PROMPTS, config=ONE_LAYER)
+    generate(params, PROMPTS, engine_config=dataclasses.replace(ENGINE))
+    assert len(checked) == 4 and bound[-1] == bound[-2] == (session, version + 1), "by value"
+    generate(params, PROMPTS, engine_config=engine(block_size=3))
+    assert bound[-1][0] is not session
+    generate(params, PROMPTS)
+    array = weakref.ref(params["norm"]["scale"])
+    params["norm"]["scale"].delete()
+    with pytest.raises(ConfigError, match="deleted"):
+        generate(params, PROMPTS)
+    del params
+    assert array() is None, "what is kept between calls keeps no weights alive"
     jpaged.release(compiled=True)

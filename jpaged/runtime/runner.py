@@ -65,12 +65,11 @@ class Runner:
     """Runs compiled steps over the donated state of one engine, for each of its replicas.
 
     model, config: resolved, with num_blocks. params: the model's modules, an ordinary argument of
-    every step; their owner may replace them by others of the same form, or by None between calls.
-    weight_version: of `params`, set with them; results carry it. For a runner that is to compile
+    every step, in whose place `serve` puts others of the same form. For a runner that is to compile
     and never to run, ShapeDtypeStructs with shardings may stand in place of arrays. draft: model
-    and modules of a draft model, which are to be replaced as `draft_params`. choices: what was
-    chosen for the model and the draft when the engine started; None chooses here. peers: the other
-    processes that serve the model, which each step is compared with and waits for.
+    and modules of a draft model, replaced with `params`. choices: what was chosen for the model and
+    the draft when the engine started; None chooses here. peers: the other processes that serve the
+    model, which each step is compared with and waits for.
     """
 
     def __init__(
@@ -85,9 +84,9 @@ class Runner:
     ):
         self.peers = peers
         self.model, self.config, self.placement = model, config, placement
-        self.params = params
+        self.draft_model, draft_params = draft or (None, None)
         self.weight_version = 0
-        self.draft_model, self.draft_params = draft or (None, None)
+        self.serve(params, draft_params)
         choices = choices or choose_for(model, config, placement, params, draft)
         setting = _setting(model, config, placement, choices)
         if self.draft_model is not None:
@@ -96,7 +95,7 @@ class Runner:
             pools = (*setting.pools, *of_draft.pools)
             setting = dataclasses.replace(setting, pools=pools, draft=of_draft)
         self.pools = setting.pools
-        self.steps = CompiledSteps(setting, placement, *map(_form, (params, self.draft_params)))
+        self.steps = CompiledSteps(setting, placement, *map(_form, (params, draft_params)))
         self.stand_ins = StandIns(self.steps)
         self.transfers = Transfers(placement, peers)
         self.adapters = AdapterTables(setting.model, config, placement, params.dtype)
@@ -105,23 +104,18 @@ class Runner:
         self._state: DeviceState | None = None
         self._counts_RV: Array | None = None  # only once a request needs the "full" step
 
-    @property
-    def params(self) -> Forward | None:
-        """The model's modules."""
-        return self._params
-
-    @params.setter
-    def params(self, params: Forward | None) -> None:
-        self._params, self._arrays = params, jax.tree.leaves(params)
-
-    @property
-    def draft_params(self) -> Forward | Head | None:
-        """The modules of a draft model or a head."""
-        return self._draft_params
-
-    @draft_params.setter
-    def draft_params(self, params: Forward | Head | None) -> None:
-        self._draft_params, self._draft_arrays = params, jax.tree.leaves(params)
+    def serve(
+        self,
+        params: Forward | None,
+        draft: Forward | Head | None = None,
+        version: int | None = None,
+    ) -> None:
+        """Run steps with these modules of the model, and of a draft model, from now on. None lets
+        go of them. version: that of the weights, which results carry; None leaves it as it is.
+        """
+        self.params, self._arrays = params, jax.tree.leaves(params)
+        self.draft_params, self._draft_arrays = draft, jax.tree.leaves(draft)
+        self.weight_version = self.weight_version if version is None else version
 
     @property
     def kv_groups(self) -> tuple[GroupSize, ...]:

@@ -178,6 +178,7 @@ class ServingWeights:
         self._dtypes: list[str] | None = None
         self._structures: list[Any] | None = None
         self._refs: list[weakref.ref[jax.Array] | None] = []
+        self._form: Any = None  # the structure of the params that these are the leaves of
         # The modules' leaves, for each our copy or the number of the caller's array that serves,
         # and the modules' structure; None once the copies are released.
         self._bound: tuple[list[jax.Array | int], Any] | None = None
@@ -186,7 +187,7 @@ class ServingWeights:
         """Take these params, whose modules `modules` then returns; return whether they are a new
         version.
         """
-        arrays = jax.tree.leaves(params)  # of a weight in 8 or 4 bits its scales too
+        arrays, form = jax.tree.flatten(params)  # of a weight in 8 or 4 bits its scales too
         served = [None if ref is None else ref() for ref in self._refs]  # None is no leaf
         same = len(arrays) == len(served) and not [
             x for x, y in zip(arrays, served, strict=True) if x is not y
@@ -196,11 +197,27 @@ class ServingWeights:
         self.check_dtypes(params)
         self.release()  # the last version's copies go before the next ones are made
         self._bound = self._bind(params, self._prepare(self._weights(params)))
+        self._form = form
         if same:  # they had been released
             return False
         self.version += 1
         self._refs = [weakref.ref(x) if isinstance(x, jax.Array) else None for x in arrays]
         return True
+
+    def again(self, params: Params) -> Any:
+        """Return the modules for params that are those last passed to `update`: a tree of the same
+        structure and of the same arrays, all alive. Return None for any others.
+        """
+        arrays, form = jax.tree.flatten(params)
+        if self._bound is None or form != self._form:
+            return None
+        for array, ref in zip(arrays, self._refs, strict=True):
+            if ref is None or array is not ref() or array.is_deleted():
+                return None
+        leaves, structure = self._bound
+        return jax.tree.unflatten(
+            structure, [arrays[x] if isinstance(x, int) else x for x in leaves]
+        )
 
     def modules(self, params: Params) -> Any:
         """Return the modules (a Forward, or the Head of a draft) that serve the params last passed
