@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from jpaged.checkpoint.kept_tokenizer import whole
 from jpaged.checkpoint.load import read_params
+from jpaged.combinations import Facts, check_combination
 from jpaged.config import EngineConfig
 from jpaged.engine.keys import fold_in
 from jpaged.engine.sequence import Request
@@ -34,6 +35,7 @@ from jpaged.request.inputs import (
 )
 from jpaged.request.outputs import CompletionChunk, RequestOutput
 from jpaged.runtime.mesh import serving_mesh
+from jpaged.runtime.processes import count_of
 from jpaged.runtime.step_table import BucketReport
 from jpaged.runtime.weights import as_params
 from jpaged.sampling_params import SamplingParams
@@ -171,6 +173,8 @@ class LLM:
         """
         with self._making_thread:
             if self._thread is None:
+                mesh = self.session.served.placement.mesh
+                check_combination(Facts(processes=count_of(mesh), has_thread=True))
                 self._thread = EngineThread(self.session, face)
                 weakref.finalize(self, self._thread.stop).atexit = False
                 self._thread.start()
