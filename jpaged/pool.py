@@ -16,7 +16,7 @@ from jpaged.runtime.kv_cache import states_a_row
 from jpaged.runtime.memory import Needs
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.processes import are_many, least, peers_of
-from jpaged.runtime.runner import DraftOf, Runner
+from jpaged.runtime.runner import DraftOf, PeerRunner, Runner
 from jpaged.runtime.step_table import warmup
 from jpaged.types import PyTree
 
@@ -131,7 +131,8 @@ class Pool:
         config = dataclasses.replace(self.config, **vars(size))
         served, placement = self._served, self._placement
         peers = peers_of(placement.mesh, config.peer_timeout_s)
-        runner = Runner(
+        kind = Runner if peers is None else PeerRunner
+        runner = kind(
             self._model, config, placement, served.params, served.draft, self._choices, peers
         )
         runner.weight_version = served.version

@@ -26,12 +26,12 @@ class Device(Protocol):
         ...
 
     def dispatch(self, batch: Batch) -> StepHandle:
-        """Start a step, all but a draw under masks, and return a handle at once."""
+        """Start a step, all but a draw that is a step of its own, and return a handle at once."""
         ...
 
-    def draw(self, handle: StepHandle, masks_SW: np.ndarray) -> StepHandle:
-        """Start the draw of a dispatched step under masks (see engine.masks). Returns its new
-        handle.
+    def draw(self, handle: StepHandle, masks_SW: np.ndarray | None = None) -> StepHandle:
+        """Start the draw of a dispatched step that leaves it to another step. masks_SW: those of a
+        draw under masks (see engine.masks). Returns its new handle.
         """
         ...
 

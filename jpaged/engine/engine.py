@@ -163,6 +163,8 @@ class Engine:
                 whole = joined(plans)
                 self.stats.count(whole, batch, blocks_in_use)
                 handle = self.runner.dispatch(batch)
+                if batch.sample is not None and not batch.sample.masked:
+                    handle = self.runner.draw(handle)
                 self.in_flight.add(plans, whole, batch, handle, started, reads)
             elif self.in_flight:
                 self._commit_oldest(started)

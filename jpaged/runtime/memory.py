@@ -250,22 +250,29 @@ def explained(config: EngineConfig, *, pool_bytes: int | None = None) -> Iterato
     try:
         yield
     except (jax.errors.JaxRuntimeError, MemoryError) as e:
-        if isinstance(e, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(e):
+        if (error := memory_error(e, config, pool_bytes=pool_bytes)) is None:
             raise
-        if pool_bytes is not None:
-            states = () if config.num_states is None else ("num_states",)
-            lower = _settings(config, "num_blocks", *states, "memory_utilization", last=" or ")
-            raise ConfigError(
-                f"the KV pool of {pool_bytes} bytes does not fit the device: lower {lower}"
-            ) from e
-        asked, knobs = (
-            ASKED.search(str(e)),
-            ("num_blocks", "memory_utilization", "max_num_batched_tokens"),
+        raise error from e
+
+
+def memory_error(
+    error: jax.errors.JaxRuntimeError | MemoryError,
+    config: EngineConfig,
+    *,
+    pool_bytes: int | None = None,
+) -> CapacityError | ConfigError | None:
+    """Return the error that `explained` raises in the place of one; None where it passes."""
+    if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+        return None
+    if pool_bytes is not None:
+        states = () if config.num_states is None else ("num_states",)
+        lower = _settings(config, "num_blocks", *states, "memory_utilization", last=" or ")
+        return ConfigError(
+            f"the KV pool of {pool_bytes} bytes does not fit the device: lower {lower}"
         )
-        lower = _settings(config, *knobs, "max_num_seqs", last=" or ")
-        raise CapacityError(
-            f"a step could not get {asked[1] if asked else 'memory'}: lower {lower}"
-        ) from e
+    knobs = ("num_blocks", "memory_utilization", "max_num_batched_tokens", "max_num_seqs")
+    asked, lower = ASKED.search(str(error)), _settings(config, *knobs, last=" or ")
+    return CapacityError(f"a step could not get {asked[1] if asked else 'memory'}: lower {lower}")
 
 
 def _beside(pool: PoolCost) -> str:

@@ -1,9 +1,10 @@
 """Runner: the one object that owns arrays: params, pools, device rows. It makes every transfer."""
 
 import dataclasses
+import functools
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -24,7 +25,7 @@ from jpaged.runtime.choices import Choices, activations_of, choose
 from jpaged.runtime.compiled_steps import CompiledSteps
 from jpaged.runtime.device_state import COUNTS_CHUNK, DeviceState, RowState
 from jpaged.runtime.kv_cache import PoolSpec, pool_specs
-from jpaged.runtime.memory import explained
+from jpaged.runtime.memory import explained, memory_error
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.processes import Peers, put
 from jpaged.runtime.stand_ins import StandIns
@@ -36,18 +37,18 @@ from jpaged.runtime.vocabulary import WHOLE, Vocabulary
 DraftOf = tuple[ModelConfig, Forward | Head]  # a draft model (or head) and its modules
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Handle:
-    """A step in flight. outs: what comes back of it; done: ready when the step is. undrawn: the
-    hidden states and inputs of a draw that has not started.
+class Handle(NamedTuple):
+    """A step in flight. outs: what comes back of it; done: ready when the step is. weight_version:
+    of the weights that it ran with, its draw included. undrawn: the hidden states and inputs of a
+    draw that has not started. compared: over processes, whether all run this step.
     """
 
     batch: Batch
     outs: tuple[Array, ...]
     done: Array
+    weight_version: int
     undrawn: tuple[Array, Array] | None = None
-    weight_version: int  # of the weights that it ran with, its draw included
-    compared: Array | None = None  # over processes: whether all run this step
+    compared: Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +62,14 @@ class BlocksRead:
     under_way: list[tuple[int, int, Any]]
 
 
+class ReadyStep(NamedTuple):
+    """A compiled step that has run, which parameters it takes, and over how much it ran."""
+
+    step: Any
+    needs: Uses
+    usage: Usage
+
+
 class Runner:
     """Runs compiled steps over the donated state of one engine, for each of its replicas.
 
@@ -68,8 +77,7 @@ class Runner:
     every step, in whose place `serve` puts others of the same form. For a runner that is to compile
     and never to run, ShapeDtypeStructs with shardings may stand in place of arrays. draft: model
     and modules of a draft model, replaced with `params`. choices: what was chosen for the model and
-    the draft when the engine started; None chooses here. peers: the other processes that serve the
-    model, which each step is compared with and waits for.
+    the draft when the engine started; None chooses here. peers: see PeerRunner.
     """
 
     def __init__(
@@ -99,8 +107,7 @@ class Runner:
         self.stand_ins = StandIns(self.steps)
         self.transfers = Transfers(placement, peers)
         self.adapters = AdapterTables(setting.model, config, placement, params.dtype)
-        self.usage: dict[Shape, Usage] = {}
-        self._uses: dict[Shape, Uses] = {}  # of the steps that have run
+        self._ready: dict[Shape, ReadyStep] = {}  # the steps that have run
         self._state: DeviceState | None = None
         self._counts_RV: Array | None = None  # only once a request needs the "full" step
 
@@ -126,85 +133,83 @@ class Runner:
         """Bytes that the pools take on each device now."""
         return 0 if self._state is None else bytes_of(self.pools)
 
+    @property
+    def usage(self) -> dict[Shape, Usage]:
+        """How often each step ran, and over how much."""
+        return {shape: ready.usage for shape, ready in self._ready.items()}
+
     def fit(self, buckets: StepShapes) -> StepShapes:
         """Return what to run for these buckets: themselves if they are compiled, else see
-        StandIns. Over processes they run themselves: which steps are compiled may differ.
+        StandIns.
         """
-        if self.steps.is_sealed or self.peers is not None or not self._missing(buckets):
+        bucket, sample = buckets
+        if bucket in self._ready and (sample is None or sample in self._ready):
+            return buckets
+        if self.steps.is_sealed or not self._missing(buckets):
             return buckets
         return self.stand_ins.fit(buckets)
 
     def dispatch(self, batch: Batch) -> Handle:
-        """Start a step, all but a draw under masks; the state is rebound to its result before this
-        returns. CapacityError where memory runs out.
+        """Start a step, all but a draw that is a step of its own; the state is rebound to its
+        result before this returns. CapacityError where memory runs out.
         """
-        with explained(self.config), self.transfers.sending():
-            self._prepare(batch)
-            if self.peers is None:
-                return self._dispatch(batch)
-            return self._dispatch_with(self.peers, batch)
+        bucket, sample, version = batch.bucket, batch.sample, self.weight_version
+        try:
+            with self.transfers.sending():
+                is_ready = bucket in self._ready and (sample is None or sample in self._ready)
+                if self._state is None or not is_ready:
+                    self._prepare(batch)
+                for replica, part in enumerate(batch.each):
+                    for row, token_ids, prompt_len in part.counts:
+                        self._set_counts(replica, row, token_ids, prompt_len)
+                    for slot, adapter in part.loads:
+                        self.adapters.load(replica, slot, adapter.data)
+                if batch.copies is not None:
+                    self._copy_blocks(self.transfers.put(batch.copies))
+                packed, state = self.transfers.put(batch.packed), self._state
+                assert state is not None
+                step, arrays = self._step(bucket, batch.num_tokens, batch.padded_tokens)
+                if bucket.draws is None:
+                    masks = () if batch.masks_TW is None else (self._put_masks(batch.masks_TW),)
+                    kv, hidden, packed, scored = step(arrays, state.kv, state.rows, packed, *masks)
+                    self._state = DeviceState(kv=kv, rows=state.rows)
+                    outs, undrawn = () if scored is None else (scored,), (hidden, packed)
+                    return Handle(batch, outs, hidden, version, undrawn)
+                if bucket.phase == "draft":
+                    kv, out = step(arrays, state.kv, state.rows, packed)
+                    self._state = DeviceState(kv=kv, rows=state.rows)
+                else:
+                    rows = self._lent(state.rows) if bucket.is_full else state.rows
+                    state, out = step(arrays, DeviceState(kv=state.kv, rows=rows), packed)
+                    rows = self._taken_back(state.rows) if bucket.is_full else state.rows
+                    self._state = DeviceState(kv=state.kv, rows=rows)
+                return Handle(batch, (out,), out, version)
+        except (jax.errors.JaxRuntimeError, MemoryError) as e:
+            if (error := memory_error(e, self.config)) is None:
+                raise
+            raise error from e
 
-    def _dispatch_with(self, peers: Peers, batch: Batch) -> Handle:
-        def dispatch() -> Handle:
-            compared = peers.compare(*_what_must_agree(batch))
-            return dataclasses.replace(self._dispatch(batch), compared=compared)
-
-        return peers.call(dispatch, "dispatching a step")
-
-    def draw(self, handle: Handle, masks_SW: np.ndarray) -> Handle:
-        """Start the draw of a step: see engine.masks. masks_SW: of the rows of all replicas; each
-        process makes the same masks of the same tokens, which are compared.
+    def draw(self, handle: Handle, masks_SW: np.ndarray | None = None) -> Handle:
+        """Start the draw of a step that leaves it to this one. masks_SW: see engine.masks, of the
+        rows of all replicas. CapacityError where memory runs out.
         """
-
-        def start() -> Handle:
-            with explained(self.config), self.transfers.sending():
-                return self._draw(handle, self._put_masks(masks_SW))
-
-        return start() if self.peers is None else self.peers.call(start, "dispatching a draw")
-
-    def _dispatch(self, batch: Batch) -> Handle:
-        for replica, part in enumerate(batch.each):
-            for row, token_ids, prompt_len in part.counts:
-                self._counts_RV = self._with_counts(replica, row, token_ids, prompt_len)
-            for slot, adapter in part.loads:
-                self.adapters.load(replica, slot, adapter.data)
-        if batch.copies is not None:
-            self._copy_blocks(self.transfers.put(batch.copies))
-        packed, bucket = self.transfers.put(batch.packed), batch.bucket
-        step, arrays = self._step(bucket, batch.num_tokens, batch.padded_tokens)
-        state = self._lent(bucket)
-        if bucket.draws is None:
-            masks = () if batch.masks_TW is None else (self._put_masks(batch.masks_TW),)
-            kv, hidden, packed, scored = step(arrays, state.kv, state.rows, packed, *masks)
-            self._state = DeviceState(kv=kv, rows=state.rows)
-            handle = Handle(
-                batch=batch,
-                outs=() if scored is None else (scored,),
-                done=hidden,
-                undrawn=(hidden, packed),
-                weight_version=self.weight_version,
-            )
-            draws_now = batch.sample is not None and not batch.sample.masked
-            return self._draw(handle) if draws_now else handle
-        if bucket.phase == "draft":
-            kv, out = step(arrays, state.kv, state.rows, packed)
-            self._state = DeviceState(kv=kv, rows=state.rows)
-        else:
-            state, out = step(arrays, state, packed)
-            self._take_back(state)
-        return Handle(batch=batch, outs=(out,), done=out, weight_version=self.weight_version)
-
-    def _draw(self, handle: Handle, *masks: Sent) -> Handle:
-        batch, state = handle.batch, self._state
-        assert batch.sample is not None and handle.undrawn is not None and state is not None
-        hidden, packed = handle.undrawn
-        padded = batch.sample.rows * len(batch.each)
-        step, arrays = self._step(batch.sample, batch.num_rows, padded)
-        rows, out = step(arrays, hidden, self._lent(batch.sample).rows, packed, *masks)
-        self._take_back(DeviceState(kv=state.kv, rows=rows))
-        return dataclasses.replace(
-            handle, outs=(out, *handle.outs), undrawn=None, weight_version=self.weight_version
-        )
+        batch, sample, state = handle.batch, handle.batch.sample, self._state
+        assert sample is not None and handle.undrawn is not None and state is not None
+        (hidden, packed), version = handle.undrawn, self.weight_version
+        try:
+            with self.transfers.sending():
+                masks = () if masks_SW is None else (self._put_masks(masks_SW),)
+                padded = sample.rows * len(batch.each)
+                step, arrays = self._step(sample, batch.num_rows, padded)
+                rows = self._lent(state.rows) if sample.is_full else state.rows
+                rows, out = step(arrays, hidden, rows, packed, *masks)
+                rows = self._taken_back(rows) if sample.is_full else rows
+                self._state = DeviceState(kv=state.kv, rows=rows)
+                return Handle(batch, (out, *handle.outs), handle.done, version)
+        except (jax.errors.JaxRuntimeError, MemoryError) as e:
+            if (error := memory_error(e, self.config)) is None:
+                raise
+            raise error from e
 
     def _missing(self, buckets: StepShapes) -> list[Shape]:
         """Return those of the shapes of a dispatch that are not compiled."""
@@ -212,15 +217,12 @@ class Runner:
 
     def _prepare(self, batch: Batch) -> None:
         """Make the arrays and the steps of a dispatch that are missing, side by side."""
-        sample = batch.sample
-        full = batch.bucket.is_full or (sample is not None and sample.is_full)
-        full = full or bool([part for part in batch.each if part.counts])
-        missing = self._missing((batch.bucket, sample))
-        if self._state is not None and not missing:
-            self.allocate(full=full)
+        missing = self._missing((batch.bucket, batch.sample))
+        if not missing:
+            self.allocate()
             return
         with ThreadPoolExecutor() as threads:
-            made = [threads.submit(self.allocate, full=full)]
+            made = [threads.submit(self.allocate)]
             for bucket in missing:
                 started = time.perf_counter()
                 lowered = self.steps.lower(bucket)
@@ -234,21 +236,19 @@ class Runner:
             masks_SW = np.pad(masks_SW, ((0, 0), (0, padding)))
         return self.transfers.put(masks_SW)
 
-    def _with_counts(
-        self, replica: int, row: int, token_ids: list[int], prompt_len: int
-    ) -> Array | None:
-        """Return the counts with those of one row set from scratch: what its last owner left is of
-        no use to a sequence that was just admitted.
+    def _set_counts(self, replica: int, row: int, token_ids: list[int], prompt_len: int) -> None:
+        """Set the counts of one row from scratch: what its last owner left is of no use to a
+        sequence that was just admitted.
         """
-        step, put, counts_RV = self.steps.set_counts(), self.transfers.put_for, self._counts_RV
+        self.allocate(full=True)
+        step, put = self.steps.set_counts(), self.transfers.put_for
         for start in range(0, len(token_ids), COUNTS_CHUNK):
             tokens = token_ids[start : start + COUNTS_CHUNK]
             chunk = _padded(tokens, COUNTS_CHUNK, int(PAD_TOKEN))
             none = self.config.max_num_seqs  # no row of the others
             args = ((row, none), (chunk, 0), (max(prompt_len - start, 0), 0), (start == 0, 0))
             placed = [put(replica, np.asarray(x, np.int32), fill) for x, fill in args]
-            counts_RV = step(counts_RV, *placed)
-        return counts_RV
+            self._counts_RV = step(self._counts_RV, *placed)
 
     def _copy_blocks(self, copies_GC2: Sent) -> None:
         """Copy blocks within each group's pool, before a step writes to them."""
@@ -258,46 +258,42 @@ class Runner:
 
     def _step(self, bucket: Shape, tokens: int, padded: int) -> tuple[Any, list[Array]]:
         """Return a step, whose run is counted here, and the leaves of its StepParams."""
-        if bucket not in self.usage:
-            self.usage[bucket] = Usage()
-            self._uses[bucket] = uses(bucket, self.steps.setting)
-        usage, needs = self.usage[bucket], self._uses[bucket]
+        ready = self._ready.get(bucket)
+        if ready is None:
+            needs = uses(bucket, self.steps.setting)
+            ready = self._ready[bucket] = ReadyStep(self.steps[bucket], needs, Usage())
+        usage, needs = ready.usage, ready.needs
         usage.hits += 1
         usage.tokens += tokens
         usage.padded += padded
         arrays = self._arrays if needs.model else []
         if needs.adapters:
             arrays = arrays + jax.tree.leaves(self.adapters.arrays)
-        return self.steps[bucket], arrays + self._draft_arrays if needs.draft else arrays
+        return ready.step, arrays + self._draft_arrays if needs.draft else arrays
 
-    def _lent(self, bucket: Shape) -> DeviceState:
-        """Return the state for a step: with the counts for one that needs them."""
-        assert self._state is not None
-        counts = self._counts_RV if bucket.is_full else None
-        rows = dataclasses.replace(self._state.rows, counts_RV=counts)
-        return dataclasses.replace(self._state, rows=rows)
+    def _lent(self, rows: RowState) -> RowState:
+        """Return the rows for a step that needs the counts, with them."""
+        self.allocate(full=True)
+        return dataclasses.replace(rows, counts_RV=self._counts_RV)
 
-    def _take_back(self, state: DeviceState) -> None:
-        """Keep what a step made of `_lent`; counts apart, since they change between steps too."""
-        if state.rows.counts_RV is not None:
-            self._counts_RV = state.rows.counts_RV
-        rows = dataclasses.replace(state.rows, counts_RV=None)
-        self._state = dataclasses.replace(state, rows=rows)
+    def _taken_back(self, rows: RowState) -> RowState:
+        """Keep the counts that a step made of those lent to it apart: they change between steps
+        too. Return the rows without them.
+        """
+        self._counts_RV = rows.counts_RV
+        return dataclasses.replace(rows, counts_RV=None)
 
     def fetch(self, handle: Handle) -> list[StepResult]:
         """Wait for a step and return the result of each replica: one buffer is read, or two where a
         prefill scored its prompts too.
         """
-
-        def wait() -> list[np.ndarray]:
-            if self.peers is not None:
-                assert handle.compared is not None
-                self.peers.check(handle.compared)
+        try:
             handle.done.block_until_ready()
-            return [self.transfers.get(out) for out in handle.outs]
-
-        with explained(self.config):
-            outs = wait() if self.peers is None else self.peers.call(wait, "waiting for a step")
+            outs = [self.transfers.get(out) for out in handle.outs]
+        except (jax.errors.JaxRuntimeError, MemoryError) as e:
+            if (error := memory_error(e, self.config)) is None:
+                raise
+            raise error from e
         return unpack(handle.batch, self.config, outs, weight_version=handle.weight_version)
 
     @property
@@ -413,6 +409,47 @@ class Runner:
             "block_bytes": sum(pool.block_bytes for pool in self.pools),
             "data_parallel_size": self.placement.replicas,
         }
+
+
+class PeerRunner(Runner):
+    """The runner of one process of several that serve a model together. `peers` are the others:
+    what is dispatched is compared with what they dispatch, and what waits for them does so for a
+    limited time.
+    """
+
+    def fit(self, buckets: StepShapes) -> StepShapes:
+        """Return these buckets: which steps are compiled may differ between processes."""
+        return buckets
+
+    def dispatch(self, batch: Batch) -> Handle:
+        assert self.peers is not None
+        peers, dispatch = self.peers, super().dispatch
+        with explained(self.config):
+            self._prepare(batch)  # as long as it takes: nobody waits meanwhile
+
+        def start() -> Handle:
+            compared = peers.compare(*_what_must_agree(batch))
+            return dispatch(batch)._replace(compared=compared)
+
+        return peers.call(start, "dispatching a step")
+
+    def draw(self, handle: Handle, masks_SW: np.ndarray | None = None) -> Handle:
+        """As Runner.draw. All processes make the same masks of the same tokens, which are
+        compared.
+        """
+        assert self.peers is not None
+        start = functools.partial(super().draw, handle, masks_SW)
+        return self.peers.call(start, "dispatching a draw")._replace(compared=handle.compared)
+
+    def fetch(self, handle: Handle) -> list[StepResult]:
+        assert self.peers is not None and handle.compared is not None
+        peers, compared, fetch = self.peers, handle.compared, super().fetch
+
+        def wait() -> list[StepResult]:
+            peers.check(compared)
+            return fetch(handle)
+
+        return peers.call(wait, "waiting for a step")
 
 
 def _what_must_agree(batch: Batch) -> tuple[bytes, ...]:

@@ -240,7 +240,10 @@ class MockRunner:
         self.dispatched.append((batch.bucket.phase, spans))
         return Handle(batch, [out for out in reversed(outs) if out.size], self.era)
 
-    def draw(self, handle: Handle, masks_SW: np.ndarray) -> Handle:
+    def draw(self, handle: Handle, masks_SW: np.ndarray | None = None) -> Handle:
+        if masks_SW is None:
+            assert self.undrawn is None, "a draw under masks has masks"
+            return handle  # drawn where it was dispatched
         self._may_fail("draw")
         assert self.undrawn is not None
         self.undrawn(masks_SW)
@@ -545,8 +548,10 @@ class MockReplicas:
         joined = [np.concatenate(buffers) for buffers in zip(*whole, strict=True)]
         return Handle(batch, joined, self.runners[0].era)
 
-    def draw(self, handle: Handle, masks_SW: np.ndarray) -> Handle:
+    def draw(self, handle: Handle, masks_SW: np.ndarray | None = None) -> Handle:
         """Into the parts of the joined buffer of draws, the first of outs."""
+        if masks_SW is None:
+            return handle  # drawn where it was dispatched
         masks = np.split(masks_SW, len(self.runners))
         shares, drawn = np.split(handle.outs[0], len(self.runners)), self._drawing
         for runner, part, own, share in zip(self.runners, masks, drawn, shares, strict=True):
