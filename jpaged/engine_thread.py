@@ -217,8 +217,9 @@ class EngineThread(threading.Thread):
         self._commands.put(run)
 
     @property
-    def is_waiting(self) -> bool:
-        return bool(self._jobs)
+    def requests(self) -> object:
+        """What runs for others."""
+        return self._jobs
 
     def wake(self) -> None:
         self._commands.put(_nothing)

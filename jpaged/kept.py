@@ -87,7 +87,12 @@ def session(
     others = (config, mesh, engine_config, tokenizer, any_tokenizer, draft)
     group, user = None, threading.Lock()
     if not (_turns.is_mine or isinstance(params, str | Path)):
-        group = (_identity(params), config, mesh, engine_config, id(tokenizer), _identity(draft))
+        # Two trees have it in common only if they are one, or of the same arrays.
+        trees = [
+            id(x) if x is None or type(x) is Params else [*map(id, jax.tree.leaves(x))]
+            for x in (params, draft)
+        ]
+        group = (trees, config, mesh, engine_config, id(tokenizer))
     with user, contextlib.ExitStack() as turn:
         turn.enter_context(_turns.held(group))
         lease = _lease(params, others, group, user)
@@ -100,19 +105,18 @@ def session(
         try:
             yield lease.session
         finally:
-            _leave(lease, user)
-
-
-def _identity(tree: PyTree) -> object:
-    """Return what two trees have in common only if they are one, or of the same arrays."""
-    return id(tree) if tree is None or type(tree) is Params else [*map(id, jax.tree.leaves(tree))]
+            with _changing:
+                lease.users.remove(user)
+                if not lease.users:
+                    _end(lease)
 
 
 def _lease(
     params: PyTree, others: tuple[Any, ...], group: object, user: threading.Lock
 ) -> Lease | None:
-    """Return the lease of this group, with one user more, or a new one; None where the group's has
-    other arrays than these trees. What interrupted calls have left is ended.
+    """Return the lease of this group, with one user more, or a new one of a session to which these
+    weights are bound; None where the group's has other arrays than these trees. What interrupted
+    calls have left is ended.
     """
     with _changing:
         for lease in list(_leases):
@@ -125,7 +129,39 @@ def _lease(
                     return None
                 lease.users.append(user)
                 return lease
-        return _lent(params, others, group, user)
+        config, mesh, engine_config, tokenizer, any_tokenizer, draft = others
+        last, key, session = _latest, None, None
+        if last is not None and last.params() is params and all(map(is_, last.others, others)):
+            key, session = last.key, _kept.get(last.key)
+        if session is not None and session.served.bind_again(params):
+            del _kept[key]
+            weights = guesses = None
+        else:
+            engine_config = EngineConfig() if engine_config is None else engine_config
+            if isinstance(params, str | Path):
+                mesh = serving_mesh(engine_config, mesh)
+                params = load_params(params, mesh=mesh)
+            weights = as_params(params, config)
+            guesses = None if draft is None else as_params(draft)
+            key = _key(weights, guesses, engine_config, mesh, tokenizer)
+            if any_tokenizer and key not in _kept:
+                key = next((other for other in reversed(_kept) if other[:-1] == key[:-1]), key)
+            session = _kept.pop(key, None)
+            _trim(MAX_SESSIONS - 1)
+            _remember(params, others, key)
+            if session is None:
+                session = Session(
+                    weights, engine_config, mesh, tokenizer, grows=True, draft=guesses, turns=_turns
+                )
+        lease = Lease(session, key, group, [user])
+        try:
+            _leases.append(lease)
+            if weights is not None:
+                session.served.bind(weights, draft=guesses)
+        except BaseException:
+            _end(lease)
+            raise
+        return lease
 
 
 def _are_same(passed: PyTree, bound: Params | None) -> bool:
@@ -136,51 +172,6 @@ def _are_same(passed: PyTree, bound: Params | None) -> bool:
         return True
     ours, theirs = jax.tree.leaves(passed), jax.tree.leaves(bound)
     return len(ours) == len(theirs) and all(map(is_, ours, theirs))
-
-
-def _lent(params: PyTree, others: tuple[Any, ...], group: object, user: threading.Lock) -> Lease:
-    """Return a session to which these weights are bound, in a lease of this group."""
-    config, mesh, engine_config, tokenizer, any_tokenizer, draft = others
-    last, key, session = _latest, None, None
-    if last is not None and last.params() is params and all(map(is_, last.others, others)):
-        key, session = last.key, _kept.get(last.key)
-    if session is not None and session.served.bind_again(params):
-        del _kept[key]
-        weights = guesses = None
-    else:
-        engine_config = EngineConfig() if engine_config is None else engine_config
-        if isinstance(params, str | Path):
-            mesh = serving_mesh(engine_config, mesh)
-            params = load_params(params, mesh=mesh)
-        weights = as_params(params, config)
-        guesses = None if draft is None else as_params(draft)
-        key = _key(weights, guesses, engine_config, mesh, tokenizer)
-        if any_tokenizer and key not in _kept:
-            key = next((other for other in reversed(_kept) if other[:-1] == key[:-1]), key)
-        session = _kept.pop(key, None)
-        _trim(MAX_SESSIONS - 1)
-        _remember(params, others, key)
-        if session is None:
-            session = Session(
-                weights, engine_config, mesh, tokenizer, grows=True, draft=guesses, turns=_turns
-            )
-    lease = Lease(session, key, group, [user])
-    try:
-        _leases.append(lease)
-        if weights is not None:
-            session.served.bind(weights, draft=guesses)
-    except BaseException:
-        _end(lease)
-        raise
-    return lease
-
-
-def _leave(lease: Lease, user: threading.Lock) -> None:
-    """Have a call use its session no more."""
-    with _changing:
-        lease.users.remove(user)
-        if not lease.users:
-            _end(lease)
 
 
 def _end(lease: Lease) -> None:

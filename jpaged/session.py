@@ -91,57 +91,39 @@ class Owner(Protocol):
         ...
 
 
-class Bell:
-    """What one thread waits at until another rings it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._lock.acquire()
-
-    def wake(self) -> None:
-        """End the wait, or else the next one."""
-        with contextlib.suppress(RuntimeError):  # it was rung already
-            self._lock.release()
-
-    def wait(self) -> None:
-        """Wait until it rings, LOOK_S at most."""
-        self._lock.acquire(timeout=LOOK_S)
-
-
-class Pending(Bell):
+class Pending:
     """The requests of one call, as long as they have not ended; an Owner, and the Waiter of the
     call. error: of a lost one.
     """
 
-    def __init__(self, requests: Iterable[Request]):
-        super().__init__()
+    def __init__(self, requests: Iterable[Request] = ()):
         self.requests = dict.fromkeys(requests)  # an ordered set
         self.error: Exception | None = None
-
-    @property
-    def is_waiting(self) -> bool:
-        return bool(self.requests)
+        self.bell = threading.Event()  # rung to have the thread look again
+        self.wake = self.bell.set
 
     def ended(self, request: Request) -> None:
         self.requests.pop(request, None)
         if not self.requests:
-            self.wake()
+            self.bell.set()
 
     def lost(self, request: Request, error: Exception) -> None:
         self.error = error
         self.ended(request)
 
 
-class Draining(Bell):
+class Draining:
     """The Waiter of a thread that needs an engine without requests."""
 
     def __init__(self, pool: Pool):
-        super().__init__()
         self._pool = pool
+        self.bell = threading.Event()
+        self.wake = self.bell.set
 
     @property
-    def is_waiting(self) -> bool:
-        return self._pool.has_engine and self._pool.engine.has_unfinished()
+    def requests(self) -> bool:
+        """Whether any are left."""
+        return not self._pool.is_idle
 
 
 class Session:
@@ -215,27 +197,24 @@ class Session:
     # Locks
 
     @contextlib.contextmanager
-    def whole_call(self) -> Iterator[None]:
-        """Inside the block no other thread has the session alone, nor a call by other weights."""
-        self._check_outside()
-        with self._turns.held(WHOLE_CALLS):
+    def whole_call(self, *, alone: bool = False) -> Iterator[None]:
+        """Inside the block no other thread has the session alone, nor a call by other weights.
+        alone: nor any whole call.
+        """
+        if self._engine_lock.is_mine and not self._turns.is_mine:
+            # To wait for a thread that waits for the engine would be to wait for ever.
+            raise RequestError("this call came from inside a step: it can be made after the step")
+        with self._turns.held(None if alone else WHOLE_CALLS):
             try:
                 yield
             finally:
                 self._needs.pop(threading.get_ident(), None)
-
-    def _check_outside(self) -> None:
-        if self._engine_lock.is_mine and not self._turns.is_mine:
-            # To wait for a thread that waits for the engine would be to wait for ever.
-            raise RequestError("this call came from inside a step: it can be made after the step")
 
     @contextlib.contextmanager
     def at_rest(self, *, admits: bool = False) -> Iterator[None]:
         """Inside the block the engine is between two steps, and this thread's. admits: new requests
         may be queued, also in view of a thread that drains it.
         """
-        # Who is at the engine, or steps for all, cannot wait for a thread that waits for that.
-        waits = admits and not (self._engine_lock.is_mine or self.stepping.is_mine)
         while True:
             with self._engine_lock.held():
                 if self._in_step.locked():
@@ -245,20 +224,22 @@ class Session:
                     )
                 if self._abandoned or not self._is_settled:
                     self._settle()
-                if not (waits and self._gate.locked()):
+                if not (admits and self._gate.locked()):
                     yield
                     return
-            with self._gate:
-                pass  # what drained it is done
+            if self._engine_lock.is_mine or self.stepping.is_mine:
+                admits = False  # who drains it waits for this thread
+            else:
+                with self._gate:
+                    pass  # what drained it is done
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """Inside the block no other thread is in a whole call or at the engine. While the session
         is paused whole calls cannot end, so only steps are kept out.
         """
-        self._check_outside()
-        turn = contextlib.nullcontext() if self.stepping.is_paused else self._turns.held()
-        with turn, self.at_rest():
+        paused = self.stepping.is_paused
+        with contextlib.nullcontext() if paused else self.whole_call(alone=True), self.at_rest():
             yield
 
     @contextlib.contextmanager
@@ -274,7 +255,7 @@ class Session:
             while True:
                 self.run((), waiter=waiter)
                 with self.at_rest():
-                    if not waiter.is_waiting:
+                    if not waiter.requests:
                         yield
                         return
 
@@ -438,20 +419,18 @@ class Session:
         requests = [job for job in jobs if isinstance(job, Request)]
         if self.pool.grows:
             size = self.pool.config.block_size
-            self._reserve([n for request in requests for n in request.blocks_needed(size)])
+            mine = [n for request in requests for n in request.blocks_needed(size)]
+            self._needs[threading.get_ident()] = mine
+            # Room beside the calls of other threads, too; a larger pool is another engine.
+            if not self.pool.is_enough(list(itertools.chain(*self._needs.values()))):
+                with self.drained():
+                    self.pool.reserve(list(itertools.chain(*self._needs.values())))
         fitting: list[Job] = []
         for i, job in enumerate(jobs):
             if isinstance(job, Request) and (error := self.pool.misfit(job)):
                 job = self._refused(i, job.prompt, error, on_error, job.sequences[0].token_ids)
             fitting.append(job)
         return fitting
-
-    def _reserve(self, sizes: list[int]) -> None:
-        """Have room for sequences of so many blocks beside those of the calls of other threads."""
-        self._needs[threading.get_ident()] = sizes
-        if not self.pool.is_enough(list(itertools.chain(*self._needs.values()))):
-            with self.drained():  # a larger pool is another engine
-                self.pool.reserve(list(itertools.chain(*self._needs.values())))
 
     def _refused(
         self,
@@ -505,15 +484,16 @@ class Session:
                         for request in requests:
                             self._queue(request, pending)
                 left = len(requests)
-                while until.is_waiting:
+                while until.requests:
                     with stepping.role(until) as steps:
                         if not steps:
                             stepping.check_not_mine()
-                            until.wait()
-                        while steps and until.is_waiting and not stepping.is_paused:
+                            until.bell.wait(LOOK_S)
+                            until.bell.clear()
+                        while steps and until.requests and not stepping.is_paused:
                             with self.at_rest():
                                 # Another thread's step may have been the last one.
-                                if until.is_waiting and not stepping.is_paused:
+                                if until.requests and not stepping.is_paused:
                                     self._advance()
                             progress.update(left - len(pending.requests))
                             left = len(pending.requests)

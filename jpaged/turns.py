@@ -5,7 +5,7 @@ role of the one that steps.
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from jpaged.errors import ConfigError, RequestError
@@ -94,7 +94,8 @@ class Turns:
         """Hold it inside the block, with others of this group; a thread that holds it already, as
         of any group, goes on at once.
         """
-        if self.is_mine:
+        mine = getattr(self._mine, "place", None)
+        if mine is not None and mine._is_owned():
             yield
             return
         place: Any = threading.RLock()  # Any: typeshed does not know `_is_owned`
@@ -117,12 +118,13 @@ class Waiter(Protocol):
     """Who waits for requests, as Stepping knows it. Compared by identity."""
 
     @property
-    def is_waiting(self) -> bool:
-        """Whether what it waits for has not come."""
+    def requests(self) -> object:
+        """What has not come yet; false where all has."""
         ...
 
-    def wake(self) -> None:
-        """Have it ask for the role again."""
+    @property
+    def wake(self) -> Callable[[], None]:
+        """What has it ask for the role again."""
         ...
 
 
@@ -168,7 +170,7 @@ class Stepping:
 
     def _wake_next(self) -> None:
         for waiter in list(self._waiting):
-            if waiter.is_waiting:
+            if waiter.requests:
                 waiter.wake()
                 return
 
