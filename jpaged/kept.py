@@ -123,9 +123,11 @@ def _lease(
             if not [other for other in lease.users if other.locked()]:
                 _end(lease)
             elif group is not None and lease.group == group:
-                served = lease.session.served
-                draft = None if served.draft is None else served.draft.params
-                if not (_are_same(params, served.params) and _are_same(others[-1], draft)):
+                served, draft = lease.session.served, others[-1]
+                # Arrays of Params can be replaced; those of other trees are in the group.
+                kinds = [(params, served.weights)]
+                kinds += [] if served.draft is None else [(draft, served.draft.weights)]
+                if [x for x, w in kinds if type(x) is Params and w.again(x) is None]:
                     return None
                 lease.users.append(user)
                 return lease
@@ -162,16 +164,6 @@ def _lease(
             _end(lease)
             raise
         return lease
-
-
-def _are_same(passed: PyTree, bound: Params | None) -> bool:
-    """Return whether a tree of the group's identity has the arrays that are bound: those of Params
-    can be replaced, those of others are its identity.
-    """
-    if type(passed) is not Params:
-        return True
-    ours, theirs = jax.tree.leaves(passed), jax.tree.leaves(bound)
-    return len(ours) == len(theirs) and all(map(is_, ours, theirs))
 
 
 def _end(lease: Lease) -> None:

@@ -211,13 +211,15 @@ def test_arrays_that_are_replaced_meanwhile_are_not_taken_for_the_old(
     weights: list[Params],
 ) -> None:
     """A thread that calls with a tree whose arrays another call still runs by waits for it."""
-    params = Params(dict(weights[0]), ONE_LAYER)
-    alone = [jpaged.generate(p, PROMPTS[1], LONG, engine_config=ENGINE) for p in weights]
+    tree = jax.tree.map(lambda x: x, dict(weights[0]))  # dicts of its own
+    params = Params(tree, ONE_LAYER)
+    alone = jpaged.generate(params, PROMPTS[1], LONG, engine_config=ENGINE)
     results: list[Any] = []
     with kept.session(params, None, None, ENGINE) as session:
         names = [session.add(session.request(PROMPTS[1], LONG, (0, 7)))]
         session.advance()
-        dict.update(params, weights[1])
+        tree["embed"]["weight"] = weights[1]["embed"]["weight"]
+        now = Params(jax.tree.map(lambda x: x, tree), ONE_LAYER)
         other = threading.Thread(
             target=lambda: results.append(
                 jpaged.generate(params, PROMPTS[1], LONG, engine_config=ENGINE)
@@ -230,11 +232,13 @@ def test_arrays_that_are_replaced_meanwhile_are_not_taken_for_the_old(
         while not outputs:
             outputs += session.step()
         assert outputs[0].request_id == names[0] and not results
-        assert outputs[0].outputs[0].token_ids == alone[0][0].outputs[0].token_ids
+        assert outputs[0].outputs[0].token_ids == alone[0].outputs[0].token_ids
     other.join(SECONDS)
-    assert_equal(results[0], alone[1])
+    assert_equal(results[0], jpaged.generate(now, PROMPTS[1], LONG, engine_config=ENGINE))
+    assert results[0][0].outputs[0].token_ids != alone[0].outputs[0].token_ids
 
 
+@pytest.mark.middle
 def test_a_pool_that_grows_waits_for_what_runs(weights: list[Params]) -> None:
     """Threads that begin with small calls and need a larger pool and larger tables of adapters."""
     settings = engine(num_blocks=None, max_num_seqs=8)
@@ -243,8 +247,7 @@ def test_a_pool_that_grows_waits_for_what_runs(weights: list[Params]) -> None:
         lambda n=n, lora=lora: jpaged.generate(
             weights[0], PROMPTS[:n], LONG, engine_config=settings, lora=lora
         )
-        for n in (1, 2, 4)
-        for lora in (None, adapter)
+        for n, lora in ((1, None), (4, None), (2, adapter))
     ]
     found = in_threads(jobs * 2)
     for job, outputs in zip(jobs * 2, found, strict=True):
@@ -357,19 +360,21 @@ def test_a_failed_step_and_an_end(weights: list[Params]) -> None:
     """
     llm = LLM(weights[0], **SETTINGS)
     (wanted,) = llm.generate(PROMPTS[0], LONG, use_tqdm=False)
-    fetch, fails = llm.session.runner.fetch, [1]
+    step, fails = llm.session.engine.step, [1]
 
-    def failing(handle: Any) -> Any:
+    def failing() -> Any:
         if fails[0]:
             fails[0] -= 1
             raise RuntimeError("the device is away")
-        return fetch(handle)
+        return step()
 
-    llm.session.runner.fetch = failing  # pyright: ignore[reportAttributeAccessIssue]
+    llm.session.engine.step = failing  # pyright: ignore[reportAttributeAccessIssue]
     future = llm.submit(PROMPTS[0], LONG)
     assert future.result(SECONDS).outputs[0].token_ids == wanted.outputs[0].token_ids
-    fails[0] = 2
-    futures = [llm.submit(PROMPTS[0], LONG) for _ in range(2)]
+    with llm.paused():  # both are there when it fails
+        futures = [llm.submit(PROMPTS[0], LONG) for _ in range(2)]
+        llm.engine_thread().call(lambda: None).result(SECONDS)
+        fails[0] = 2
     assert {str(future.exception(SECONDS)) for future in futures} == {"the device is away"}
     future = llm.submit(PROMPTS[0], LONG)
     assert future.result(SECONDS).outputs[0].token_ids == wanted.outputs[0].token_ids
