@@ -1,5 +1,5 @@
-"""Reinforcement learning on the embedded model, with jpaged.generate inside the loop: `python
-examples/grpo.py`.
+"""Reinforcement learning on an embedded model, with jpaged.generate inside the loop: `python
+examples/grpo.py`, and with `--model jpaged-demo-hybrid` on the one with recurrent layers.
 
 GRPO (arXiv:2402.03300): a few samples of each prompt, each rewarded by a rule that a program
 checks, advantages relative to the group, and one clipped policy-gradient update by optax. Here a
@@ -122,11 +122,13 @@ def make_update(optimizer: optax.GradientTransformation, settings: Settings) -> 
     return update
 
 
-def train(settings: Settings) -> list[dict[str, float]]:
-    """The loop; one record an update: mean reward, seconds of its parts, compiles."""
+def train(settings: Settings, model: str | Path = MODEL_PATH) -> list[dict[str, float]]:
+    """The loop; one record an update: mean reward, seconds of its parts, compiles. model: a folder
+    or a name; weights in 8 bits are trained as the plain ones that they stand for.
+    """
     params, tokenizer = (
-        jpaged.load_params(MODEL_PATH, dtype="float32"),
-        jpaged.LLM(MODEL_PATH).tokenizer,
+        jpaged.load_params(model, dtype="float32", dequantize=True),
+        jpaged.LLM(model).tokenizer,
     )
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
     longest = max(map(len, prompts))
@@ -217,6 +219,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, float]]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--model", default=str(MODEL_PATH), help="folder or name of another model")
     parser.add_argument("--updates", type=int, default=Settings.updates)
     parser.add_argument("--seed", type=int, default=Settings.seed)
     parser.add_argument(
@@ -224,7 +227,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, float]]:
     )
     parser.add_argument("--json", type=Path, help="write one record an update here")
     args = parser.parse_args(argv)
-    history = train(Settings(updates=args.updates, seed=args.seed))
+    history = train(Settings(updates=args.updates, seed=args.seed), args.model)
     edge = max(len(history) // 8, 1)
     means = [
         float(np.mean([record["reward"] for record in part]))

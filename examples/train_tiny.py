@@ -1,5 +1,5 @@
-"""Trains the small model that ships in jpaged/demo/model, from nothing: `python
-examples/train_tiny.py --out DIR`.
+"""Trains the small models that ship in jpaged/demo, from nothing: `python examples/train_tiny.py
+--out DIR`, and with `--hybrid` the one whose layers are mostly the gated delta rule.
 
 The text is what every machine with Python has: the sources of its own standard library in a fixed
 order, plus chats made of their docstrings and functions. A byte-level BPE tokenizer is trained
@@ -18,7 +18,7 @@ import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -31,11 +31,15 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast
 
 from jpaged.checkpoint.hf import stored_names
+from jpaged.checkpoint.load import load_params
 from jpaged.checkpoint.tensors import flat
 from jpaged.checks import read_json
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import Decoder
 from jpaged.models.forward import bind
+from jpaged.models.layers.attention import AttentionConfig
+from jpaged.models.layers.delta import DeltaConfig
+from jpaged.models.params import param_table
 from jpaged.models.trees import to_tree
 
 # Ids 0 (padding, and between documents), 1, 2 (EOS).
@@ -76,6 +80,11 @@ class Settings:
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 32
+    # Of a hybrid: every `full_every`-th layer has attention, the others the gated delta rule of so
+    # many heads of these widths. None: attention everywhere.
+    full_every: int | None = None
+    delta_heads: tuple[int, int] = (2, 4)  # of keys, of values
+    delta_dims: tuple[int, int] = (32, 32)
     # tokens a row; every `long_every`-th step has rows of `long_seq`, the max_position_embeddings
     seq: int = 256
     long_seq: int = 1024
@@ -90,11 +99,15 @@ class Settings:
     seed: int = 0
     # Of the forward and backward pass; the weights that the optimizer sees are f32.
     compute: str = "bfloat16"
+    # How the folder holds the weights of layers: int8 has a scale an output, as compressed-tensors
+    # names it; what it leaves plain, and everything else, is bfloat16.
+    stored: Literal["bfloat16", "int8"] = "bfloat16"
 
     def model(self) -> ModelConfig:
-        """The architecture."""
-        return ModelConfig(
-            family="qwen3",
+        """The architecture: a Qwen 3, or a Qwen 3.5 where it is a hybrid."""
+        is_hybrid = self.full_every is not None
+        plain = ModelConfig(
+            family="qwen3_5_text" if is_hybrid else "qwen3",
             vocab_size=self.vocab,
             hidden_size=self.hidden,
             intermediate_size=self.ffn,
@@ -105,10 +118,38 @@ class Settings:
             max_position_embeddings=self.long_seq,
             tie_word_embeddings=True,
             qk_norm=True,
+            norm_offset=is_hybrid,
+            norm_in_f32=is_hybrid,
             eos_token_ids=(2,),
         )
+        if self.full_every is None:
+            return plain
+        layer = plain.layers[0]
+        assert isinstance(layer.mixer, AttentionConfig)
+        delta = DeltaConfig(
+            num_key_heads=self.delta_heads[0],
+            num_value_heads=self.delta_heads[1],
+            key_dim=self.delta_dims[0],
+            value_dim=self.delta_dims[1],
+        )
+        gated = dataclasses.replace(layer.mixer, gate=True)
+        layers = tuple(
+            dataclasses.replace(layer, mixer=delta if (i + 1) % self.full_every else gated)
+            for i in range(self.layers)
+        )
+        return dataclasses.replace(plain, layers=layers)
 
 
+HYBRID = Settings(
+    vocab=2048,
+    ffn=256,
+    layers=8,
+    full_every=4,
+    steps=1700,
+    batch_tokens=512,
+    compute="float32",
+    stored="int8",
+)
 CHECK = Settings(
     vocab=512,
     hidden=32,
@@ -123,6 +164,9 @@ CHECK = Settings(
     warmup=5,
     peak_lr=1e-2,
     max_files=12,
+)
+CHECK_HYBRID = dataclasses.replace(
+    CHECK, full_every=2, delta_dims=(8, 32), compute="float32", stored="int8"
 )
 
 
@@ -231,9 +275,25 @@ def batches(
             yield tokens[starts + np.arange(seq + 1)].astype(np.int32)
 
 
+def names_in_f32(config: ModelConfig) -> set[str]:
+    """Parameters that stay in f32 whatever the dtype of the others."""
+    return {spec.at(spec.name) for spec in config.params() if spec.in_f32}
+
+
+def cast(tree: Any, config: ModelConfig, dtype: Any) -> Any:
+    """The tree as a model of this dtype computes with it."""
+    in_f32 = names_in_f32(config)
+
+    def leaf(path: Any, x: jax.Array) -> jax.Array:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        return x if name in in_f32 else x.astype(dtype)
+
+    return jax.tree_util.tree_map_with_path(leaf, tree)
+
+
 def loss_fn(tree: Any, tokens: jax.Array, *, config: ModelConfig, compute: str) -> jax.Array:
     """Mean cross-entropy in nats a token of int32 [rows, seq + 1]."""
-    model = bind(config, jax.tree.map(lambda x: x.astype(compute), tree))
+    model = bind(config, cast(tree, config, compute))
     hidden, _ = model(tokens[:, :-1])
     return optax.softmax_cross_entropy_with_integer_labels(
         model.logits(hidden), tokens[:, 1:]
@@ -253,14 +313,35 @@ def evaluate(tree: Any, tokens: np.ndarray, s: Settings) -> float:
     return float(np.mean([step(tree, piece) for piece in pieces]))
 
 
+def with_spread_decays(tree: Any, seed: int) -> Any:
+    """The tree whose heads of the gated delta rule begin with memories of unlike lengths: rates of
+    1 to 16 over steps of 0.001 to 0.1, as arXiv:2412.06464 begins them.
+    """
+    rng = np.random.default_rng(seed)
+    for layer in tree["layers"].values():
+        if (delta := layer.get("delta")) is not None:
+            shape = delta["log_decay"].shape
+            step = np.exp(rng.uniform(np.log(1e-3), np.log(1e-1), shape))
+            # softplus of dt_bias is the step
+            delta["dt_bias"] = jnp.asarray(step + np.log(-np.expm1(-step)), jnp.float32)
+            delta["log_decay"] = jnp.asarray(np.log(rng.uniform(1, 16, shape)), jnp.float32)
+    return tree
+
+
 def train(tokens: np.ndarray, s: Settings) -> Any:
     """The trained canonical tree, f32. AdamW, warm-up then cosine to a hundredth, gradients clipped
     at norm 1.
     """
     config = s.model()
-    tree = to_tree(Decoder(config, rngs=nnx.Rngs(s.seed)))
+    tree = with_spread_decays(to_tree(Decoder(config, rngs=nnx.Rngs(s.seed))), s.seed)
+    in_f32 = names_in_f32(config)
     rate = optax.warmup_cosine_decay_schedule(0.0, s.peak_lr, s.warmup, s.steps, s.peak_lr / 100)
-    matrices = jax.tree.map(lambda x: x.ndim > 1, tree)
+    matrices = jax.tree_util.tree_map_with_path(
+        lambda path, x: (
+            x.ndim > 1 and jax.tree_util.keystr(path, simple=True, separator=".") not in in_f32
+        ),
+        tree,
+    )
     adamw = optax.adamw(rate, b1=0.9, b2=0.98, weight_decay=s.weight_decay, mask=matrices)
     tx = optax.chain(optax.clip_by_global_norm(1.0), adamw)
     opt_state = tx.init(tree)
@@ -331,26 +412,57 @@ def show(tree: Any, config: ModelConfig, tokenizer: Any, count: int = 96) -> Non
             print(f"--- temperature {temperature}\n{prompt}{tokenizer.decode(new)}", flush=True)
 
 
-def to_hf_names(tree: Any, config: ModelConfig) -> dict[str, np.ndarray]:
-    """Hugging Face's tensors in bf16: the loader's own table of names, read backwards."""
-    arrays = {ours: np.asarray(x).astype(ml_dtypes.bfloat16) for ours, x in flat(tree).items()}
+def to_hf_names(tree: Any, s: Settings) -> dict[str, np.ndarray]:
+    """Hugging Face's tensors: the loader's own table of names, read backwards."""
+    config = s.model()
+    table, arrays, parts = param_table(config), flat(tree), dict[str, list[np.ndarray]]()
+    in_8_bits = set[str]()
+    for ours, stored in stored_names(config).items():
+        spec = table[ours]
+        for part in stored:  # those of one tensor follow each other
+            x = np.asarray(arrays[ours], np.float32)[part.fills].reshape(part.shape)
+            parts.setdefault(part.name, []).append(x)
+            if s.stored == "int8" and spec.is_multiplied and spec.split not in (None, "V"):
+                in_8_bits |= {part.name} if spec.is_quantized else set()
+    in_f32 = {part.name for ours in names_in_f32(config) for part in stored_names(config)[ours]}
+    tensors = dict[str, np.ndarray]()
+    for name, pieces in parts.items():
+        x = np.concatenate(pieces)
+        if name in in_8_bits:
+            scales = (np.abs(x).max(axis=1, keepdims=True) / 127).astype(ml_dtypes.bfloat16)
+            numbers = np.round(x / scales.astype(np.float32))
+            tensors[name] = np.clip(numbers, -127, 127).astype(np.int8)
+            tensors[f"{name}_scale"] = scales
+        else:
+            tensors[name] = x if name in in_f32 else x.astype(ml_dtypes.bfloat16)
+    return tensors
+
+
+def quantization_config() -> dict[str, Any]:
+    """What a config.json says of int8 weights with a scale an output."""
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
     return {
-        part.name: np.ascontiguousarray(arrays[ours][part.fills]).reshape(part.shape)
-        for ours, parts in stored_names(config).items()
-        for part in parts
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": ["lm_head", "re:.*in_proj_[ab]$"],
     }
 
 
-def save(folder: Path, tree: Any, config: ModelConfig, tokenizer: Any) -> None:
+def save(folder: Path, tree: Any, s: Settings, tokenizer: Any) -> None:
     """The Hugging Face folder: config, weights, tokenizer with chat template, generation
     defaults.
     """
+    config = s.model()
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.model_max_length = config.max_position_embeddings
     tokenizer.save_pretrained(folder)
     ids = {"eos_token_id": 2, "pad_token_id": 0}
+    described = config.to_hf() | ids | {"dtype": "bfloat16"}
+    if s.stored == "int8":
+        described["quantization_config"] = quantization_config()
     settings = {
-        "config.json": config.to_hf() | ids | {"dtype": "bfloat16"},
+        "config.json": described,
         "generation_config.json": ids
         | {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95},
         # transformers 5 writes a class name that 4 does not know; this one both read.
@@ -359,16 +471,17 @@ def save(folder: Path, tree: Any, config: ModelConfig, tokenizer: Any) -> None:
     }
     for name, value in settings.items():
         (folder / name).write_text(json.dumps(value, indent=2) + "\n")
-    weights = safetensors.numpy.save(to_hf_names(tree, config), metadata={"format": "pt"})
+    weights = safetensors.numpy.save(to_hf_names(tree, s), metadata={"format": "pt"})
     (folder / "model.safetensors").write_bytes(weights)
 
 
 def main(argv: list[str] | None = None) -> float:
     """Returns the held-out loss in nats a token."""
-    default = Path(__file__).parent.parent / "jpaged" / "demo" / "model"
+    demo = Path(__file__).parent.parent / "jpaged" / "demo"
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, help="folder to write (default: the shipped model's)")
     parser.add_argument(
-        "--out", type=Path, default=default, help="folder to write (default: the shipped model's)"
+        "--hybrid", action="store_true", help="layers of the gated delta rule, three of four"
     )
     parser.add_argument("--steps", type=int)
     parser.add_argument("--seed", type=int)
@@ -382,7 +495,10 @@ def main(argv: list[str] | None = None) -> float:
     given = {
         k: getattr(args, k) for k in ("steps", "seed", "compute") if getattr(args, k) is not None
     }
-    s = dataclasses.replace(CHECK if args.check else Settings(), **given)
+    whole, miniature = (HYBRID, CHECK_HYBRID) if args.hybrid else (Settings(), CHECK)
+    s = dataclasses.replace(miniature if args.check else whole, **given)
+    if args.out is None:
+        args.out = demo / ("hybrid" if args.hybrid else "model")
 
     began = time.perf_counter()
     files = source_files()[: s.max_files]
@@ -408,8 +524,8 @@ def main(argv: list[str] | None = None) -> float:
     )
 
     tree = train(np.concatenate([text, talk]), s)
-    save(args.out, tree, config, tokenizer)
-    tree = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), tree)  # as it ships
+    save(args.out, tree, s, tokenizer)
+    tree = load_params(args.out, dtype="float32", dequantize=True)  # as it ships
     held_loss = evaluate(tree, held_ids, s)
     size = sum(p.stat().st_size for p in args.out.iterdir())
     per_byte = held_loss * len(held_ids) / held_bytes

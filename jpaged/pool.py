@@ -137,7 +137,7 @@ class Pool:
         )
         runner.weight_version = served.version
         if config.strict:
-            warmup(runner.steps)
+            warmup(runner.compiled)
             runner.seal()
         self._engine = Engine(
             config, runner, num_replicas=self._placement.replicas, depth=DISPATCHES_IN_FLIGHT
@@ -201,7 +201,7 @@ class Pool:
     def misfit(self, request: Request) -> CapacityError | None:
         """Return the error of a request whose prompt the whole pool cannot hold, or None."""
         engine, num_tokens = self.engine, request.sequences[0].prompt_len
-        if engine.fits(num_tokens):
+        if num_tokens <= engine.most_tokens:
             return None
         pool = f"the KV pool of {engine.config.num_blocks} blocks of {engine.config.block_size}"
         return CapacityError(

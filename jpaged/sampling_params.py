@@ -93,8 +93,8 @@ class SamplingParams:
         )
 
     @property
-    def draw(self) -> Literal["plain", "filtered", "full"]:
-        """The least of the steps that can serve the request; see engine.shapes.Draws."""
+    def sampler(self) -> Literal["plain", "filtered", "full"]:
+        """The least of the steps that can serve the request; see engine.shapes.Sampler."""
         if self.has_penalties or self.logit_bias or self.min_tokens or self.logprobs is not None:
             return "full"
         filters = self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)

@@ -719,7 +719,7 @@ class Session:
         """Return a report on every shape of a step: see LLM.buckets."""
         with self.at_rest():
             runner = self.pool.runner
-            return bucket_reports(runner.steps, runner.usage)
+            return bucket_reports(runner.compiled, runner.usage)
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
@@ -730,7 +730,7 @@ class Session:
         """Compile every step of the table; return the seconds that it took."""
         with self.whole_call():
             self.served.check_awake()
-            return compile_steps(self.pool.runner.steps, use_tqdm=use_tqdm)
+            return compile_steps(self.pool.runner.compiled, use_tqdm=use_tqdm)
 
     def warmup_for(
         self, max_prompt_len: int, max_tokens: int, batch: int, *, use_tqdm: bool
@@ -746,7 +746,7 @@ class Session:
         with self.whole_call(), self.drained():
             self.pool.reserve([-(-length // self.engine_config.block_size)] * batch)
             runner = self.pool.runner
-            compile_steps(runner.steps, tokens=batch * length, rows=batch, use_tqdm=use_tqdm)
+            compile_steps(runner.compiled, tokens=batch * length, rows=batch, use_tqdm=use_tqdm)
             runner.allocate(full=True)
             runner.adapters.allocate()
         return time.perf_counter() - began

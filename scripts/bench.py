@@ -41,7 +41,7 @@ from jpaged.flags import add_engine_flags, engine_settings
 from jpaged.integrations.batch.formats import open_source
 from jpaged.integrations.batch.lines import Settings
 from jpaged.integrations.batch.manifest import make_manifest
-from jpaged.integrations.batch.run import OK, Job, run_batch
+from jpaged.integrations.batch.run import OK, RunOptions, run_batch
 from jpaged.models.config import ModelConfig
 from jpaged.models.forward import bind
 from jpaged.models.params import nest, param_table, random_params
@@ -281,13 +281,15 @@ def write_lines(path: Path, prompts: list[list[int]], work: Workload, outputs: l
 def run_file(llm: Any, source: Path, output: Path) -> None:
     """One batch run, from opening the input to the output's last byte on the disk."""
     opened = open_source(str(source))
-    job = Job(output=str(output), existing="overwrite", window=4 * llm.engine_config.max_num_seqs)
+    options = RunOptions(
+        output=str(output), existing="overwrite", window=4 * llm.engine_config.max_num_seqs
+    )
     manifest = make_manifest(model={}, settings={}, source=opened.identity(), shard=None)
     settings = Settings(defaults=SamplingParams())
     with contextlib.closing(opened), contextlib.redirect_stdout(io.StringIO()):
         nowhere = io.BytesIO()  # answers go to the file
         makers = (lambda: llm, lambda llm: settings)
-        status = run_batch(job, opened, manifest, *makers, stdout=nowhere)
+        status = run_batch(options, opened, manifest, *makers, stdout=nowhere)
     assert status == OK, f"exit status {status}"
 
 

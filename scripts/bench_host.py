@@ -19,7 +19,7 @@ import numpy as np
 
 from jpaged.config import EngineConfig
 from jpaged.engine.cache.block_manager import BlockManager
-from jpaged.engine.cache.blocks import GroupSize
+from jpaged.engine.cache.kinds import GroupSize
 from jpaged.engine.commit import commit
 from jpaged.engine.layout import output_sections
 from jpaged.engine.packing import pack, unpack
@@ -48,7 +48,7 @@ def measure(rows: int, steps: int, block_size: int) -> dict[str, float]:
     for i in range(rows):
         params = SamplingParams(max_tokens=3 * steps, ignore_eos=True)
         prompt = [rng.randrange(MODEL.vocab_size) for _ in range(PROMPT)]
-        scheduler.queues.add(
+        scheduler.queues.waiting.add(
             Request([Sequence(str(i), prompt, params, max_model_len=4096)]).sequences[0]
         )
     times: dict[str, list[float]] = {"schedule": [], "pack": [], "commit": []}

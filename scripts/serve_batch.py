@@ -38,7 +38,7 @@ from jpaged.integrations.batch.run import (
     FAILED_LINES,
     FATAL,
     OK,
-    Job,
+    RunOptions,
     run_batch,
     sentence,
 )
@@ -164,7 +164,7 @@ def make_parser() -> BatchParser:
     add("--process-id", "of this one, from 0 (default: what the cluster says)", type=int)
 
     group = parser.add_argument_group("model")
-    model = "checkpoint folder, or OWNER/NAME of the Hub (default: the embedded demo model)"
+    model = "checkpoint folder, OWNER/NAME of the Hub, or jpaged-demo-hybrid (default: jpaged-demo)"
     group.add_argument("--model", help=model)
     group.add_argument("--adapter", nargs="+", metavar="NAME=FOLDER", help=adapter_flag.FLAG)
     window = "requests in the engine at once (default: 4 * max_num_seqs of all replicas)"
@@ -422,7 +422,7 @@ def run(args: argparse.Namespace) -> int:
             args.output, args.input
         ):
             raise BatchError(f"--output {args.output} is the input itself")
-        job = Job(
+        run_options = RunOptions(
             output=args.output,
             existing=ask(args),
             retry_failed=args.retry_failed,
@@ -445,7 +445,7 @@ def run(args: argparse.Namespace) -> int:
             if args.report is not None:
                 stack.callback(report, args, stats)
             return run_batch(
-                job,
+                run_options,
                 source,
                 manifest,
                 lambda: make_llm(args),

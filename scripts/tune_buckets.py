@@ -34,7 +34,7 @@ import numpy as np
 
 from jpaged.config import EngineConfig
 from jpaged.engine.cache.block_manager import BlockManager
-from jpaged.engine.cache.blocks import GroupSize
+from jpaged.engine.cache.kinds import GroupSize
 from jpaged.engine.commit import commit
 from jpaged.engine.plan import StepResult
 from jpaged.engine.scheduler import Scheduler, schedule
@@ -176,7 +176,7 @@ def simulate(config: EngineConfig, lengths: Sequence[tuple[int, int]]) -> dict[s
         params = SamplingParams(max_tokens=output, ignore_eos=True)
         ids = rng.integers(0, VOCABULARY, prompt).tolist()
         row = Row(str(i), ids, params, max_model_len=config.max_model_len)
-        scheduler.queues.add(Request([row]).sequences[0])
+        scheduler.queues.waiting.add(Request([row]).sequences[0])
     sizes: dict[str, Counter[int]] = {phase: Counter() for phase in PHASES}
     while plans := schedule([scheduler]):
         plan = plans[0]
@@ -189,7 +189,7 @@ def simulate(config: EngineConfig, lengths: Sequence[tuple[int, int]]) -> dict[s
         tokens, logprobs = [[0] * n for n in draws], [[0.0] * n for n in draws]
         result = StepResult(weight_version=0, num_drawn=draws, tokens=tokens, logprobs=logprobs)
         commit(scheduler.queues, plan, result)
-    if failed := [seq for seq in scheduler.queues.take_finished() if seq.error is not None]:
+    if failed := [seq for seq in scheduler.queues.finished if seq.error is not None]:
         raise ConfigError(f"{len(failed)} of {len(lengths)} requests cannot run: {failed[0].error}")
     return {phase: dict(counter) for phase, counter in sizes.items()}
 

@@ -1,4 +1,4 @@
-"""The embedded default model: its folder is whole, and what it writes looks like Python."""
+"""The embedded models: their folders are whole, and what they write looks like Python."""
 
 import ast
 import json
@@ -8,13 +8,17 @@ import jax
 import numpy as np
 import pytest
 
+from jpaged import LLM, SamplingParams
 from jpaged.checkpoint.load import load_params
 from jpaged.checkpoint.tokenizer import load_generation_config, load_tokenizer
-from jpaged.demo import MODEL_PATH
+from jpaged.demo import MODEL_PATH, MODELS
 from jpaged.models.config import ModelConfig
 from jpaged.models.forward import bind
+from jpaged.models.layers.delta import DeltaConfig
 from jpaged.models.params import Params
+from kernels_pallas.gated_delta import IMPLEMENTATIONS
 
+PYTHON = "def first_line(path):\n    with open(path) as f:\n        return f.readline()\n"
 TEXTS = (
     "def f(x):\n    return x + 1\n",
     "naïve — 日本語 🙂\t\r\n  \x00end",
@@ -61,17 +65,45 @@ def loss(params: Params, ids: np.ndarray) -> float:
     return float(-logprobs[np.arange(len(ids) - 1), ids[1:]].mean())
 
 
-def test_folder_is_small_and_in_hugging_faces_layout() -> None:
-    files = {p.name: p.stat().st_size for p in MODEL_PATH.iterdir()}
-    assert set(files) == {
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "chat_template.jinja",
-    }
-    assert sum(files.values()) <= 8 * 2**20
+def test_folders_are_small_and_in_hugging_faces_layout() -> None:
+    size = 0
+    for folder in MODELS.values():
+        files = {p.name: p.stat().st_size for p in folder.iterdir()}
+        assert set(files) == {
+            "config.json",
+            "generation_config.json",
+            "model.safetensors",
+            "tokenizer.json",
+            "tokenizer_config.json",
+            "chat_template.jinja",
+        }
+        size += sum(files.values())
+    assert size <= 8 * 2**20, "of all embedded models"
+
+
+def test_the_hybrid_by_its_name() -> None:
+    """Three of four layers have the gated delta rule, in int8; it writes Python that it was not
+    trained on, and finds a prompt again.
+    """
+    llm = LLM("jpaged-demo-hybrid", max_model_len=256, max_num_seqs=1, block_size=16)
+    config = llm.session.served.model_config
+    assert config.family == "qwen3_5_text" and config.has_state and llm.tokenizer is not None
+    assert [isinstance(layer.mixer, DeltaConfig) for layer in config.layers] == [
+        *([True] * 3 + [False])
+    ] * 2
+    ids = llm.tokenizer.encode(PYTHON)
+    shuffled = np.random.default_rng(0).permutation(ids).tolist()
+    right, wrong = (-float(np.mean(scores)) for scores in llm.score([ids, shuffled]))
+    assert right < 4.5 and wrong > right + 1.5
+    start = "class Stack:\n    def __init__(self):\n"
+    greedy = SamplingParams(temperature=0, max_tokens=48)
+    texts = [llm.generate([start], greedy, use_tqdm=False)[0] for _ in range(2)]
+    assert texts[0].outputs[0].token_ids == texts[1].outputs[0].token_ids
+    lines = (start + (texts[0].outputs[0].text or "")).splitlines()
+    assert any(line.startswith("        ") and line.strip() for line in lines[2:]), lines
+    stats = llm.stats()
+    assert stats["gated_delta"] in IMPLEMENTATIONS and stats["short_conv"] == "xla"
+    llm.close()
 
 
 def test_config_is_qwen3_and_agrees_with_the_tokenizer(tokenizer: Any) -> None:
@@ -118,8 +150,7 @@ def test_chat_template_renders(tokenizer: Any) -> None:
 
 
 def test_python_is_likelier_than_its_tokens_in_any_order(params: Params, tokenizer: Any) -> None:
-    text = "def first_line(path):\n    with open(path) as f:\n        return f.readline()\n"
-    ids = np.array(tokenizer(text)["input_ids"], np.int32)
+    ids = np.array(tokenizer(PYTHON)["input_ids"], np.int32)
     shuffled = np.random.default_rng(0).permutation(ids)
     assert loss(params, ids) < 3.5
     assert loss(params, shuffled) > loss(params, ids) + 3.0

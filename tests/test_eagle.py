@@ -213,9 +213,9 @@ def test_its_pool_is_updated_in_place(phase: Any) -> None:
         "decode": DecodeShape(**size),
         "draft": DraftShape(steps=3, **size),
     }
-    compiled = runner.steps.lower(shapes[phase]).compile()
+    compiled = runner.compiled.lower(shapes[phase]).compile()
     copies, is_small = in_place(compiled, runner.pools)
-    (hidden,) = (x for x in jax.tree.leaves(runner.steps.kv) if x.shape[-1] == head.hidden_size)
+    (hidden,) = (x for x in jax.tree.leaves(runner.compiled.kv) if x.shape[-1] == head.hidden_size)
     assert copies == pool_copies(compiled.as_text(), hidden.size) == [] and is_small
 
 

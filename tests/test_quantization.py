@@ -242,7 +242,7 @@ def test_a_form_that_is_not_known() -> None:
 def test_memory_is_planned_for_what_is_served(form: Any) -> None:
     llm = served(params_of(dtype=jnp.bfloat16), quantization=form)
     planned = form_of(MODEL, llm.session.served.placement, jnp.bfloat16, form)
-    theirs, ours = llm.session.runner.steps.form, planned
+    theirs, ours = llm.session.runner.compiled.form, planned
     assert jax.tree.structure(theirs) == jax.tree.structure(ours)
     pairs = zip(jax.tree.leaves(theirs), jax.tree.leaves(ours), strict=True)
     assert all((a.shape, a.dtype) == (b.shape, b.dtype) for a, b in pairs)

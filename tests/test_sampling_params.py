@@ -232,7 +232,7 @@ def test_everything_in_range_passes(params: SamplingParams):
 
 
 @pytest.mark.parametrize(
-    ("fields", "draw"),
+    ("fields", "sampler"),
     [
         ({}, "plain"),
         ({"temperature": 0.0, "top_k": 3, "top_p": 0.5}, "plain"),
@@ -261,8 +261,8 @@ def test_everything_in_range_passes(params: SamplingParams):
     ],
     ids=str,
 )
-def test_which_step_serves_it(fields: dict[str, Any], draw: str):
-    assert SamplingParams(**fields).draw == draw
+def test_which_step_serves_it(fields: dict[str, Any], sampler: str):
+    assert SamplingParams(**fields).sampler == sampler
     assert SamplingParams(**fields).has_penalties is any("penalty" in name for name in fields)
 
 

@@ -136,6 +136,31 @@ def test_a_hit_at_every_block() -> None:
     assert hits[0] == 0 and hits[1::2] == [32, 28, 24, 20, 16, 12, 8, 4, 0]
     counts = {name: llm.stats()[name] - before[name] for name in ("state_hits", "state_misses")}
     assert counts == {"state_hits": sum(x > 0 for x in hits), "state_misses": 6}, hits
+    names = ("gated_delta", "short_conv", "experts")  # this mixer is none of the engine's
+    assert [llm.stats()[name] for name in names] == [None] * 3
+
+
+def test_states_that_are_kept_have_a_budget() -> None:
+    """So many as num_states, of which stats says what they take; what was kept and no longer is
+    counts as a miss, and those least recently used go first.
+    """
+    llm = llm_of(**WAYS["few states"])
+    llm.reset_prefix_cache()
+    states, keys = llm.stats()["kv_groups"]
+    assert (states["per"], states["num_blocks"], states["cached"]) == ("block", 9, 0)
+    pools = llm.session.runner.pools
+    assert [g["block_bytes"] for g in (states, keys)] == [p.block_bytes for p in pools]
+    prompts = make_prompts(*[12] * 12, seed=7)  # with one state each, at the end
+    counts, after = [], llm.stats()
+    for prompt in [*prompts, prompts[-1], prompts[0]]:
+        before = llm.stats()
+        check([[*prompt, 5]], run(llm, [[*prompt, 5]], dataclasses.replace(GREEDY, max_tokens=1)))
+        after = llm.stats()
+        counts.append(tuple(after[x] - before[x] for x in ("state_hits", "state_misses")))
+        assert after["kv_groups"][0]["in_use"] == 0 and after["kv_groups"][0]["cached"] <= 9
+    assert counts == [(0, 0)] * len(prompts) + [(1, 0), (0, 1)]
+    # The ninth is of an open block.
+    assert [group["cached"] for group in after["kv_groups"]] == [8, 12 * 3]
 
 
 def test_forks_and_beams() -> None:

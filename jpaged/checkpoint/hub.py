@@ -7,6 +7,7 @@ from pathlib import Path
 
 from jpaged.checkpoint.tensors import first_line
 from jpaged.checkpoint.tokenizer import GENERATION_CONFIG, TOKENIZER_FILES
+from jpaged.demo import MODELS
 from jpaged.errors import CheckpointError
 
 HUB_ID = re.compile(r"(?P<id>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?")
@@ -16,9 +17,9 @@ WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
 
 
 def local_folder(name: str | os.PathLike[str], *, weights: bool = True) -> Path:
-    """Return the absolute folder of a model: `name` itself if there is such a folder, or if it has
-    not the form OWNER/NAME or OWNER/NAME@REVISION; else the snapshot that huggingface_hub has
-    cached or fetches.
+    """Return the absolute folder of a model: `name` itself if there is such a folder; else the
+    embedded model of that name; else the snapshot that huggingface_hub has cached or fetches if it
+    has the form OWNER/NAME or OWNER/NAME@REVISION, and `name` itself if not.
 
     huggingface_hub's settings for cache, token, mirror and offline mode apply (HF_HOME, HF_TOKEN,
     HF_ENDPOINT, HF_HUB_OFFLINE). weights=False fetches only what describes the model and its
@@ -26,7 +27,11 @@ def local_folder(name: str | os.PathLike[str], *, weights: bool = True) -> Path:
     """
     folder = Path(name).expanduser().absolute()
     model = HUB_ID.fullmatch(name) if isinstance(name, str) else None
-    if model is None or folder.exists():
+    if folder.exists():
+        return folder
+    if isinstance(name, str) and name in MODELS:
+        return MODELS[name]
+    if model is None:
         return folder
     hub = importlib.import_module("huggingface_hub")  # slow, so only where it is needed
     errors = importlib.import_module("huggingface_hub.errors")

@@ -4,7 +4,7 @@ from typing import Protocol
 
 import numpy as np
 
-from jpaged.engine.cache.blocks import GroupSize
+from jpaged.engine.cache.kinds import GroupSize
 from jpaged.engine.packing import Batch
 from jpaged.engine.plan import StepResult
 from jpaged.engine.shapes import StepShapes

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from jpaged.combinations import Facts, check_combination
 from jpaged.config import EngineConfig
 from jpaged.engine.cache.block_manager import BlockManager
-from jpaged.engine.cache.contents import Contents
+from jpaged.engine.cache.prefix_cache import Contents
 from jpaged.engine.cache.store import BlockStore, HostStore, Move, Slot
 from jpaged.engine.commit import commit
 from jpaged.engine.device import Device
@@ -90,6 +90,7 @@ class Engine:
         self.drafter = drafter_of(config)
         self.replicas = self._new_replicas(num_replicas)
         blocks = self.replicas[0].blocks
+        self.most_tokens = blocks.most_tokens  # of a sequence that a pool could hold alone
         check_combination(Facts(config=config, has_state=not blocks.can_rewind))
         self._router = Router(
             num_replicas, blocks.cache, remembered=num_replicas * blocks.num_blocks
@@ -112,7 +113,7 @@ class Engine:
                 request.hide(next(self._secrets))
             replica = self._router.place(request)
             for seq in request.sequences:
-                self.replicas[replica].queues.add(seq)
+                self.replicas[replica].queues.waiting.add(seq)
 
     def abort(self, request_id: str) -> Request | None:
         """End an unfinished request as "abort"; returns it, None where there is none of that id."""
@@ -158,24 +159,23 @@ class Engine:
                 self._prepare_drafts(self.drafter, started)
             plans = self._plan()
             if plans:
-                batch, reads = self._pack(plans), self._start_moves(plans)
+                (whole, batch), reads = self._pack(plans), self._start_moves(plans)
                 blocks_in_use = sum([r.blocks.num_used for r in self.replicas])
-                whole = joined(plans)
                 self.stats.count(whole, batch, blocks_in_use)
-                handle = self.runner.dispatch(batch)
-                if batch.sample is not None and not batch.sample.masked:
-                    handle = self.runner.draw(handle)
-                self.in_flight.add(plans, whole, batch, handle, started, reads)
-            elif self.in_flight:
+                handle, rows = self.runner.dispatch(batch), None
+                if batch.sample is not None:
+                    if batch.sample.masked:
+                        rows = batch.sample.rows
+                    else:
+                        handle = self.runner.draw(handle)
+                step = Dispatched(plans, whole, handle, started, rows, reads)
+                self.in_flight.steps.append(step)
+            elif self.in_flight.steps:
                 self._commit_oldest(started)
             while self.in_flight.is_full:
                 self._commit_oldest(started)
             self.in_flight.draw_oldest(self.replicas)
             return self._take_ended()
-
-    def fits(self, num_tokens: int) -> bool:
-        """Whether the pool of a replica alone could hold a sequence of so many tokens."""
-        return self.replicas[0].blocks.fits(num_tokens)
 
     def recover(self) -> None:
         """Start over from the unfinished sequences: fresh block managers, nothing cached, nothing
@@ -194,7 +194,7 @@ class Engine:
                 queues.finished.append(request.sequences[0])
             else:
                 for seq in request.restart():
-                    queues.add(seq)
+                    queues.waiting.add(seq)
         self._is_broken = False
 
     @contextlib.contextmanager
@@ -299,7 +299,7 @@ class Engine:
         if isinstance(drafter, ModelDrafter) and not self.in_flight:
             plans = schedule_drafts(self.replicas, drafter)
             if plans:
-                batch, reads = self._pack(plans), self._start_moves(plans)
+                (_, batch), reads = self._pack(plans), self._start_moves(plans)
                 handle = self.runner.dispatch(batch)
                 drafter.take(plans, self.runner.fetch(handle))
                 self._finish_reads(reads)
@@ -316,11 +316,15 @@ class Engine:
         idle = Plan(phase=busy.phase, entries=())
         return [dataclasses.replace(p[0], phase=busy.phase) if p else idle for p in planned]
 
-    def _pack(self, plans: list[Plan]) -> Batch:
-        """Lay the plans out for one common step."""
+    def _pack(self, plans: list[Plan]) -> tuple[Plan, Batch]:
+        """Lay the plans out for one common step. Return them as one plan, and its batch."""
+        if len(plans) == 1:
+            buckets = self.runner.fit(choose_shapes(plans[0], self.config))
+            return plans[0], pack(plans[0], self.config, buckets)
         chosen = [choose_shapes(plan, self.config) for plan in plans if plan.entries]
         buckets = self.runner.fit(common_shapes(chosen, self.config))
-        return join([pack(plan, self.config, buckets) for plan in plans], self.config)
+        batches = [pack(plan, self.config, buckets) for plan in plans]
+        return joined(plans), join(batches, self.config)
 
     def _start_moves(self, plans: List[Plan]) -> list[Read]:
         """Move the blocks that these plans need, before their step is dispatched. Returns the reads
@@ -374,12 +378,13 @@ class Engine:
         return sum(len(ids) * s.block_bytes for ids, s in zip(block_ids, sizes, strict=True))
 
     def _drain(self, started: float) -> None:
-        while self.in_flight:
+        while self.in_flight.steps:
             self._commit_oldest(started)
 
     def _commit_oldest(self, started: float) -> None:
         """Wait for the oldest step in flight, and take in what it computed for each replica."""
-        oldest = self.in_flight.take_oldest(self.replicas)
+        self.in_flight.draw_oldest(self.replicas)
+        oldest = self.in_flight.steps.popleft()
         fetch_began_at = time.perf_counter()
         results, fetch_ended_at = self.runner.fetch(oldest.handle), time.perf_counter()
         if oldest.reads:
@@ -400,8 +405,8 @@ class Engine:
 
     def _take_ended(self) -> list[Request]:
         """Return the requests that ended since the last call."""
-        for replica in self.replicas:
-            finished = replica.queues.take_finished()
+        for queues in [replica.queues for replica in self.replicas]:
+            finished, queues.finished = queues.finished, []
             for request in dict.fromkeys([s.request for s in finished if s.request.is_finished]):
                 self._ended.append(request)
                 self._forget(request)
@@ -456,8 +461,8 @@ class Engine:
 def _summed(reports: list[Report]) -> Report:
     """Add up what the replicas report."""
     groups = [
-        {name: parts[0][name] for name in ("window", "per")}
-        | {name: sum(part[name] for part in parts) for name in ("num_blocks", "in_use")}
+        {name: parts[0][name] for name in ("window", "per", "block_bytes")}
+        | {name: sum(part[name] for part in parts) for name in ("num_blocks", "in_use", "cached")}
         for parts in zip(*(report["kv_groups"] for report in reports), strict=True)
     ]
     names = [name for name in reports[0] if name != "kv_groups"]
@@ -482,19 +487,6 @@ class InFlight:
         """Whether the device is at, or comes to, one of prompts."""
         return any(plan.phase == "prefill" for step in self.steps for plan in step.plans)
 
-    def add(
-        self,
-        plans: List[Plan],
-        whole: Plan,
-        batch: Batch,
-        handle: StepHandle,
-        started: float,
-        reads: List[Read],
-    ) -> None:
-        """Take a step that was dispatched, all but a draw under masks. whole: the plans as one."""
-        rows = batch.sample.rows if batch.sample is not None and batch.sample.masked else None
-        self.steps.append(Dispatched(plans, whole, handle, started, rows, reads))
-
     @property
     def is_full(self) -> bool:
         """Whether the oldest is to be committed before the next is dispatched. A draw that waits
@@ -516,8 +508,3 @@ class InFlight:
             with self._stats.masking():
                 masks_SW = masks_of(list(zip(oldest.plans, queues, strict=True)), rows)
             oldest.handle, oldest.rows = self._runner.draw(oldest.handle, masks_SW), None
-
-    def take_oldest(self, replicas: List[Scheduler]) -> Dispatched:
-        """Return the oldest, drawn, to be committed."""
-        self.draw_oldest(replicas)
-        return self.steps.popleft()

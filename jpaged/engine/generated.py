@@ -53,4 +53,4 @@ class Generated:
 
     def copy(self) -> "Generated":
         """Return a table that later changes of this one leave alone."""
-        return self.slice()
+        return Generated(*[getattr(self, name)[:] for name in self.__slots__])

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Iterable
 
 from jpaged.engine.cache.block_manager import BlockManager
-from jpaged.engine.cache.blocks import GONE, BlockGroup
-from jpaged.engine.cache.contents import Content, digest
+from jpaged.engine.cache.content import Content
+from jpaged.engine.cache.kinds import GONE, CacheKind
+from jpaged.engine.cache.prefix_cache import digest
 from jpaged.engine.plan import Plan
 from jpaged.engine.queues import Queues
 from jpaged.engine.sequence import Sequence, Status
@@ -124,7 +125,7 @@ def _check_closed(blocks: BlockManager, seq: Sequence, i: int, content: Content 
     assert content is seq.contents[i], f"{name} is closed as another's"
 
 
-def _check_contents(blocks: BlockManager, group: BlockGroup) -> None:
+def _check_contents(blocks: BlockManager, group: CacheKind) -> None:
     for block in group.blocks:
         if (content := block.content) is not None:
             assert content.parent is not None, f"block {block.id} is closed as a root"

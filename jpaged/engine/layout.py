@@ -91,7 +91,7 @@ def input_sections(shape: Shape, config: EngineConfig) -> Layout:
     sections["block_tables"] = (shape.tables, rows, shape.blocks)
     if shape.loras:
         sections["adapters"] = (rows,)
-    if shape.draws is not None:
+    if shape.sampler is not None:
         drawing = _row_sections(rows, config, full=shape.is_full)
         return _lay_out(sections | {"steps": (rows,), **drawing})
     _, size = input_sections(SampleShape(rows=most), config)
@@ -124,7 +124,7 @@ def output_sections(shape: Shape, config: EngineConfig) -> Layout:
     """
     rows, top = shape.rows, config.max_logprobs
     sections: dict[str, tuple[int, ...]] = {}
-    if shape.draws is not None:
+    if shape.sampler is not None:
         steps = shape.steps if isinstance(shape, DecodeShape | DraftShape) else 1
         sections |= {"num_drawn": (rows,), "tokens": (steps, rows), "logprobs": (steps, rows)}
         if shape.is_full:

@@ -8,10 +8,13 @@ class Origin:
     """Who asked for a request. Parties share the engine fairly, and so do the calls of a party.
 
     party: such as a key of a server, or a client's address. call: such as one HTTP request, which
-    may have many prompts. leaves_rows: whether the party as a whole leaves the reserved rows to
-    other parties.
+    may have many prompts. None: nobody said who asked. leaves_rows: whether the party as a whole
+    leaves the reserved rows to other parties.
     """
 
-    party: str
-    call: str
+    party: str | None = None
+    call: str | None = None
     leaves_rows: bool = False
+
+
+NOBODY = Origin()

@@ -69,7 +69,7 @@ class Batch:
     @property
     def drawing(self) -> Shape | None:
         """Return the shape of the step that draws tokens, None where no row draws."""
-        return self.bucket if self.bucket.draws is not None else self.sample
+        return self.bucket if self.bucket.sampler is not None else self.sample
 
     @property
     def padded_tokens(self) -> int:
@@ -100,12 +100,12 @@ def pack(plan: Plan, config: EngineConfig, buckets: StepShapes | None = None) ->
         else:
             _pack_device_rows(view, drawing, config)
     else:
-        view["context_lens"][: len(computed)] = [e.end for e in computed]
+        view["context_lens"][: len(computed)] = [e.start + e.num_tokens for e in computed]
         _pack_tokens(view, plan, config)
     if sample is not None:
         _, rows_view = _views(sample, config, view["sample"])
         # What follows each token of a run is drawn; the row of the device keeps the last of it.
-        after = [(e, e.end) for e in drawing]
+        after = [(e, e.start + e.num_tokens) for e in drawing]
         if num_draws > len(drawing):
             after = [(e, e.end - i) for e in drawing for i in reversed(range(e.num_draws))]
         rows_view["context_lens"][:num_draws] = [length for _, length in after]
@@ -113,6 +113,7 @@ def pack(plan: Plan, config: EngineConfig, buckets: StepShapes | None = None) ->
         for row, (entry, length) in enumerate(after if num_draws > len(drawing) else ()):
             if length < entry.end:
                 rows_view["device_rows"][row] = config.max_num_seqs
+    scores_masked = isinstance(bucket, PrefillShape) and bucket.scores_masked
     admitted = [e.seq for e in plan.entries if e.is_new and e.seq.sampling_params.has_penalties]
     return Batch(
         bucket=bucket,
@@ -124,16 +125,14 @@ def pack(plan: Plan, config: EngineConfig, buckets: StepShapes | None = None) ->
         copies=_pack_copies(plan, config) if any(plan.copies) else None,
         loads=plan.loads,
         counts=tuple([(seq.device_row, list(seq.token_ids), seq.prompt_len) for seq in admitted]),
-        masks_TW=prompt_masks(plan, bucket.tokens) if bucket.takes_masks else None,
+        masks_TW=prompt_masks(plan, bucket.tokens) if scores_masked else None,
     )
 
 
 def join(parts: List[Batch], config: EngineConfig) -> Batch:
     """Return one step of several replicas, whose batches are of the same buckets: their buffers one
-    after the other. That of one replica is its batch.
+    after the other.
     """
-    if len(parts) == 1:
-        return parts[0]
     copies = None
     if any(part.copies is not None for part in parts):
         groups = next(len(part.copies) for part in parts if part.copies is not None)
@@ -262,7 +261,8 @@ def _pack_tokens(view: Views, plan: Plan, config: EngineConfig) -> None:
             elif entry.decodes:
                 view["tokens"][start] = _input_token(entry)
             else:
-                view["tokens"][start:end] = seq.token_ids[entry.start : entry.end]
+                past = entry.start + entry.num_tokens
+                view["tokens"][start:end] = seq.token_ids[entry.start : past]
             if "targets" in view:
                 # What each position should predict; past the known tokens it is never read.
                 following = seq.token_ids[entry.start + 1 : entry.end + 1]
@@ -273,7 +273,7 @@ def _pack_tokens(view: Views, plan: Plan, config: EngineConfig) -> None:
             starts.append(start)
             computed.append(entry)
             start = end
-        indices += range(start - entry.num_draws, start)
+        indices += range(start - (len(entry.run) or entry.draws > 0), start)
     view["query_start_loc"][: len(starts)] = starts
     view["query_start_loc"][len(starts) :] = start
     view["logits_indices"][: len(indices)] = indices

@@ -1,14 +1,13 @@
 """Plan: which sequences run in the next step and over which tokens; StepResult: what came of it."""
 
 import dataclasses
-import functools
 from collections.abc import Sequence as List
 from typing import Literal
 
 import numpy as np
 
 from jpaged.engine.adapters import Loads
-from jpaged.engine.cache.blocks import Copies
+from jpaged.engine.cache.kinds import Copies
 from jpaged.engine.cache.store import Move
 from jpaged.engine.sequence import Sequence
 
@@ -76,6 +75,8 @@ class Plan:
     Before it, in this order: blocks in `block_stores` are read from the pools for the store, those
     in `block_loads` are written from it into others, `loads` of adapters are written into their
     slots, and `copies` (source, target) are made within each group's pool.
+
+    num_tokens: that it computes. num_draws: rows of the draw. verifies: whether any row guesses.
     """
 
     phase: Phase
@@ -84,26 +85,23 @@ class Plan:
     block_stores: tuple[Move, ...] = ()
     block_loads: tuple[Move, ...] = ()
     loads: Loads = ()
+    num_tokens: int = dataclasses.field(init=False)
+    num_draws: int = dataclasses.field(init=False)
+    verifies: bool = dataclasses.field(init=False)
 
-    @functools.cached_property
-    def num_tokens(self) -> int:
-        return sum([e.num_tokens for e in self.entries])
-
-    @functools.cached_property
-    def num_draws(self) -> int:
-        """Rows of the draw."""
-        return sum([len(e.run) or e.draws > 0 for e in self.entries])
-
-    @functools.cached_property
-    def verifies(self) -> bool:
-        """Whether any row guesses."""
-        return bool([e for e in self.entries if e.guesses])
+    def __post_init__(self) -> None:
+        num_tokens, num_draws, verifies = 0, 0, False
+        for entry in self.entries:
+            num_tokens += entry.num_tokens
+            num_draws += len(entry.run) or entry.draws > 0
+            verifies = verifies or entry.guesses
+        object.__setattr__(self, "num_tokens", num_tokens)
+        object.__setattr__(self, "num_draws", num_draws)
+        object.__setattr__(self, "verifies", verifies)
 
 
 def joined(plans: List[Plan]) -> Plan:
-    """Return what all replicas do in one step, as one plan."""
-    if len(plans) == 1:
-        return plans[0]
+    """Return what several replicas do in one step, as one plan."""
     return Plan(
         phase=plans[0].phase,
         entries=tuple(entry for plan in plans for entry in plan.entries),

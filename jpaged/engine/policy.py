@@ -7,8 +7,7 @@ import operator
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 
-from jpaged.engine.cache.contents import chain_hash
-from jpaged.engine.cache.prefix_cache import PrefixCache
+from jpaged.engine.cache.prefix_cache import PrefixCache, chain_hash
 from jpaged.engine.plan import Phase
 from jpaged.engine.sequence import Request, Sequence
 
@@ -68,7 +67,7 @@ class Policy:
         """Return the sequence whose turn it is; None where no sequence that waits may run now."""
         if self._preempted:
             first = self._most_urgent(self._preempted)
-            sooner = self._first_of(_names(first)[0], below=first.priority)
+            sooner = self._first_of(first.origin.party, below=first.priority)
             return first if sooner is None else sooner
         for party in self._parties:
             if (seq := self._first_of(party)) is not None:
@@ -130,7 +129,7 @@ class Policy:
 
     def add(self, seq: Sequence) -> None:
         """Let a sequence wait behind the others of its call and priority."""
-        party, call = _names(seq)
+        party, call = seq.origin.party, seq.origin.call
         levels = self._parties.setdefault(party, {})
         calls = levels.setdefault(seq.priority, OrderedDict())
         calls.setdefault(call, OrderedDict())[seq] = None
@@ -151,7 +150,12 @@ class Policy:
         elif seq in (lane := self._lane(seq)):
             del lane[seq]
             if not lane:
-                self._close_lane(seq)
+                levels = self._parties[seq.origin.party]
+                del levels[seq.priority][seq.origin.call]
+                if not levels[seq.priority]:
+                    del levels[seq.priority]
+                if not levels:
+                    del self._parties[seq.origin.party]
         else:
             return False
         self._count -= 1
@@ -165,7 +169,7 @@ class Policy:
 
         A fork takes a row without having waited.
         """
-        party, call = _names(seq)
+        party, call = seq.origin.party, seq.origin.call
         self._rows[party] += 1
         self._rows_of_call[party, call] += 1
         self._priorities[seq.priority] += 1
@@ -182,7 +186,7 @@ class Policy:
 
     def leave(self, seq: Sequence) -> None:
         """Count a row less."""
-        party, call = _names(seq)
+        party, call = seq.origin.party, seq.origin.call
         self._rows[party] -= 1
         self._rows_of_call[party, call] -= 1
         if not self._rows[party]:
@@ -202,11 +206,13 @@ class Policy:
                 for call, lane in calls.items():
                     assert lane, f"call {call!r} has nothing that waits"
                     for seq in lane:
-                        place = *_names(seq), seq.priority
+                        place = seq.origin.party, seq.origin.call, seq.priority
                         assert place == (party, call, priority), "in another's lane"
         assert not any(seq in running for seq in waiting), "a sequence waits and runs"
-        assert self._rows == Counter(_names(seq)[0] for seq in running), "rows of parties leaked"
-        assert self._rows_of_call == Counter(map(_names, running)), "rows of calls leaked"
+        assert self._rows == Counter(seq.origin.party for seq in running), "rows of parties leaked"
+        assert self._rows_of_call == Counter((s.origin.party, s.origin.call) for s in running), (
+            "rows of calls leaked"
+        )
         priorities = Counter(seq.priority for seq in (*waiting, *running))
         assert self._priorities == priorities, "priorities leaked"
 
@@ -226,28 +232,19 @@ class Policy:
         """Return the first of those with the lowest priority."""
         return next(iter(seqs)) if len(self._priorities) < 2 else min(seqs, key=_PRIORITY)
 
-    def _lane(self, seq: Sequence) -> Lane:
-        party, call = _names(seq)
-        level = self._parties.get(party, {}).get(seq.priority, {})
-        return level.get(call, OrderedDict())
-
-    def _close_lane(self, seq: Sequence) -> None:
-        (party, call), priority = _names(seq), seq.priority
-        levels = self._parties[party]
-        del levels[priority][call]
-        if not levels[priority]:
-            del levels[priority]
-        if not levels:
-            del self._parties[party]
-
     def _forget_priority(self, seq: Sequence) -> None:
         self._priorities[seq.priority] -= 1
         if not self._priorities[seq.priority]:
             del self._priorities[seq.priority]
 
+    def _lane(self, seq: Sequence) -> Lane:
+        party, call = seq.origin.party, seq.origin.call
+        level = self._parties.get(party, {}).get(seq.priority, {})
+        return level.get(call, OrderedDict())
+
     def _may_run(self, seq: Sequence) -> bool:
         """Return whether its call, and its party, leave the reserved rows to others."""
-        if (origin := seq.origin) is None:
+        if (origin := seq.origin).call is None:
             return True
         if origin.leaves_rows and self._rows[origin.party] >= self.max_rows:
             return False
@@ -255,13 +252,8 @@ class Policy:
 
     def _weight(self, seq: Sequence) -> tuple[int, int, int]:
         """Return how much there is for a row to give way: see `victim`."""
-        party, call = _names(seq)
+        party, call = seq.origin.party, seq.origin.call
         return self._rows[party], seq.priority, self._rows_of_call[party, call]
-
-
-def _names(seq: Sequence) -> tuple[str | None, str | None]:
-    """Return the party and the call that a sequence is of."""
-    return (None, None) if seq.origin is None else (seq.origin.party, seq.origin.call)
 
 
 class Router:

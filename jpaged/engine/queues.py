@@ -40,14 +40,12 @@ class Queues:
         self.finished: list[Sequence] = []  # since they were last taken
         self.free_rows = list(range(max_num_seqs - 1, -1, -1))
 
-    def add(self, seq: Sequence) -> None:
-        self.waiting.add(seq)
-
     # Into a row of the device
 
     def admit(self, seq: Sequence, match: Match) -> None:
         """Run a waiting sequence on the blocks that the cache or the store has."""
-        self._count_return(seq, "swapped" if match.num_loaded else "recomputed")
+        if seq.epoch:  # it was preempted
+            self.preemptions["swapped" if match.num_loaded else "recomputed"] += 1
         self.blocks.admit(seq, match)
         if not self.blocks.can_rewind:  # it goes on from a state, if one is kept
             self.states["hits"] += match.num_blocks > 0
@@ -59,7 +57,8 @@ class Queues:
         """Run a waiting sequence as a fork of one that has the same tokens and has computed them
         all.
         """
-        self._count_return(seq, "recomputed")
+        if seq.epoch:  # it was preempted
+            self.preemptions["recomputed"] += 1
         self.blocks.fork(leader, seq)
         self._run(seq, num_computed=len(seq), fill=len(seq))
 
@@ -135,22 +134,13 @@ class Queues:
     def fail(self, seq: Sequence) -> None:
         """End a sequence that the pool cannot hold, and those that cannot go on without it."""
         groups, size = self.blocks.groups, self.blocks.block_size
-        most = next((g for g in groups if not g.fits(len(seq))), groups[0]).num_blocks
+        most = next((g for g in groups if g.most_tokens < len(seq)), groups[0]).num_blocks
         error = CapacityError(
             f"{len(seq)} tokens and the next one do not fit the KV pool of {most} blocks of {size} "
             f"({most * size} tokens): raise num_blocks, or lower max_tokens or max_model_len"
         )
         for member in seq.request.doomed_with(seq):
             self.finish(member, "error", error=error)
-
-    def take_finished(self) -> list[Sequence]:
-        finished, self.finished = self.finished, []
-        return finished
-
-    def _count_return(self, seq: Sequence, kind: str) -> None:
-        """Count that a sequence runs again, if it was preempted."""
-        if seq.epoch:
-            self.preemptions[kind] += 1
 
     def _release(self, seq: Sequence) -> None:
         del self.running[seq]

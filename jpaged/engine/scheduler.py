@@ -120,13 +120,20 @@ class Scheduler:
         return entries
 
     def report(self) -> Report:
-        """Return the blocks that there are and those in use, and how many sequences run and
-        wait.
+        """Return the blocks that there are, those in use and those that a prompt can be found in,
+        in use or not, and how many sequences run and wait.
         """
         blocks = self.blocks
         groups = [
-            {"window": g.window, "per": g.per, "num_blocks": g.num_blocks, "in_use": g.num_used}
-            for g in blocks.groups
+            {
+                "window": group.window,
+                "per": group.per,
+                "block_bytes": group.block_bytes,
+                "num_blocks": group.num_blocks,
+                "in_use": group.num_used,
+                "cached": len(group.cached),
+            }
+            for group in blocks.groups
         ]
         return {
             "sequences_running": len(self.queues.running),
@@ -182,7 +189,8 @@ def schedule(replicas: List[Scheduler]) -> list[Plan]:
     be dispatched before the next commit.
     """
     for replica in replicas:
-        replica.trim()
+        if replica.blocks.windowed:
+            replica.trim()
     policy = replicas[0].queues.waiting  # any of them: they step together
     first = policy.phase(
         sum([replica.wants_prefill for replica in replicas]),
@@ -276,7 +284,7 @@ class PrefillPlanner:
         """Return chunks of prompts that have begun, then of those that the policy admits."""
         # At most one has begun, unless a budget cut two plans.
         for seq in self.queues.waiting.by_urgency(self.queues.running):
-            if self.budget and seq.is_prefilling:
+            if self.budget and seq.num_dispatched < seq.fill:
                 self._add_chunk(seq)
         while self.queues.free_rows and (seq := self.queues.waiting.next()) is not None:
             if not self._admit(seq):
@@ -287,7 +295,7 @@ class PrefillPlanner:
         """Admit a waiting sequence, or fail it if it can never run. False: it must wait."""
         if seq.in_flight:  # preempted while a step holds it: its tokens are not all known yet
             return False
-        if not self.blocks.fits(len(seq)):
+        if len(seq) > self.blocks.most_tokens:
             self.queues.fail(seq)
             return True
         if seq.adapter is not None and not self.queues.adapters.has_room(seq.adapter):
@@ -340,18 +348,22 @@ class PrefillPlanner:
         parting: tokens that another sequence is known to have too.
         """
         start = seq.num_dispatched
-        end = min(start + self.budget, seq.fill, self.blocks.reach(seq))
+        end = min(start + self.budget, seq.fill)
+        if self.blocks.windowed:
+            end = min(end, self.blocks.reach(seq))
         assert start < seq.fill <= len(seq), f"{seq!r}: nothing to compute from {start}"
         if end <= start:
             return
-        end = self.blocks.stop_before(start, end, parting)
-        self.blocks.extend(seq, end)
+        if not self.blocks.can_rewind:
+            end = self.blocks.stop_before(start, end, parting)
+        if self.blocks.windowed:  # else it has them all since its admission
+            self.blocks.extend(seq, end)
         self.blocks.close_ahead(seq, end)
-        draws = end == seq.fill and not seq.score_only
-        chunk = [dispatch(seq, start, end - start, draws=int(draws))]
+        is_last = end == seq.fill and not seq.score_only
+        chunk = [dispatch(seq, start, end - start, draws=int(is_last))]
         self.chunks.append(chunk)
         self.budget -= end - start
-        if draws:
+        if is_last:
             self._last_chunks[_content(seq)] = chunk
 
 

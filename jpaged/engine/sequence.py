@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 from jpaged.engine.adapters import AdapterVersion
 from jpaged.engine.constraint import Constraint, Text
 from jpaged.engine.generated import Generated, Top
-from jpaged.engine.origin import Origin
+from jpaged.engine.origin import NOBODY, Origin
 from jpaged.sampling_params import SamplingParams
 
 
@@ -51,7 +51,7 @@ class Sequence:
     __slots__ = (
         # what the caller asked for
         *("request", "request_id", "origin", "sampling_params", "key", "index", "salt", "adapter"),
-        *("priority", "draw", "eos_ids", "stop_ids"),
+        *("priority", "sampler", "eos_ids", "stop_ids"),
         *("prompt_len", "score_only", "end", "text", "structured", "waits_for_host", "controls"),
         *("ahead", "num_masked"),
         # what came of it
@@ -84,15 +84,15 @@ class Sequence:
         origin: Origin | None = None,
     ):
         self.request_id = request_id
-        self.origin = origin  # who shares the engine fairly with others
+        self.origin = NOBODY if origin is None else origin  # who shares the engine with others
         self.token_ids = list(token_ids)  # prompt, then every committed token
         self.prompt_len = len(token_ids)
         self.sampling_params = sampling_params
         self.key = key  # threefry key data of the request
         self.index = index  # which of the request's samples
         self.priority = int(sampling_params.priority)  # lower ones run sooner
-        # The least of the steps that can serve it: see SamplingParams.draw.
-        self.draw: Literal["plain", "filtered", "full"] = sampling_params.draw
+        # The least of the steps that can serve it: see SamplingParams.sampler.
+        self.sampler: Literal["plain", "filtered", "full"] = sampling_params.sampler
         self.adapter = adapter
         # Cached blocks are shared under one salt and one version of an adapter only.
         self.salt = b"" if salt is None else salt.encode()
@@ -332,6 +332,7 @@ class Request:
 
     def __init__(self, sequences: Iterable[Sequence], *, prompt: str | None = None):
         self.sequences = list(sequences)
+        self.max_sequences = len(self.sequences)  # that there may be at once
         self.request_id = self.sequences[0].request_id
         self.prompt = prompt
         self.weight_version = 0
@@ -355,11 +356,6 @@ class Request:
     @property
     def is_finished(self) -> bool:
         return not [seq for seq in self.sequences if seq.status is not Status.FINISHED]
-
-    @property
-    def max_sequences(self) -> int:
-        """How many there may be at once."""
-        return len(self.sequences)
 
     def blocks_needed(self, block_size: int) -> list[int]:
         """Blocks of each sequence at full length; those of the prompt count once."""

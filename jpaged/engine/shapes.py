@@ -19,19 +19,19 @@ TOKENS_A_ROW = 64  # of a prefill with the smaller of its two numbers of rows
 # What a draw can do, each more than the one before: "filtered" has top_k, top_p and min_p, "full"
 # penalties, biases, bans and top lists too. A step that looked for them itself would have a GPU
 # wait for the host in its middle.
-Draws = Literal["plain", "filtered", "full"]
-DRAWS: tuple[Draws, ...] = ("plain", "filtered", "full")
-GUESSES: tuple[Draws, ...] = DRAWS[:2]  # of a draft, whose draws nobody needs to get right
+Sampler = Literal["plain", "filtered", "full"]
+SAMPLERS: tuple[Sampler, ...] = ("plain", "filtered", "full")
+DRAFT_SAMPLERS: tuple[Sampler, ...] = ("plain", "filtered")  # nobody needs a draft's draws right
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
     """What the shapes of all phases have.
 
-    tokens, rows: of the step; 0 tokens mean one a row. loras: slots of adapters, 0
-    where no row has one. draws: what its draw can do, None where it leaves that to a SampleShape
-    after it. In the shapes below tables and blocks are the block tables of a row, one a group of
-    layers, and their width.
+    tokens, rows: of the step; 0 tokens mean one a row. loras: slots of adapters, 0 where no row has
+    one. sampler: what its draw can do, None where it leaves that to a SampleShape after it. In the
+    shapes below tables and blocks are the block tables of a row, one a group of layers, and their
+    width.
     """
 
     phase: ClassVar[Literal["prefill", "sample", "decode", "draft"]]
@@ -39,7 +39,7 @@ class Shape:
     tokens: int = 0
     rows: int
     loras: int = 0
-    draws: Draws | None = None
+    sampler: Sampler | None = None
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -48,7 +48,7 @@ class Shape:
     @property
     def is_full(self) -> bool:
         """Whether its draw needs the counts of tokens, and returns top lists."""
-        return self.draws == "full"
+        return self.sampler == "full"
 
     @property
     def takes_masks(self) -> bool:
@@ -64,13 +64,13 @@ class Shape:
         """Return whether this step can do what another does, in more room or with a richer draw."""
         if type(self) is not type(other) or self.tokens < other.tokens or self.rows < other.rows:
             return False
-        if self.draws != other.draws:
-            if self.draws is None or other.draws is None:
+        if self.sampler != other.sampler:
+            if self.sampler is None or other.sampler is None:
                 return False
-            if DRAWS.index(self.draws) < DRAWS.index(other.draws):
+            if SAMPLERS.index(self.sampler) < SAMPLERS.index(other.sampler):
                 return False
         same_size = dataclasses.replace(
-            self, tokens=other.tokens, rows=other.rows, draws=other.draws
+            self, tokens=other.tokens, rows=other.rows, sampler=other.sampler
         )
         return same_size == other
 
@@ -79,10 +79,10 @@ class Shape:
         values: dict[str, Any] = {}
         for field in dataclasses.fields(self):
             values_of_all = [getattr(shape, field.name) for shape in (self, *others)]
-            if field.name != "draws":
+            if field.name != "sampler":
                 values[field.name] = max(values_of_all)
-            elif self.draws is not None:
-                values["draws"] = max(values_of_all, key=DRAWS.index)
+            elif self.sampler is not None:
+                values["sampler"] = max(values_of_all, key=SAMPLERS.index)
         return dataclasses.replace(self, **values)
 
 
@@ -115,7 +115,7 @@ class SampleShape(Shape):
 
     phase = "sample"
 
-    draws: Draws | None = "plain"
+    sampler: Sampler | None = "plain"
     masked: bool = False
 
     @property
@@ -132,14 +132,14 @@ class DecodeShape(Shape):
     tables: int = 0
     blocks: int = 0
     steps: int = 1
-    draws: Draws | None = "plain"
+    sampler: Sampler | None = "plain"
 
     def apart(self, config: EngineConfig) -> "tuple[DecodeShape, SampleShape]":
         """Return this decode as two steps: without its draw, and the draw after it."""
-        assert self.draws is not None, "its draw is apart already"
+        assert self.sampler is not None, "its draw is apart already"
         loras = loras_of_draw(config, has_adapters=self.loras > 0)
-        sample = SampleShape(rows=self.rows, draws=self.draws, loras=loras)
-        return dataclasses.replace(self, draws=None, steps=1), sample
+        sample = SampleShape(rows=self.rows, sampler=self.sampler, loras=loras)
+        return dataclasses.replace(self, sampler=None, steps=1), sample
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,7 +151,7 @@ class DraftShape(Shape):
     tables: int = 0
     blocks: int = 0
     steps: int = 1
-    draws: Draws | None = "plain"
+    sampler: Sampler | None = "plain"
 
 
 # The shapes of a dispatch: of a prefill, decode or draft, and of the draw after it, None where no
@@ -164,26 +164,28 @@ def choose_shapes(plan: Plan, config: EngineConfig) -> StepShapes:
     assert config.token_buckets is not None and config.seq_buckets is not None
     assert config.decode_steps is not None
     drawing = [e.seq for e in plan.entries if e.draws]
-    asked: set[Draws] = {DRAWS[0], *[seq.draw for seq in drawing]}
-    draws = max(asked, key=DRAWS.index)
+    asked: set[Sampler] = {SAMPLERS[0], *[seq.sampler for seq in drawing]}
+    sampler = max(asked, key=SAMPLERS.index)
     rows = _ceil(config.seq_buckets, plan.num_draws)
     tables, blocks = len(plan.entries[0].seq.block_tables), config.max_blocks_per_seq
     if plan.phase == "draft":
-        return _draft_shape(config, rows, draws if draws in GUESSES else GUESSES[-1], tables), None
+        return _draft_shape(
+            config, rows, sampler if sampler in DRAFT_SAMPLERS else DRAFT_SAMPLERS[-1], tables
+        ), None
     has_adapters = bool([e for e in plan.entries if e.num_tokens and e.seq.adapter is not None])
     loras = config.max_loras if has_adapters else 0
     masked, sample = bool([seq for seq in drawing if seq.structured is not None]), None
     if drawing:
         adapted = bool([seq for seq in drawing if seq.adapter is not None])
         of_draw = loras_of_draw(config, has_adapters=adapted)
-        sample = SampleShape(rows=rows, draws=draws, masked=masked, loras=of_draw)
+        sample = SampleShape(rows=rows, sampler=sampler, masked=masked, loras=of_draw)
     if plan.phase == "decode" and not config.pinned:
         if config.separate_draw or masked:
-            shape = DecodeShape(rows=rows, tables=tables, blocks=blocks, loras=loras, draws=None)
+            shape = DecodeShape(rows=rows, tables=tables, blocks=blocks, loras=loras, sampler=None)
             return shape, sample
         steps = config.decode_steps
         return DecodeShape(
-            rows=rows, tables=tables, blocks=blocks, loras=loras, steps=steps, draws=draws
+            rows=rows, tables=tables, blocks=blocks, loras=loras, steps=steps, sampler=sampler
         ), None
     scored = [
         e.seq
@@ -207,13 +209,11 @@ def common_shapes(chosen: Sequence[StepShapes], config: EngineConfig) -> StepSha
     """Return the smallest shapes of the table that hold what several replicas' shapes hold, all of
     one phase.
     """
-    if len(chosen) == 1:
-        return chosen[0]
     firsts, samples = [first for first, _ in chosen], [s for _, s in chosen if s is not None]
-    if isinstance(firsts[0], DecodeShape) and any(first.draws is None for first in firsts):
+    if isinstance(firsts[0], DecodeShape) and any(first.sampler is None for first in firsts):
         # Where one draws apart all do.
         for i, first in enumerate(firsts):
-            if isinstance(first, DecodeShape) and first.draws is not None:
+            if isinstance(first, DecodeShape) and first.sampler is not None:
                 firsts[i], sample = first.apart(config)
                 samples.append(sample)
     widest = firsts[0].widened(firsts[1:])
@@ -241,19 +241,19 @@ def shape_table(
     of_draw = dict.fromkeys((0, loras_of_draw(config, has_adapters=True)))
     leaves_draw = config.structured_output or config.separate_draw is not False
     for size in _up_to(config.seq_buckets, rows):
-        for draws in DRAWS:
+        for sampler in SAMPLERS:
             for loras in of_draw:
                 for masked in (False, True) if config.structured_output else (False,):
-                    yield SampleShape(rows=size, draws=draws, masked=masked, loras=loras)
+                    yield SampleShape(rows=size, sampler=sampler, masked=masked, loras=loras)
         if not config.pinned:
             for loras in adapters:
                 place = DecodeShape(rows=size, tables=tables, blocks=blocks, loras=loras)
-                for draws in DRAWS if not config.separate_draw else ():
-                    yield dataclasses.replace(place, draws=draws, steps=config.decode_steps)
+                for sampler in SAMPLERS if not config.separate_draw else ():
+                    yield dataclasses.replace(place, sampler=sampler, steps=config.decode_steps)
                 if leaves_draw:
-                    yield dataclasses.replace(place, draws=None)
-        for draws in GUESSES if has_draft_model(config) else ():
-            yield _draft_shape(config, size, draws, tables)
+                    yield dataclasses.replace(place, sampler=None)
+        for sampler in DRAFT_SAMPLERS if has_draft_model(config) else ():
+            yield _draft_shape(config, size, sampler, tables)
     for count in _up_to(config.token_buckets, tokens):
         for size in _up_to(_prefill_rows(count, config), min(rows, count)):
             for scores in (False, True):
@@ -273,10 +273,10 @@ def loras_of_draw(config: EngineConfig, *, has_adapters: bool) -> int:
     return config.max_loras if has_adapters and has_head_adapters(config) else 0
 
 
-def _draft_shape(config: EngineConfig, rows: int, draws: Draws, tables: int) -> DraftShape:
+def _draft_shape(config: EngineConfig, rows: int, sampler: Sampler, tables: int) -> DraftShape:
     assert config.speculative is not None
     steps, blocks = config.speculative.num_tokens, config.max_blocks_per_seq
-    return DraftShape(rows=rows, tables=tables, blocks=blocks, steps=steps, draws=draws)
+    return DraftShape(rows=rows, tables=tables, blocks=blocks, steps=steps, sampler=sampler)
 
 
 def _prefill_rows(tokens: int, config: EngineConfig) -> tuple[int, ...]:

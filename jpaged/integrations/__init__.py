@@ -1,1 +1,1 @@
-"""jpaged in the forms that others use: batch files."""
+"""jpaged in the forms that other programs use: batch files, Ray, lm-eval and tunix."""

@@ -4,8 +4,8 @@ model.
     python -m jpaged.integrations.lm_eval --model jpaged --tasks TASKS \
         --model_args pretrained=DIR,dtype=bfloat16
 
-takes the arguments of `lm_eval`; importing this module registers the model for
-lm_eval.simple_evaluate too.
+takes the arguments of `lm_eval`. Importing this module registers the model for
+lm_eval.simple_evaluate as well.
 """
 
 import dataclasses
@@ -41,9 +41,9 @@ except ImportError as e:
         "jpaged.integrations.lm_eval needs lm-eval: pip install 'jpaged[clients]'"
     ) from e
 
-HARNESS_DEVICE = "cuda:0"  # what its command line passes when nobody said anything
-SCORED_AT_ONCE = 1024  # sequences: bounds what is held for each token
-# What a task's generation_kwargs may hold beside until, do_sample and the number of tokens.
+HARNESS_DEVICE = "cuda:0"  # what its command line passes by default
+SCORED_AT_ONCE = 1024  # sequences; bounds the memory for results per token
+# Keys that a task's generation_kwargs may have beside until, do_sample and the number of tokens.
 CONTROLS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 # (cache key, context, continuation).
 TokenRequest = tuple[tuple[str, str] | None, list[int], list[int]]
@@ -51,15 +51,15 @@ TokenRequest = tuple[tuple[str, str] | None, list[int], list[int]]
 
 @register_model("jpaged")
 class JPagedLM(TemplateLM):
-    """A checkpoint folder, or Params, under lm-eval.
+    """A checkpoint folder, or Params, as a model of lm-eval.
 
-    pretrained: Hugging Face or Orbax folder, or Params. dtype: "auto" keeps the checkpoint's.
-    max_length: tokens that the model reads at most; None is its config's. tokenizer: a transformers
-    tokenizer; None is the folder's. add_bos_token: None leaves it to the tokenizer.
-    prefix_token_id: what stands before an empty context; None is BOS, else EOS. max_gen_toks: of
-    tasks that name none. batch_size: rows at once, "auto" for jpaged's own choice (at most
-    max_batch_size). device: must be jax's platform in use. The rest are EngineConfig's fields.
-    Raises ConfigError.
+    pretrained: a folder of Hugging Face or Orbax, or Params. dtype: "auto" keeps the checkpoint's.
+    max_length: the most tokens that the model reads; None takes the config's limit. tokenizer: a
+    transformers tokenizer; None takes the folder's. add_bos_token: None leaves it to the tokenizer.
+    prefix_token_id: the token before an empty context; None takes BOS, or EOS if there is none.
+    max_gen_toks: the limit for tasks that set none. batch_size: rows at once; "auto" is jpaged's
+    default, at most max_batch_size. device: must be the platform that jax uses. All other arguments
+    are EngineConfig's fields. Raises ConfigError.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class JPagedLM(TemplateLM):
             raise ConfigError(
                 f"max_length={max_length}: must be between 1 and the model's {longest}"
             )
-        # A sequence is scored with the token after the last one that the model reads.
+        # A scored sequence has one token more than the model reads.
         self._model_config = params.config
         config = dataclasses.replace(params.config, max_position_embeddings=longest + 1)
         self._llm = LLM(
@@ -112,11 +112,11 @@ class JPagedLM(TemplateLM):
         )
 
     def update_params(self, params: Any, *, donate: bool = False) -> None:
-        """Evaluate these weights from now on: in any form that LLM.update_params takes, or a
-        checkpoint folder. Nothing is compiled again. The tokenizer stays. donate: delete the old
-        arrays. ConfigError for weights of another architecture.
+        """Evaluate these weights from now on. They may have any form that LLM.update_params takes,
+        or be a checkpoint folder. Nothing is compiled again, and the tokenizer stays. donate:
+        delete the old arrays. Raises ConfigError for weights of another architecture.
 
-        lm-eval's own cache of answers (its use_cache) does not know of weights: leave it off.
+        lm-eval's own cache of answers (use_cache) does not distinguish weights: leave it off.
         """
         if isinstance(params, str | Path):
             params = load_params(params)
@@ -126,24 +126,26 @@ class JPagedLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The tokenizer's EOS id."""
+        """Return the tokenizer's EOS id."""
         return self.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before an empty context and before a text whose every token counts."""
+        """Return the token that is put before an empty context, and before a text all of whose
+        tokens are scored.
+        """
         bos = self.tokenizer.bos_token_id
         return next(x for x in (self._prefix_token_id, bos, self.eot_token_id) if x is not None)
 
     @property
     def tokenizer_name(self) -> str:
-        """For lm-eval's cache of requests."""
+        """Return the name by which lm-eval's cache of requests knows the tokenizer."""
         return self._source.replace("/", "__")
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Return a conversation as text, by the tokenizer's chat template."""
+        """Return a conversation as text, rendered with the tokenizer's chat template."""
         return self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,
@@ -158,8 +160,8 @@ class JPagedLM(TemplateLM):
         left_truncate_len: int | None = None,
         **kwargs: Any,
     ) -> list[int]:
-        """Token ids; BOS is not put before a text that begins with it. left_truncate_len keeps the
-        last ones.
+        """Return token ids. No BOS is added to a text that begins with it. left_truncate_len: keep
+        the last so many.
         """
         if kwargs:
             raise TypeError(f"tok_encode has no argument {next(iter(kwargs))!r}")
@@ -174,14 +176,14 @@ class JPagedLM(TemplateLM):
         return list(ids[-left_truncate_len:] if left_truncate_len else ids)
 
     def tok_decode(self, tokens: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids."""
+        """Return the text of token ids."""
         return self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
 
     def _loglikelihood_tokens(
         self, requests: list[TokenRequest], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """(log-probability of the continuation, whether it is greedy); too long ones lose tokens on
-        the left.
+        """Return (log-probability of the continuation, whether it is greedy) per request. Requests
+        that are too long lose tokens on the left.
         """
         if kwargs:
             raise TypeError(f"_loglikelihood_tokens has no argument {next(iter(kwargs))!r}")
@@ -197,7 +199,7 @@ class JPagedLM(TemplateLM):
             tuple((context + continuation)[-(self.max_length + 1) :])
             for _, context, continuation in requests
         ]
-        # Choices often say the same.
+        # Different choices often have the same tokens, which are scored once.
         scores = _scored(self._llm, list(dict.fromkeys(whole)), disable_tqdm)
         results = []
         for (key, _, continuation), sequence in zip(requests, whole, strict=True):
@@ -209,8 +211,8 @@ class JPagedLM(TemplateLM):
         return results
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Log-probability of whole texts, in windows of max_length tokens in which each token
-        counts once.
+        """Return the log-probability of whole texts. Windows of max_length tokens cover a text such
+        that each token counts once.
         """
         totals = [0.0] * len(requests)
         windows: list[TokenRequest] = []
@@ -234,8 +236,8 @@ class JPagedLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Completions cut at the first stop string; contexts lose tokens on the left to leave room
-        for max_gen_toks.
+        """Return completions that end before the first stop string. Contexts lose tokens on the
+        left to leave room for max_gen_toks.
         """
         prompts, controls, stops = [], [], []
         default = self._llm.default_sampling_params()
@@ -274,7 +276,7 @@ def _check_device(device: str | None) -> None:
 def _scored(
     llm: LLM, sequences: list[tuple[int, ...]], disable_tqdm: bool
 ) -> dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]]:
-    """(log-probabilities, whether greedy) of every token but the first of each sequence."""
+    """Return (log-probabilities, whether greedy) of every token but the first of each sequence."""
     scores = {}
     for i in tqdm(range(0, len(sequences), SCORED_AT_ONCE), desc="Scoring", disable=disable_tqdm):
         some = sequences[i : i + SCORED_AT_ONCE]
@@ -286,8 +288,8 @@ def _scored(
 def _sampling_params(
     default: SamplingParams, settings: dict[str, Any], until: list[str], count: int
 ) -> SamplingParams:
-    """SamplingParams of normalized generation_kwargs; what they leave open is the default's,
-    generation_config's as in hf.
+    """Return the SamplingParams of normalized generation_kwargs. What they leave open comes from
+    generation_config, as in the "hf" model.
     """
     sample = settings.pop("do_sample")
     if unknown := sorted(set(settings) - set(CONTROLS)):
@@ -300,7 +302,7 @@ def _sampling_params(
 
 
 def main() -> None:
-    """lm_eval's command line, with this model in it."""
+    """Run lm_eval's command line with this model registered."""
     from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports]
 
     cli_evaluate()

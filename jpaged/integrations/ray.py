@@ -1,4 +1,4 @@
-"""A column of prompts in a Ray dataset, completed: the class to hand to `Dataset.map_batches`.
+"""Completes a column of prompts in a Ray dataset: a class for `Dataset.map_batches`.
 
     ds.map_batches(
         JPagedPredictor, fn_constructor_kwargs={"model": "DIR", "sampling": {"temperature": 0.7,
@@ -6,7 +6,7 @@
         batch_size=256, num_gpus=1, max_concurrency=2,
     )
 
-Needs Ray: pip install 'jpaged[ray]'. docs/cluster.md has the whole example.
+It needs Ray: pip install 'jpaged[ray]'. docs/cluster.md has a complete example.
 """
 
 import asyncio
@@ -38,8 +38,7 @@ TOP = pa.list_(
         {"token_id": pa.int64(), "logprob": pa.float32(), "rank": pa.int64(), "token": pa.string()}
     )
 )
-# The columns that are added to every row; those of a completion are lists where `sampling` says n >
-# 1.
+# The columns that are added to every row. With n > 1 in `sampling`, those of completions are lists.
 OF_COMPLETION = {
     "generated_text": pa.string(),
     "generated_token_ids": pa.list_(pa.int64()),
@@ -52,28 +51,30 @@ OF_REQUEST = {
     "error": pa.string(),
     "error_type": pa.string(),
 }
-# Decide which columns there are, so they are no row's to set.
+# These decide which columns there are, so a single row cannot set them.
 SHAPING = "n", "logprobs", "prompt_logprobs"
 
 
 class JPagedPredictor:
-    """Completes one column of every batch; each actor has an LLM of its own, kept between batches.
+    """Completes one column of every batch. Each actor keeps an LLM of its own between batches.
 
-    model: a checkpoint folder that every node can read. sampling: SamplingParams as they are; or a
-    mapping of their fields, over the model's generation_config (max_tokens is then 256 for prompts,
-    None for conversations). prompt_column: each row a str, token ids, or a conversation (list of
-    {"role", "content"}). id_column: a row's name, of which its seed is made: a row that is run
-    again, anywhere, gets the same text. Without it the seed is made of the prompt and how often it
-    came before in its batch, so a retried batch repeats itself too, but equal prompts of two
-    batches draw the same. sampling_column: a mapping for each row, over `sampling`; null fields are
-    not given. adapters: the folder (or tree) of each, see docs/lora.md; adapter_column: the name of
-    each row's own, null for the model itself. chat_template_kwargs: variables of the chat template.
-    output_prefix: put before the names of the added columns. The rest are EngineConfig's fields.
+    model: a checkpoint folder that every node can read. sampling: SamplingParams, or a mapping of
+    their fields, which override the model's generation_config (max_tokens is then 256 for prompts
+    and None for conversations). prompt_column: in each row a str, token ids, or a conversation (a
+    list of {"role", "content"}). id_column: the name of a row, from which its seed is made; a row
+    that is run again, anywhere, gets the same text. Without it, the seed is made from the prompt
+    and the number of equal prompts before it in the batch: a retried batch repeats itself, but
+    equal prompts of two batches draw the same. sampling_column: a mapping for each row, which
+    overrides `sampling`; null fields are ignored. A `priority` in either orders the rows of an
+    actor. adapters: name -> the folder (or tree) of an adapter, see docs/lora.md. adapter_column:
+    the name of each row's adapter; null is the model itself. chat_template_kwargs: variables of the
+    chat template. output_prefix: put before the names of the added columns. All other arguments are
+    EngineConfig's fields.
 
-    Added: generated_text, generated_token_ids, finish_reason (lists of these if n > 1),
-    prompt_tokens, completion_tokens, cached_tokens, error and error_type (null where all went
-    well), and logprobs, prompt_logprobs where `sampling` asks. A row that cannot run is kept, with
-    its error; what is wrong with all of them raises ConfigError.
+    Added columns: generated_text, generated_token_ids, finish_reason (lists if n > 1),
+    prompt_tokens, completion_tokens, cached_tokens, error and error_type (null for a row without an
+    error), and logprobs and prompt_logprobs if `sampling` asks for them. A row that cannot run is
+    kept, with its error. Faults of the dataset or the arguments raise ConfigError.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class JPagedPredictor:
         self._prompt_column, self._id_column = prompt_column, id_column
         self._sampling_column, self._adapter_column = sampling_column, adapter_column
         self._seed, self._template, self._prefix = seed, chat_template_kwargs, output_prefix
-        # max_tokens of a conversation (True) and of a prompt.
+        # The default of max_tokens: for a conversation (True), and for a prompt.
         self._longest: dict[bool, int | None] | None = None
         if isinstance(sampling, SamplingParams):
             self._params = sampling
@@ -112,15 +113,15 @@ class JPagedPredictor:
             if "max_tokens" not in fields:
                 self._longest = {True: Conversation.longest, False: BarePrompt.longest}
         self._params.validate(self._llm.engine_config, self._llm.model_config.vocab_size)
-        # finished, not yet taken by the batch they belong to.
+        # finished, and not yet taken by their batch
         self._done: dict[str, RequestOutput] = {}
 
     async def __call__(self, batch: Any) -> Any:
-        """Return a pyarrow Table of the columns of a batch, in any of Ray's formats, and of its
-        answers.
+        """Return a pyarrow Table with the columns of a batch (in any of Ray's formats) and the
+        added ones.
 
-        A coroutine, so that Ray runs several batches of an actor at once: all step the one engine,
-        which then never runs half empty at a batch's end.
+        This is a coroutine, so that Ray runs several batches of an actor at once. All of them step
+        the same engine, which then stays full while one batch ends.
         """
         table = BlockAccessor.for_block(BlockAccessor.batch_to_block(batch)).to_arrow()
         answers: list[str | RequestOutput | Exception] = [*self._admit(table)]
@@ -143,15 +144,15 @@ class JPagedPredictor:
         return table
 
     def _step(self, pending: set[str]) -> set[str]:
-        """Take one step of the engine; return which of `pending` are done, by this step or by one
-        of another batch's.
+        """Take one step of the engine. Return which of `pending` have finished, in this step or in
+        one that another batch took.
         """
         if self._llm.has_unfinished():
             self._done |= {output.request_id: output for output in self._llm.step()}
         return pending & self._done.keys()
 
     def _admit(self, table: Any) -> list[str | Exception]:
-        """Return the request id of each row that can run, the error of each that cannot."""
+        """Return the request id of each row that can run, and the error of each that cannot."""
         names = table.column_names
         needed = (self._prompt_column, self._id_column, self._sampling_column)
         needed += (self._adapter_column,)
@@ -170,7 +171,7 @@ class JPagedPredictor:
         for prompt, row_id, sampling, adapter in zip(*rows, strict=True):
             try:
                 answers.append(self._add(_prompt(prompt), row_id, sampling, adapter, seen))
-            except Exception as e:  # whatever one row provokes is that row's error
+            except Exception as e:  # an error of one row must not end the batch
                 answers.append(e)
         return answers
 
@@ -205,7 +206,9 @@ class JPagedPredictor:
         return self._llm.add_request(prompt, params)
 
     def _columns(self, outputs: list[Any]) -> dict[str, tuple[Any, list[Any]]]:
-        """Name -> (type, values) of what is added; an Exception stands for a row that never ran."""
+        """Return name -> (type, values) of the added columns. An Exception among the outputs stands
+        for a row that never ran.
+        """
         errors = [o if isinstance(o, Exception) else o.error for o in outputs]
         good = [None if isinstance(o, Exception) else o for o in outputs]
         made = [[] if o is None or o.error is not None else o.outputs for o in good]
@@ -246,8 +249,8 @@ class JPagedPredictor:
 
 
 def _prompt(value: Any) -> Any:
-    """A prompt as it was before Arrow made all messages of one type: what a message does not have
-    is left out.
+    """Return a prompt without the null fields that Arrow added to give all messages the same
+    type.
     """
     if isinstance(value, list) and any(isinstance(message, Mapping) for message in value):
         return [
@@ -258,7 +261,9 @@ def _prompt(value: Any) -> Any:
 
 
 def _row_sampling(value: Any) -> dict[str, Any]:
-    """Return a row's own fields of SamplingParams, checked as those of a batch file's line are."""
+    """Return a row's own fields of SamplingParams, checked in the same way as those of a batch
+    file's line.
+    """
     if value is None:
         return {}
     if not isinstance(value, Mapping):
@@ -269,7 +274,9 @@ def _row_sampling(value: Any) -> dict[str, Any]:
     for name, field in fields.items():
         if name not in _ROW_FIELDS:
             allowed = ", ".join(_ROW_FIELDS)
-            raise RequestError(f"{name}={field!r}: not a row's to set; one of {allowed} is")
+            raise RequestError(
+                f"{name}={field!r}: a row cannot set this field; it can set {allowed}"
+            )
     return SamplingFields.read(fields).sampling()
 
 

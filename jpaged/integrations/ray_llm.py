@@ -1,11 +1,12 @@
-"""RayLLM: engines on a Ray cluster behind LLM's own add_request and step, so that one loop serves a
-file with either.
+"""RayLLM: engines on a Ray cluster with LLM's interface of add_request and step, so that the same
+loop runs a batch file on either.
 
-Each replica is an actor with an LLM, or one on each of several hosts that share it. The driver
-knows which requests a replica has; when it dies they go to others. Needs Ray: pip install
-'jpaged[ray]'.
+A replica is an actor with an LLM, or one actor on each of several hosts that share an LLM. The
+driver knows the requests of every replica; when a replica dies, its requests go to others. It needs
+Ray: pip install 'jpaged[ray]'.
 """
 
+import bisect
 import collections
 import dataclasses
 import itertools
@@ -18,12 +19,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Unpack
 
+from jpaged.checks import is_scalar
 from jpaged.config import EngineConfig
 from jpaged.engine_fields import EngineFields
 from jpaged.errors import ConfigError, JpagedError, PeerError, ReplicaError, RequestError
 from jpaged.integrations.ray_replica import (
-    Job,
     Launch,
+    RayRequest,
     Slot,
     launch_of,
     ray,
@@ -32,67 +34,75 @@ from jpaged.integrations.seeds import stable_seed
 from jpaged.request.outputs import RequestOutput, failed
 from jpaged.sampling_params import SamplingParams
 
-# What stats() of a replica says that is no total: of now, or a ratio.
+# Entries of a replica's stats() that are not totals: values of now, or ratios.
 OF_NOW = ("blocks_in_use", "num_blocks", "host_blocks_in_use", "host_blocks")
 NOT_TOTALS = (*OF_NOW, "block_bytes", "weight_version", "padding_waste", "prefix_hit_rate")
 NOT_TOTALS += ("data_parallel_size",)
 
 
 class Queue:
-    """Requests that wait for a replica, those that were lost with one before the others.
+    """Requests that wait for a replica. Those that were lost with one come first, then those of the
+    lowest `priority`, in order of arrival.
 
-    capacity: that a replica is given at most. max_retries: how often a request is run again.
+    capacity: requests that a replica gets at most. max_retries: how often a request is run again.
     """
 
     def __init__(self, capacity: int, max_retries: int):
         self.capacity, self.max_retries = capacity, max_retries
-        self.again, self.new = collections.deque[Job](), collections.deque[Job]()
+        self.again, self.new = collections.deque[RayRequest](), collections.deque[RayRequest]()
 
-    def remove(self, job: Job | None) -> None:
+    def add(self, request: RayRequest) -> None:
+        """Let a new request wait behind those of its priority and of lower values."""
+        bisect.insort(self.new, request, key=_priority)
+
+    def remove(self, request: RayRequest | None) -> None:
         for queue in (self.again, self.new):
-            if job in queue:
-                queue.remove(job)
+            if request in queue:
+                queue.remove(request)
 
     def hand_out(self, up: list[Slot]) -> None:
         """Give requests to the replicas that have the fewest."""
-        losses = {slot: max((job.losses for job in slot.jobs.values()), default=0) for slot in up}
+        losses = {slot: max((r.losses for r in slot.requests.values()), default=0) for slot in up}
         for queue in (self.again, self.new):
             while queue:
-                job = queue[0]
-                free = [s for s in up if len(s.jobs) < self._group(max(losses[s], job.losses))]
+                request = queue[0]
+                free = [
+                    s for s in up if len(s.requests) < self._group(max(losses[s], request.losses))
+                ]
                 if not free:
                     break
-                slot = min(free, key=lambda s: len(s.jobs))
-                slot.jobs[job.request_id] = queue.popleft()
-                slot.unsent.append(job)
-                losses[slot] = max(losses[slot], job.losses)
+                slot = min(free, key=lambda s: len(s.requests))
+                slot.requests[request.request_id] = queue.popleft()
+                slot.unsent.append(request)
+                losses[slot] = max(losses[slot], request.losses)
 
     def _group(self, losses: int) -> int:
-        """Return how many requests may share a replica with one that was lost so often: all at
-        first, one at the last try.
+        """Return how many requests may share a replica with one that was lost this often:
+        `capacity` at first, one at the last try.
         """
         return max(1, round(self.capacity ** (1 - losses / max(self.max_retries, 1))))
 
 
 class RayLLM:
-    """Replicas of one model on a Ray cluster, as far as they can be one LLM: add_request, step,
-    abort, stats.
+    """Replicas of one model on a Ray cluster, with LLM's add_request, step, abort and stats.
 
-    model: a folder that every node can read, None is the embedded model. address: "local" starts
-    Ray on this machine; else a cluster's, as for ray.init. replicas: how many engines, each on
-    data_parallel_size * tensor_parallel_size devices. hosts: of each, with an actor on every one;
-    None is as many as its devices take. resources: what Ray sets aside for each actor, such as
-    {"GPU": 1} or {"TPU": 4}; None is as many GPUs as it has devices or a host's TPU chips where the
-    cluster has them, else a CPU. max_retries: how often a request is run again when its replica
-    dies, and a replica started again that answers nothing. adapters: the folder of each that
-    prompts may name. The rest are EngineConfig's fields.
+    model: a folder that every node can read; None is the embedded model. address: "local" starts
+    Ray on this machine; otherwise a cluster's address as in ray.init. replicas: the number of
+    engines, each on data_parallel_size * tensor_parallel_size devices. hosts: hosts of a replica,
+    with an actor on each; None takes as many as its devices need. resources: what Ray reserves for
+    each actor, such as {"GPU": 1} or {"TPU": 4}; None reserves as many GPUs as it has devices, or a
+    host's TPU chips, if the cluster has them, else a CPU. max_retries: how often a request is run
+    again when its replica dies, and how often a replica is restarted without answering anything.
+    adapters: the folder of each adapter that prompts may name. All other arguments are
+    EngineConfig's fields.
 
-    A request that kills engines is found without its neighbours: after each loss requests run in
-    smaller groups, at the last try alone. Raises ConfigError or CheckpointError for what would fail
-    on every replica, ReplicaError when none can be kept up.
+    Requests of a lower `priority` (of SamplingParams) go to a replica first, and run first there. A
+    request that kills engines is found without harming others: after each loss
+    requests run in smaller groups, and alone at the last try. Raises ConfigError or CheckpointError
+    for faults that every replica would have, and ReplicaError when no replica can be kept running.
     """
 
-    is_remote = True  # prompts are rendered and tokenized best where they run
+    is_remote = True  # prompts are best rendered and tokenized where they run
 
     def __init__(
         self,
@@ -110,13 +120,13 @@ class RayLLM:
     ):
         check_counts(replicas=(replicas, 1), max_retries=(max_retries, 0), hosts=(hosts, 1))
         self._seed = seed
-        # More than run at once, so that a row that frees is filled at once; what waits here is for
-        # whoever is free.
+        # More than run at once, so that a free row is filled at once. The others wait here for any
+        # replica.
         self._queue = Queue(2 * rows_of(engine_config), max_retries)
         self._ready: list[RequestOutput] = []
-        self._unfinished: dict[str, Job] = {}
+        self._unfinished: dict[str, RayRequest] = {}
         self._ids = itertools.count()
-        self._past = collections.Counter[str]()  # totals of the replicas that are gone
+        self._past = collections.Counter[str]()  # totals of replicas that have died
         self._losses = self._retried = 0
         self._defaults: SamplingParams | None = None
         self._owns_ray = connect(address, replicas * (hosts or 1))
@@ -130,7 +140,7 @@ class RayLLM:
             self.close()
             raise
 
-    # What LLM has
+    # LLM's interface
 
     def add_request(
         self,
@@ -139,11 +149,11 @@ class RayLLM:
         *,
         request_id: str | None = None,
     ) -> str:
-        """Queue one prompt and return its id. A request that can never run is an output with its
-        error.
+        """Queue one prompt and return its id. A request that can never run becomes an output with
+        its error.
 
-        prompt: what LLM takes; or a function that makes it of the replica's LLM, which leaves that
-        work to the replica.
+        prompt: any form that LLM takes, or a function that makes it from the replica's LLM, so that
+        the replica does that work.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
         if request_id is None:
@@ -151,16 +161,16 @@ class RayLLM:
             request_id = next(name for name in fresh_ids if name not in self._unfinished)
         if request_id in self._unfinished:
             raise RequestError(f"request_id {request_id!r} is in use by an unfinished request")
-        if params.seed is None:  # the same whichever replica runs it, and how often
+        if params.seed is None:  # the tokens must be the same on any replica and in any retry
             seed = stable_seed(self._seed, f"request {request_id}")
             params = dataclasses.replace(params, seed=seed)
-        self._unfinished[request_id] = job = Job(request_id, prompt, params)
-        self._queue.new.append(job)
+        self._unfinished[request_id] = request = RayRequest(request_id, prompt, params)
+        self._queue.add(request)
         return request_id
 
     def step(self) -> list[RequestOutput]:
-        """Hand out what waits, wait a moment for news of the replicas; the requests that finished.
-        [] when idle.
+        """Hand out waiting requests, wait a moment for results, and return the outputs that
+        finished; [] when idle.
         """
         up = [slot for slot in self._slots if slot.is_up]
         self._queue.hand_out(up)
@@ -178,15 +188,13 @@ class RayLLM:
         return ready
 
     def abort(self, request_id: str) -> None:
-        """End a request now; what it had generated stays behind. One that is unknown is left
-        alone.
-        """
-        job = self._unfinished.pop(request_id, None)
-        self._queue.remove(job)
+        """End a request now. Its tokens so far are lost. An unknown id is ignored."""
+        request = self._unfinished.pop(request_id, None)
+        self._queue.remove(request)
         for slot in self._slots:
-            if slot.jobs.pop(request_id, None) is not None:
-                if job in slot.unsent:
-                    slot.unsent.remove(job)
+            if slot.requests.pop(request_id, None) is not None:
+                if request in slot.unsent:
+                    slot.unsent.remove(request)
                 else:
                     slot.aborted.append(request_id)
 
@@ -194,19 +202,19 @@ class RayLLM:
         return bool(self._unfinished or self._ready)
 
     def default_sampling_params(self) -> SamplingParams:
-        """SamplingParams with the values of the checkpoint's generation_config.json."""
+        """Return SamplingParams with the values of the checkpoint's generation_config.json."""
         assert self._defaults is not None
         return self._defaults
 
     def stats(self) -> dict[str, Any]:
-        """LLM's figures, totals and blocks added up over the replicas, those that are gone too; and
-        how many are up.
+        """Return LLM's figures, with totals and blocks added up over all replicas, including those
+        that died, and the number of running replicas.
         """
         lost = {"replicas_lost": self._losses, "requests_retried": self._retried}
         return summed(self._past, self._slots) | lost
 
     def close(self) -> None:
-        """End every request and every replica, and Ray itself where this object started it."""
+        """End every request and every replica, and Ray itself if this object started it."""
         for slot in self._slots:
             slot.stop()
         self._slots, self._unfinished = [], {}
@@ -216,7 +224,7 @@ class RayLLM:
     # Replicas
 
     def _wait_for_first(self, timeout_s: float) -> None:
-        """Wait until one replica is up, the others may follow."""
+        """Wait until one replica is running; the others may follow."""
         until = time.perf_counter() + timeout_s
         while self._defaults is None:
             starting = {ref: slot for slot in self._slots for ref in slot.waits_for}
@@ -227,16 +235,16 @@ class RayLLM:
             self._receive(starting[done[0]], done[0])
 
     def _receive(self, slot: Slot, ref: Any) -> None:
-        """Take in the result of a call, or that its replica is gone."""
+        """Take the result of a call, or note that its replica is dead."""
         if ref not in slot.waits_for:
-            return  # of an actor that another of its calls showed to be dead
+            return  # another call has already shown this actor to be dead
         try:
             result = ray.get(ref)
         except ray.exceptions.RayError as e:
             cause = e.cause if isinstance(e, ray.exceptions.RayTaskError) else e
             is_own = isinstance(cause, JpagedError) and not isinstance(cause, PeerError)
             if slot.starting is not None and is_own:
-                raise cause from None  # the model or the settings: every replica would say the same
+                raise cause from None  # the model or the settings are at fault, on every replica
             return self._lost(slot, cause)
         if ref in slot.others:
             slot.others.remove(ref)
@@ -247,39 +255,45 @@ class RayLLM:
         slot.calls.remove(ref)
         outputs, slot.stats = result
         for output in outputs:
-            if slot.jobs.pop(output.request_id, None) is not None:  # else it was aborted meanwhile
+            if (
+                slot.requests.pop(output.request_id, None) is not None
+            ):  # else it was aborted meanwhile
                 del self._unfinished[output.request_id]
                 self._ready.append(output)
                 slot.starts = 0
 
     def _lost(self, slot: Slot, cause: BaseException) -> None:
-        """A replica died, or its engine raised: another takes its place, its requests are run
-        again.
-        """
+        """Replace a replica that died or whose engine raised, and run its requests again."""
         self._losses += 1
         self._past.update(totals(slot.stats))
-        jobs, unsent = list(slot.jobs.values()), set(slot.unsent)
+        requests, unsent = list(slot.requests.values()), set(slot.unsent)
         slot.stop()
-        for job in jobs:
-            job.losses += job not in unsent
-            if job.losses <= self._queue.max_retries:
-                self._retried += job not in unsent
-                self._queue.again.append(job)
+        for request in requests:
+            request.losses += request not in unsent
+            if request.losses <= self._queue.max_retries:
+                self._retried += request not in unsent
+                self._queue.again.append(request)
                 continue
-            del self._unfinished[job.request_id]
+            del self._unfinished[request.request_id]
             slot.starts = 0
-            self._ready.append(given_up(job, cause))
+            self._ready.append(given_up(request, cause))
         if slot.starts <= self._queue.max_retries:
             slot.start(self._launch)
         elif all(other.actor is None for other in self._slots):
-            starts = f"{slot.starts} starts in a row came to nothing"
+            starts = f"{slot.starts} starts in a row failed"
             raise ReplicaError(
-                f"no replica can be kept up: {starts}; the last: {_one_line(cause)}"
+                f"no replica can be kept running: {starts}; the last error: {_one_line(cause)}"
             ) from cause
 
 
+def _priority(request: RayRequest) -> int:
+    """Return a request's priority; 0 if it is not an integer, which a replica refuses."""
+    value = request.params.priority
+    return int(value) if is_scalar(value) else 0
+
+
 def check_counts(**counts: tuple[int | None, int]) -> None:
-    """ConfigError for a count that is below its least."""
+    """Raise ConfigError for a count below its minimum. counts: name=(value, minimum)."""
     for name, (value, least) in counts.items():
         if value is not None and value < least:
             raise ConfigError(f"{name}={value}: must be at least {least}")
@@ -292,7 +306,7 @@ def rows_of(engine_config: Mapping[str, Any]) -> int:
 
 
 def connect(address: str, actors: int) -> bool:
-    """Connect this process to Ray, unless it is; whether that was done here."""
+    """Connect this process to Ray unless it is connected. Return whether this call did so."""
     if ray.is_initialized():
         return False
     settings: dict[str, Any] = {
@@ -305,33 +319,39 @@ def connect(address: str, actors: int) -> bool:
     before = signal.getsignal(signal.SIGTERM)
     try:
         host, _, port = address.rpartition(":")
-        if port.isdecimal() and "/" not in host:  # Ray itself tries for minutes
+        if (
+            port.isdecimal() and "/" not in host
+        ):  # checked here, since Ray itself would try for minutes
             socket.create_connection((host, int(port)), timeout=10).close()
         ray.init(**settings)
     except Exception as e:
         raise ConfigError(f"cannot reach Ray at {address!r}: {e}") from e
     if threading.current_thread() is threading.main_thread():
-        # Ray puts its own there, which ends the program at once.
+        # Ray installs a handler that ends the program at once; this restores the old one.
         signal.signal(signal.SIGTERM, before)
     return True
 
 
 def none_up(seconds: float, launch: Launch) -> str:
-    """Return what to say when no replica came up: what each asks for, and what Ray has."""
+    """Return the message for the case that no replica has started: what each asks for, and what Ray
+    has.
+    """
     asked = ", ".join(f"{name}={count:g}" for name, count in launch.resources.items())
     asked += f" on each of {launch.hosts} hosts" if launch.hosts > 1 else ""
     resources = sorted(ray.cluster_resources().items())
     there = ", ".join(f"{k}={v:g}" for k, v in resources if ":" not in k)
-    return f"no replica was up after {seconds:g} s: each asks for {asked}; Ray has {there}"
+    return f"no replica had started after {seconds:g} s: each asks for {asked}; Ray has {there}"
 
 
 def summed(past: Mapping[str, Any], slots: list[Slot]) -> dict[str, Any]:
-    """LLM.stats() of replicas and of what is past, as if of one; and how many are up."""
+    """Return LLM.stats() of the replicas and of past ones as if of a single LLM, and the number of
+    running replicas.
+    """
     total: dict[str, Any] = dict(past)
     for stats in (slot.stats for slot in slots):
         for name in totals(stats) | {name: stats[name] for name in OF_NOW if name in stats}:
             total[name] = total.get(name, 0) + stats[name]
-    # They compile side by side.
+    # Replicas compile side by side, so their times are not added.
     compiled = (slot.stats.get("compile_time_s", 0.0) for slot in slots)
     total["compile_time_s"] = max(compiled, default=0.0)
     computed = total.get("prefill_tokens", 0) + total.get("decode_tokens", 0)
@@ -347,10 +367,10 @@ def totals(stats: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in stats.items() if type(v) in (int, float) and k not in NOT_TOTALS}
 
 
-def given_up(job: Job, cause: BaseException) -> RequestOutput:
-    """The output of a request that is not tried again."""
-    said = f"its replica was lost each of the {job.losses} times that it ran; the last time: "
-    return failed(job.request_id, ReplicaError(said + _one_line(cause)), job.prompt)
+def given_up(request: RayRequest, cause: BaseException) -> RequestOutput:
+    """Return the output of a request that is not tried again."""
+    said = f"its replica died each of the {request.losses} times that it ran; the last time: "
+    return failed(request.request_id, ReplicaError(said + _one_line(cause)), request.prompt)
 
 
 def _one_line(error: BaseException) -> str:

@@ -1,5 +1,5 @@
-"""A replica on a Ray cluster: an actor with an LLM, or one on each of several hosts that share it;
-and how the driver sees it.
+"""A replica on a Ray cluster: an actor with an LLM, or one actor on each of several hosts that
+share an LLM; and the driver's view of it.
 """
 
 import dataclasses
@@ -19,23 +19,23 @@ from jpaged.request.outputs import RequestOutput, failed
 from jpaged.sampling_params import SamplingParams
 
 try:
-    # To type checkers `import ray` is the module beside this one.
+    # For type checkers, `import ray` would be the module beside this one.
     ray: Any = importlib.import_module("ray")
 except ImportError as e:
     raise ImportError("jpaged.integrations.ray_llm needs Ray: pip install 'jpaged[ray]'") from e
 
 EXCHANGE_S = 0.1  # how long a replica steps before it reports
-EXCHANGES = 2  # under way at once, so that a replica never waits for the driver
-MOST_STEPS = 100  # of an exchange where the driver says how many
+EXCHANGES = 2  # exchanges in flight at once, so that a replica never waits for the driver
+MOST_STEPS = 100  # steps of an exchange at most, if the driver says how many
 
 
 class Replica:
-    """What runs in an actor: one LLM, stepped while the driver asks."""
+    """The code of an actor: one LLM, which it steps while the driver asks for it."""
 
-    rank = 0  # among the actors of a replica, which all do the same; the first one answers
+    rank = 0  # its number among the actors of a replica; all do the same, and the first answers
 
     def address(self) -> str:
-        """Return where the other actors of a replica can meet this one."""
+        """Return the address at which the other actors of a replica can reach this one."""
         with socket.socket() as s:
             s.bind(("", 0))
             return f"{ray.util.get_node_ip_address()}:{s.getsockname()[1]}"
@@ -50,9 +50,10 @@ class Replica:
         hosts: int = 1,
         rank: int = 0,
     ) -> SamplingParams:
-        """Load the model (None: the embedded one) and its adapters; its default sampling params.
+        """Load the model (None: the embedded one) and its adapters. Return its default
+        SamplingParams.
 
-        coordinator: the first actor's address, where the model lies over the devices of several.
+        coordinator: the first actor's address, if the devices of several actors share the model.
         """
         if model is None:
             from jpaged.demo import MODEL_PATH
@@ -72,11 +73,11 @@ class Replica:
         aborted: list[str],
         steps: int | None = None,
     ) -> tuple[list[RequestOutput], dict[str, Any]]:
-        """Take these requests, drop those, step for a moment: the requests that finished, and the
-        engine's stats.
+        """Add these requests, abort those, and step for a moment. Return the outputs that finished,
+        and the engine's stats.
 
-        steps: so many at most, since all actors of a replica must take as many; None: as many as
-        the moment holds.
+        steps: the number of steps at most; all actors of a replica must take the same number. None:
+        as many as the time allows.
         """
         ended = []
         for request_id in aborted:
@@ -85,7 +86,7 @@ class Replica:
             try:
                 made: Any = prompt(self._llm) if callable(prompt) else prompt
                 self._llm.add_request(made, params, request_id=request_id)
-            except Exception as e:  # whatever one request provokes is that request's error
+            except Exception as e:  # an error of one request must not end the replica
                 ended.append(failed(request_id, e, prompt))
         until, taken = time.perf_counter() + EXCHANGE_S, 0
         while self._llm.has_unfinished() and (
@@ -98,8 +99,8 @@ class Replica:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Launch:
-    """How every replica is started. hosts: actors of a replica, one on each. resources: that Ray
-    sets aside for each actor. adapters: the folder of each.
+    """How every replica is started. hosts: actors of a replica, one on each host. resources: what
+    Ray reserves for each actor. adapters: the folder of each.
     """
 
     model: str | None
@@ -111,8 +112,8 @@ class Launch:
 
 
 @dataclasses.dataclass(eq=False)
-class Job:
-    """A request and how many replicas were lost with it."""
+class RayRequest:
+    """A request, and how many replicas died while they ran it."""
 
     request_id: str
     prompt: Any
@@ -122,26 +123,28 @@ class Job:
 
 @dataclasses.dataclass(eq=False)
 class Slot:
-    """A replica as the driver sees it; the actors in it are replaced when one of them dies."""
+    """The driver's view of a replica. When one of its actors dies, new ones take the place of
+    all.
+    """
 
     number: int
     actors: list[Any] = dataclasses.field(default_factory=list)
     group: Any = None  # Ray's placement group of several actors
-    starting: Any = None  # the call that loads the model, until it has
-    calls: list[Any] = dataclasses.field(default_factory=list)  # exchanges under way, oldest first
-    # What the other actors than the first do: nothing comes of it unless one of them dies.
+    starting: Any = None  # the call that loads the model, until it returns
+    calls: list[Any] = dataclasses.field(default_factory=list)  # exchanges in flight, oldest first
+    # Calls of the actors other than the first: they return nothing, unless an actor dies.
     others: list[Any] = dataclasses.field(default_factory=list)
-    # Handed to this replica and not answered.
-    jobs: dict[str, Job] = dataclasses.field(default_factory=dict)
-    # Those of them that go with the next exchange.
-    unsent: list[Job] = dataclasses.field(default_factory=list)
+    # Requests that this replica has and has not answered.
+    requests: dict[str, RayRequest] = dataclasses.field(default_factory=dict)
+    # Those of them that the next exchange sends.
+    unsent: list[RayRequest] = dataclasses.field(default_factory=list)
     aborted: list[str] = dataclasses.field(default_factory=list)
     stats: dict[str, Any] = dataclasses.field(default_factory=dict)
-    starts: int = 0  # since a request last came to its end here
+    starts: int = 0  # starts since a request last finished here
 
     @property
     def actor(self) -> Any:
-        """The one that answers; None where the replica is gone."""
+        """Return the actor that answers; None if the replica is dead."""
         return self.actors[0] if self.actors else None
 
     @property
@@ -150,17 +153,17 @@ class Slot:
 
     @property
     def waits_for(self) -> list[Any]:
-        """The calls whose results are awaited."""
+        """Return the calls whose results are awaited."""
         return [*(self.calls if self.starting is None else [self.starting]), *self.others]
 
     def start(self, launch: Launch) -> None:
-        """Put new actors into it."""
+        """Start new actors for this replica."""
         others = {k: v for k, v in launch.resources.items() if k not in ("CPU", "GPU")}
         options: dict[str, Any] = {
             "num_cpus": launch.resources.get("CPU", 0),
             "num_gpus": launch.resources.get("GPU", 0),
             "resources": others,
-            "max_restarts": 0,  # new actors are started here, which knows what the old ones had
+            "max_restarts": 0,  # the driver starts new actors: it knows the old ones' requests
         }
         self.starts += 1
         args = (launch.model, launch.seed, launch.engine_config, launch.adapters)
@@ -182,19 +185,19 @@ class Slot:
         )
 
     def stop(self) -> None:
-        """End its actors; what it had is left to the caller."""
+        """End its actors. The caller takes care of its requests."""
         for actor in self.actors:
             ray.kill(actor)
         if self.group is not None:
             ray.util.remove_placement_group(self.group)
         self.actors, self.group, self.starting = [], None, None
         self.calls, self.others, self.stats = [], [], {}
-        self.jobs, self.unsent, self.aborted = {}, [], []
+        self.requests, self.unsent, self.aborted = {}, [], []
 
     def send(self) -> None:
-        """Another exchange, as long as there is anything to do and few are under way."""
-        while len(self.calls) < EXCHANGES and (self.jobs or self.aborted):
-            requests = [(job.request_id, job.prompt, job.params) for job in self.unsent]
+        """Begin another exchange if there is anything to do and few are in flight."""
+        while len(self.calls) < EXCHANGES and (self.requests or self.aborted):
+            requests = [(r.request_id, r.prompt, r.params) for r in self.unsent]
             args = (requests, self.aborted)
             if len(self.actors) > 1:
                 args = (*args, self._steps())
@@ -204,7 +207,7 @@ class Slot:
             self.unsent, self.aborted = [], []
 
     def _steps(self) -> int:
-        """About as many steps as an exchange has time for."""
+        """Return about how many steps fit into the time of an exchange."""
         taken = self.stats.get("host_time_s", 0.0) + self.stats.get("device_time_s", 0.0)
         if not taken:
             return 1
@@ -219,9 +222,9 @@ def devices_of(engine_config: Mapping[str, Any]) -> int:
 
 
 def default_resources(devices: int) -> tuple[dict[str, float], int]:
-    """Return what each actor of a replica of so many devices takes of this cluster, and how many
-    actors: GPUs, or all TPU chips of a host, where there are any, on as many hosts as that takes;
-    else a CPU. ConfigError where they do not divide over hosts.
+    """Return what each actor of a replica of this many devices reserves on this cluster, and the
+    number of actors: GPUs, or all TPU chips of a host, if there are any, on as many hosts as
+    needed; otherwise a CPU. Raises ConfigError if the devices do not divide over hosts.
     """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     for name in ("GPU", "TPU"):
@@ -247,8 +250,8 @@ def launch_of(
     hosts: int | None,
     adapters: Mapping[str, str | Path] | None,
 ) -> Launch:
-    """Return how to start replicas; resources and hosts None are what this cluster and the devices
-    that an engine takes come to.
+    """Return how to start replicas. If resources or hosts are None, they follow from this cluster
+    and from the devices of an engine.
     """
     taken, most = default_resources(devices_of(engine_config)) if not resources else (resources, 1)
     return Launch(

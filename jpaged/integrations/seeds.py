@@ -1,10 +1,10 @@
-"""Seeds of what is named: a row or a line that is run again, anywhere, gives the same text."""
+"""Seeds from names: a row or line that is run again, anywhere, gets the same text."""
 
 import xxhash
 
 
 def stable_seed(seed: int, name: str) -> int:
-    """Return the seed of something of this name in a run of this seed: 63 bits, which a signed
-    64-bit seed holds.
+    """Return the seed of a name in a run with this seed. It has 63 bits, which fit a signed 64-bit
+    integer.
     """
     return xxhash.xxh64_intdigest(f"{seed} {name}".encode(errors="backslashreplace")) >> 1

@@ -1,9 +1,9 @@
-"""JPagedRollout: google-tunix's RLCluster samples through jpaged instead of its own sampler.
+"""JPagedRollout: lets google-tunix's RLCluster sample with jpaged in place of its own sampler.
 
     ClusterConfig(rollout_engine=JPagedRollout, rollout_config=RolloutConfig(...), ...)
 
-or functools.partial(JPagedRollout, lora_scale=..., engine_config=...) for what RolloutConfig has no
-field for.
+or functools.partial(JPagedRollout, lora_scale=..., engine_config=...) for settings that
+RolloutConfig does not have.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ except ImportError as e:
         "jpaged.integrations.tunix needs google-tunix: pip install 'jpaged[clients]'"
     ) from e
 
-# RolloutConfig's fields that have a meaning here; any other must be at its default.
+# RolloutConfig's fields that are used here; all others must have their defaults.
 HONOURED = {
     "max_tokens_to_generate",
     "temperature",
@@ -57,9 +57,9 @@ HONOURED = {
     "expert_parallel_size",
     "return_logprobs",
 }
-# A rollout streams to nobody, and small models are bound by the host at one token a dispatch.
+# Nobody reads a rollout as a stream, and with one token a dispatch the host limits small models.
 DECODE_STEPS = 8
-ROPE_THETA = 1_000_000  # what tunix's Qwen3 computes with, whatever its config says
+ROPE_THETA = 1_000_000  # tunix's Qwen3 uses this value whatever its config says
 
 
 class JPagedRollout(BaseRollout):
@@ -119,17 +119,17 @@ class JPagedRollout(BaseRollout):
         settings = (family, config, lora_scale, merge_lora)
         self._weights = _Weights(rollout_actor, self.mesh, *settings)
         self._calls = 0
-        self._lock = threading.Lock()  # of _weights and _calls
+        self._lock = threading.Lock()  # guards _weights and _calls
         self._weights.current()
 
     def generate(
         self, prompts: str | list[str], rollout_config: RolloutConfig, **kwargs: Any
     ) -> RolloutOutput:
-        """Return one completion of each prompt, or of the one; equal prompts get different samples,
-        and the same again for the same seed.
+        """Return one completion of each prompt, or of a single one. Equal prompts get different
+        samples, and the same seed gives the same samples again.
 
-        left_padded_prompt_tokens is max_prompt_length wide, or a power of two where a prompt is
-        longer. ConfigError where a prompt and max_tokens_to_generate are beyond the context.
+        left_padded_prompt_tokens is max_prompt_length wide, or a power of two if a prompt is
+        longer. Raises ConfigError if a prompt and max_tokens_to_generate exceed the context.
         """
         if kwargs:
             raise TypeError(f"generate has no argument {next(iter(kwargs))!r}")
@@ -148,13 +148,13 @@ class JPagedRollout(BaseRollout):
             raise ConfigError(
                 f"{asked} are longer than {self._max_len}: raise kv_cache_size of the train config"
             )
-        greedy = c.temperature == 0 or c.top_p is None  # as tunix's sampler takes them
+        greedy = c.temperature == 0 or c.top_p is None  # in agreement with tunix's sampler
         sampling = SamplingParams(
             temperature=0.0 if greedy else c.temperature,
             top_p=1.0 if c.top_p is None else c.top_p,
             top_k=0 if c.top_k is None else max(c.top_k, 0),
             max_tokens=c.max_tokens_to_generate,
-            # eos_tokens end a completion, and a pad token: the trainer would not see it as context
+            # A pad token ends a completion too, since the trainer would treat it as padding.
             ignore_eos=True,
             stop_token_ids=[*self._eos_tokens(c), self.pad_id()],
             logprobs_mode="raw" if greedy else "tempered",
@@ -196,11 +196,10 @@ class JPagedRollout(BaseRollout):
     def get_per_token_logps(
         self, prompt_tokens: jax.Array, completion_tokens: jax.Array
     ) -> jax.Array:
-        """Return the model's log-probabilities of completions, float32 [B, completion length], 0
-        where they are padding.
+        """Return the model's log-probabilities of completions, float32 [B, C], with 0 for padding.
 
-        prompt_tokens [B, P], completion_tokens [B, C]; pad ids in either are left out. At
-        temperature 1, as tunix's own sampler has it.
+        prompt_tokens [B, P], completion_tokens [B, C]; pad ids in either are left out. The
+        temperature is 1, as in tunix's own sampler.
         """
         prompts, completions = (
             np.asarray(jax.device_get(prompt_tokens)),
@@ -212,7 +211,7 @@ class JPagedRollout(BaseRollout):
         ]
         if empty := [i for i, (prompt, *_) in enumerate(rows) if not prompt]:
             raise RequestError(
-                f"prompt {empty[0]} is nothing but padding: its first token has no probability"
+                f"prompt {empty[0]} is nothing but padding: the token after it has no probability"
             )
         sequences = [prompt + c[real].tolist() for prompt, real, c in rows]
         settings = self._settings(self._rollout_config)
@@ -225,10 +224,10 @@ class JPagedRollout(BaseRollout):
         return jnp.asarray(out)
 
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
-        """Take new weights, or new LoRA parts alone, which leave all else as it is; the next call
-        converts what is new. Nothing is copied or moved here.
+        """Take new weights, or new LoRA parts alone, which leave the other weights as they are. The
+        next call converts the new ones; nothing is copied or moved here.
         """
-        del filter_types  # what `params` was filtered by; it holds what it holds
+        del filter_types  # not needed: `params` has what passed the filter
         with self._lock:
             self._weights.update(params if isinstance(params, nnx.State) else nnx.State(params))
 
@@ -241,11 +240,11 @@ class JPagedRollout(BaseRollout):
         return self._tokenizer.eos_id()
 
     def model(self) -> nnx.Module:
-        """The module whose weights are served."""
+        """Return the module whose weights are served."""
         return self._weights.module
 
     def _tokenize(self, prompt: str) -> list[int]:
-        """As tunix's sampler does: the BOS token first, once."""
+        """Return token ids as tunix's sampler does: BOS comes first, once."""
         bos = self._tokenizer.bos_id()
         return [
             int(x)
@@ -258,8 +257,8 @@ class JPagedRollout(BaseRollout):
         return [self.eos_id()] if not c.eos_tokens else [int(token) for token in c.eos_tokens]
 
     def _settings(self, c: RolloutConfig) -> EngineConfig:
-        """Return the engine's settings for a config: in data_type, else in the dtype that the actor
-        computes in.
+        """Return the engine's settings for a rollout config. The dtype is data_type, or the one
+        that the actor computes in.
         """
         if self._engine_config.dtype is not None:
             return self._engine_config
@@ -270,7 +269,7 @@ class JPagedRollout(BaseRollout):
 
 
 class _Made[T]:
-    """What was made of arrays, for as long as they are the same."""
+    """A value that was made from arrays, valid as long as the arrays are the same objects."""
 
     def __init__(self) -> None:
         self.value: T | None = None
@@ -289,8 +288,8 @@ class _Made[T]:
 
 
 class _Weights:
-    """The weights of an nnx module in our form: the module itself where it lies on the mesh that
-    serves, else one of our own there, so that tunix sees that it has to sync.
+    """The weights of an nnx module in jpaged's form. `module` is the actor itself if it lies on the
+    mesh that serves; otherwise a copy on that mesh, so that tunix sees that it must synchronise.
     """
 
     def __init__(
@@ -312,7 +311,7 @@ class _Weights:
         self._params, self._lora = _Made[Params](), _Made[Adapter]()
 
     def update(self, params: nnx.State) -> None:
-        """ConfigError if they hold what the module lacks."""
+        """Take new weights. Raises ConfigError if they hold a part that the module lacks."""
         known = {path for path, _ in nnx.to_flat_state(nnx.state(self.module))}
         if extra := [path for path, _ in nnx.to_flat_state(params) if path not in known]:
             name = ".".join(map(str, extra[0]))
@@ -320,8 +319,8 @@ class _Weights:
         nnx.update(self.module, params)
 
     def current(self) -> tuple[Params, Adapter | None]:
-        """Return the weights, and the LoRA parts if there are any: either is made again when any of
-        its arrays is another one.
+        """Return the weights, and the LoRA parts if there are any. Each is made again when one of
+        its arrays is a new object.
         """
         if self._is_own:
             nnx.update(self.module, _placed(nnx.state(self.module, nnx.Param), self._mesh))
@@ -350,7 +349,7 @@ class _Weights:
 
 
 def _check(c: RolloutConfig, mesh: Mesh | None) -> None:
-    """ConfigError naming the first field that cannot be honoured."""
+    """Raise ConfigError for the first field that is not supported."""
     default = RolloutConfig()
     for field in dataclasses.fields(c):
         value = getattr(c, field.name)
@@ -368,7 +367,7 @@ def _check(c: RolloutConfig, mesh: Mesh | None) -> None:
 
 
 def _qwen3_config(actor: nnx.Module, max_len: int) -> ModelConfig:
-    """Our config of a dense Qwen3 of tunix."""
+    """Return the ModelConfig of a dense Qwen3 of tunix."""
     c: Any = getattr(actor, "config", None)
     if type(c).__module__ != "tunix.models.qwen3.model":
         raise ConfigError(
@@ -409,7 +408,7 @@ def _lies_on(x: jax.Array, mesh: Mesh) -> bool:
 
 
 def _placed(state: Any, mesh: Mesh | None) -> Any:
-    """Return a state's arrays on a mesh, split as they are now where that mesh has the axes for it,
+    """Return a state with its arrays on a mesh, split as they are now if that mesh has the axes,
     else replicated.
     """
     assert mesh is not None

@@ -62,8 +62,9 @@ def format_of(raw: Mapping[str, Any]) -> Format | None:
     """The format of weights that are not plain; ConfigError for one that is not read."""
     raw = _text_part(raw)
     family = FAMILIES.get(str(raw.get("model_type")))
-    are_stacked = family is not None and family.stacked_experts is not None
-    return read_format(raw.get("quantization_config"), are_stacked=are_stacked)
+    stacked = None if family is None else family.stacked_experts
+    are_alternate = stacked is not None and stacked.alternate
+    return read_format(raw.get("quantization_config"), are_alternate=are_alternate)
 
 
 def _text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -235,16 +235,17 @@ def _f32(x: np.ndarray) -> np.ndarray:
     return x.astype(np.float32)
 
 
-def read_format(raw: Any, *, are_stacked: bool) -> Format | None:
+def read_format(raw: Any, *, are_alternate: bool) -> Format | None:
     """Return the format that a quantization_config names, None without one.
 
-    are_stacked: the family stores the experts of a layer in one tensor. ConfigError, which names
-    the method, for formats that are not read.
+    are_alternate: the family's files hold rows of gate and up in turn, which mxfp4 alone is read
+    of. Experts of other families are one by one in files of 8 and 4 bits, or plain. ConfigError,
+    which names the method, for formats that are not read.
     """
     if not raw:
         return None
     method = raw.get("quant_method") if isinstance(raw, Mapping) else raw
-    if are_stacked:
+    if are_alternate:
         if method == "mxfp4":
             return Mxfp4()
         raise _refused(method, "these experts are read in mxfp4 or plain")

@@ -1,5 +1,5 @@
-"""OpenAI's API: the bodies of its requests and answers, shared by batch files and a server.
+"""OpenAI's API: the bodies of its requests and answers, which batch files and a server share.
 
-protocol.py: what a request may say, strictly typed. json_text.py: how it is read. responses.py:
-what an answer holds, and how it is made of an output. server/: all that over HTTP.
+protocol.py says what a request may hold, with strict types; json_text.py parses it. responses.py
+says what an answer holds, and makes answers from outputs. server/ offers both over HTTP.
 """

@@ -1,4 +1,4 @@
-"""Types of a body's fields, and what pydantic alone does not check of them."""
+"""The types of a body's fields, with the checks that pydantic alone does not make."""
 
 import json
 from typing import Annotated, Any
@@ -9,8 +9,8 @@ from jpaged.checks import FLOAT32_MAX
 
 MOST_TOOLS = 1024
 MOST_IDS, MOST_DIGITS = 2**31, 10  # token ids are int32 on a device
-# Arguments of apply_chat_template that are no variables of a template: templates come from the
-# tokenizer only.
+# Arguments of apply_chat_template that a request must not set as variables of the template: the
+# template itself comes from the tokenizer only.
 RESERVED = {
     "conversation",
     "chat_template",
@@ -31,17 +31,18 @@ RESERVED = {
 
 
 def short(value: Any) -> str:
-    """Return a value for a message, cut in the middle when it is long."""
+    """Return the repr of a value for a message, with its middle cut out if it is long."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:40]}...{text[-15:]}"
 
 
 def _biases(value: Any) -> Any:
-    """Token ids to numbers. The first that is neither ends it: pydantic would tell of each.
+    """Return a logit_bias with ids as keys. The first bad entry raises ValueError: pydantic would
+    report every one of them.
 
-    An int is its own hash modulo 2**61 - 1, so a sender could choose keys that all have one hash,
-    and a dict of them takes quadratic time. Ids of at most 31 bits cannot have that; the keys of
-    JSON are strings, whose hashes nobody knows beforehand.
+    An int is its own hash modulo 2**61 - 1, so a sender could choose keys whose hashes are all
+    equal, and a dict of those takes quadratic time. Ids of at most 31 bits cannot collide in this
+    way; and the keys of JSON are strings, whose hashes nobody can predict.
     """
     if not isinstance(value, dict):
         return value
@@ -54,7 +55,7 @@ def _biases(value: Any) -> Any:
         if type(key) is not int or not 0 <= key < MOST_IDS:
             raise ValueError(f"{short(key)} is not a token id")
         if type(bias) not in (int, float) or not abs(bias) <= FLOAT32_MAX:
-            raise ValueError(f"{key}: {short(bias)} is no number for a logit")
+            raise ValueError(f"{key}: {short(bias)} cannot be added to a logit")
         biases[key] = bias
     return biases
 
@@ -62,21 +63,21 @@ def _biases(value: Any) -> Any:
 def _truncation(value: int) -> int:
     if value < -1 or value == 0:
         raise ValueError(
-            "must be a positive integer, or -1 for as many tokens as leave room for the answer"
+            "must be a positive integer, or -1 to keep as many tokens as leave room for the answer"
         )
     return value
 
 
 def _one_prompt(value: Any) -> Any:
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
-        value = value[0]  # OpenAI's list of prompts, with one in it
+        value = value[0]  # OpenAI's list of prompts, of length one
     if isinstance(value, list) and any(isinstance(v, str | list) for v in value):
-        raise ValueError("one prompt a request: write one request for each")
+        raise ValueError("a request takes one prompt: send one request per prompt")
     return value
 
 
 def _joined(content: Any) -> Any:
-    """The text of a message that comes in parts; a refusal is a text, too."""
+    """Return the text of a message whose content is a list of parts. A refusal counts as text."""
     if not isinstance(content, list):
         return content
     texts: list[str] = []
@@ -90,8 +91,9 @@ def _joined(content: Any) -> Any:
 
 
 def _arguments(value: Any) -> Any:
-    """Return the arguments of a call: the object, which templates write themselves. A string that
-    is no JSON object stays as it is, since an answer may be cut off within its arguments.
+    """Return the arguments of a call as an object, since chat templates write the JSON themselves.
+    A string that is not a JSON object stays a string: an answer may have been cut off within its
+    arguments.
     """
     if not isinstance(value, str):
         return value or {}

@@ -1,5 +1,6 @@
-"""Fields of a body that ask for an answer of a given form: OpenAI's response_format, vLLM's
-structured_outputs and its older guided_* fields. All come to SamplingParams.structured.
+"""Fields of a body that ask for an answer of a certain form: OpenAI's response_format, vLLM's
+structured_outputs and its older guided_* fields. All of them are translated to
+SamplingParams.structured.
 """
 
 from typing import Annotated, Any, Literal, Self
@@ -15,8 +16,8 @@ Schema = dict[str, Any] | str
 
 
 class Strict(BaseModel):
-    """What is in it is known, and of its type: all of a form changes the answer. Null is "not
-    given", whatever the field.
+    """A model that takes known fields of the right types only, since everything in a form changes
+    the answer. In every field, null means "not given".
     """
 
     model_config = ConfigDict(strict=True)
@@ -34,7 +35,7 @@ class Strict(BaseModel):
 
 
 class JsonSchema(Strict):
-    """A named schema; the form is held to it whatever `strict` says."""
+    """A named schema. Answers follow it whatever `strict` says."""
 
     name: str
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
@@ -43,7 +44,7 @@ class JsonSchema(Strict):
 
 
 class ResponseFormat(Strict):
-    """OpenAI's: any text, any JSON object, or JSON of a schema."""
+    """OpenAI's response_format: any text, any JSON object, or JSON that follows a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -51,7 +52,7 @@ class ResponseFormat(Strict):
     @model_validator(mode="after")
     def _schema_where_it_belongs(self) -> Self:
         if (self.json_schema is not None) != (self.type == "json_schema"):
-            raise ValueError("type json_schema goes with json_schema, and no other does")
+            raise ValueError("type json_schema needs json_schema, and no other type takes it")
         return self
 
     @property
@@ -64,7 +65,7 @@ class ResponseFormat(Strict):
 
 
 class StructuredOutputs(Strict):
-    """vLLM's, all of it that can be kept to."""
+    """vLLM's structured_outputs, without the options that cannot be honoured."""
 
     json_: Annotated[Schema | None, Field(alias="json")] = None
     regex: Text | None = None
@@ -72,12 +73,12 @@ class StructuredOutputs(Strict):
     grammar: Text | None = None
     json_object: Literal[True] | None = None
     disable_any_whitespace: bool = False
-    disable_fallback: bool = False  # there is none
+    disable_fallback: bool = False  # jpaged has no fallback
 
     @model_validator(mode="after")
     def _one_form(self) -> Self:
         if len(self._forms) != 1:
-            raise ValueError("needs one of json, regex, choice, grammar, json_object")
+            raise ValueError("needs exactly one of json, regex, choice, grammar, json_object")
         return self
 
     @property
@@ -98,7 +99,7 @@ class StructuredOutputs(Strict):
 
 
 class FormFields(BaseModel):
-    """The fields that name a form; a body has at most one of them."""
+    """The fields that ask for a form; a body may set one of them."""
 
     structured: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
@@ -118,7 +119,7 @@ class FormFields(BaseModel):
 
     @property
     def forms(self) -> dict[str, dict[str, Any]]:
-        """What each field that asks for a form comes to, by the field's name."""
+        """Return what each field that asks for a form is translated to, by the field's name."""
         guided = {
             "guided_json": ("json_schema", self.guided_json),
             "guided_regex": ("regex", self.guided_regex),

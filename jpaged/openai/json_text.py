@@ -1,4 +1,6 @@
-"""JSON as a request has it: one object, of finite numbers and of strings that are text."""
+"""Parses the JSON of a request: one object, whose numbers are finite and whose strings are valid
+Unicode.
+"""
 
 import json
 from typing import Any
@@ -8,8 +10,8 @@ from jpaged.openai.protocol import BodyError
 
 
 def json_object(text: str, *, max_depth: int | None = None) -> dict[str, Any]:
-    """Return the object that a text is. max_depth: of lists and objects within each other. Raises
-    BodyError.
+    """Return the object that a JSON text holds. max_depth: how deep lists and objects may be
+    nested. Raises BodyError.
     """
 
     def refuse(name: str) -> None:
@@ -17,14 +19,14 @@ def json_object(text: str, *, max_depth: int | None = None) -> dict[str, Any]:
 
     try:
         body = json.loads(text, parse_constant=refuse)
-        if "\\u" in text:  # half of a surrogate pair: no tokenizer takes it
+        if "\\u" in text:  # half of a surrogate pair: no tokenizer accepts it
             json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        message = "a string holds a lone surrogate, which is no text"
+        message = "a string holds half of a surrogate pair, which is not valid Unicode"
         raise BodyError(message, code="invalid_encoding") from None
     except (ValueError, RecursionError) as e:
         raise BodyError(f"not JSON: {e}", code="invalid_json") from None
-    # Only what has so many brackets can be so deep.
+    # A text with fewer brackets cannot be nested deeper.
     if max_depth is not None and text.count("[") + text.count("{") > max_depth:
         _check_depth([body], max_depth)
     if not isinstance(body, dict):
@@ -38,4 +40,4 @@ def _check_depth(level: list[Any], most: int) -> None:
         level = [y for x in nested for y in x if isinstance(y, dict | list)]
         if not level:
             return
-    raise BodyError(f"nested more than {most} deep", code="invalid_json")
+    raise BodyError(f"lists and objects are nested more than {most} deep", code="invalid_json")

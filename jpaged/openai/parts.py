@@ -1,7 +1,7 @@
-"""Parts of a chat's answer: reasoning, content and calls of tools, read from its text as it comes.
+"""Splits the text of a chat's answer, as it is generated, into reasoning, content and tool calls.
 
-Each family of models writes them in its own way. What is no well-formed call stays content: nothing
-of a text is lost. Every character is looked at a bounded number of times.
+Every family of models marks these parts in its own way. Text that is not a well-formed call stays
+content, so that no text is lost. Every character is examined a bounded number of times.
 """
 
 import dataclasses
@@ -13,15 +13,15 @@ from typing import Any, Literal, NotRequired, TypedDict
 Style = Literal["hermes", "llama", "harmony", "none"]
 STYLES: tuple[Style, ...] = ("hermes", "llama", "harmony", "none")
 
-PIECE = 4096  # characters that are read at once
-LONGEST_HEAD = 1024  # characters before the arguments of a call
+PIECE = 4096  # characters that are parsed at once
+LONGEST_HEAD = 1024  # characters of a call before its arguments, at most
 HEAD = re.compile(
     r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
 
 
 class Delta(TypedDict):
-    """A piece of a message, as a stream has it."""
+    """A piece of a message, in the form that a stream sends."""
 
     reasoning_content: NotRequired[str]
     content: NotRequired[str]
@@ -29,7 +29,7 @@ class Delta(TypedDict):
 
 
 def style_of(chat_template: str) -> Style:
-    """Return how a model calls tools, by what its template says of it."""
+    """Return the way in which a model writes tool calls, by the markers in its chat template."""
     if "<|channel|>" in chat_template:
         return "harmony"
     if "<tool_call>" in chat_template:
@@ -43,8 +43,8 @@ def style_of(chat_template: str) -> Style:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Format:
-    """How a model writes the parts of an answer. style: of its calls. thinks: whether reasoning is
-    told apart.
+    """How a model marks the parts of its answers. style: how it writes tool calls. thinks: whether
+    reasoning is separated from content.
     """
 
     style: Style
@@ -52,18 +52,20 @@ class Format:
 
     @classmethod
     def of(cls, tokenizer: Any, style: Style | None = None, *, thinks: bool = True) -> "Format":
-        """By the model's chat template, unless a style is given."""
+        """Return the format that the model's chat template implies. style overrides the template's
+        way of writing calls.
+        """
         template = getattr(tokenizer, "chat_template", None) or ""
         text = template if isinstance(template, str) else json.dumps(template)
         return cls(style=style or style_of(text), thinks=thinks and "</think>" in text)
 
     def is_thinking(self, prompt_end: str) -> bool:
-        """Return whether a prompt that ends so has opened the reasoning."""
+        """Return whether a prompt with this end has already opened the reasoning."""
         return self.thinks and prompt_end.rstrip().endswith("<think>")
 
     def reader(self, prompt_end: str, *, tools: bool) -> "Reader":
-        """Return a reader of an answer. prompt_end: the text that the prompt ends with, which may
-        have opened the reasoning. tools: whether calls are looked for.
+        """Return a reader for one answer. prompt_end: the last text of the prompt, which may have
+        opened the reasoning. tools: whether to look for calls.
         """
         is_thinking = self.is_thinking(prompt_end)
         if self.style == "harmony":
@@ -76,14 +78,14 @@ class Format:
 
 
 class Scanner:
-    """Finds the end of a JSON object, a character at a time."""
+    """Finds the end of a JSON object, one character at a time."""
 
     def __init__(self) -> None:
         self._depth = 0
         self._in_string = self._is_escaped = False
 
     def end(self, text: str) -> int | None:
-        """Return where the object ends in what comes next; None where it goes on."""
+        """Return the index in `text` after which the object ends, or None if it goes on."""
         for at, c in enumerate(text):
             if self._is_escaped:
                 self._is_escaped = False
@@ -102,31 +104,32 @@ class Scanner:
 
 
 class Call:
-    """One call, written as {"name": ..., "arguments": {...}}; its arguments are passed on as they
-    come where the name is before them, and at the end of the call where it is not.
+    """One tool call, written as {"name": ..., "arguments": {...}}. If the name comes first, the
+    arguments are passed on as they are generated; otherwise they are passed on when the call ends.
     """
 
     def __init__(self, index: int):
         self.index = index
-        self.is_known = False  # whether anything of it was passed on
-        self.raw = ""  # what was not
+        self.is_known = False  # whether any of it was passed on
+        self.raw = ""  # the text that was not passed on
         self._arguments: Scanner | None = None
         self._whole = Scanner()
         self._scanned = 0  # characters of raw
-        self._is_long = False  # too long for a head
-        self.rest: str | None = None  # what came after it, once it has ended; the call may be none
+        self._is_long = False  # too long for a head (name and key)
+        # The text after it, once it has ended or has turned out not to be a call.
+        self.rest: str | None = None
 
     def push(self, text: str) -> list[Delta]:
         self.raw += text
         if self._arguments is None:
-            # However much of it comes at once, a head is looked for in its first characters.
+            # The head is searched for in the first characters only, however many arrive at once.
             head = None if self._is_long else HEAD.match(self.raw, 0, 2 * LONGEST_HEAD)
             self._is_long = len(self.raw) > 2 * LONGEST_HEAD
             name = None if head is None else _name(head[1])
             if head is None or name is None:
                 return self._to_the_end()
             self._arguments = Scanner()
-            # What the head leaves open is closed after the arguments.
+            # The brace that the head opened is closed after the arguments.
             self.raw = self.raw[head.end() :]
             self.is_known = True
             return [self._begun(name), *self.push("")]
@@ -147,7 +150,7 @@ class Call:
     _is_closing = False
 
     def _close(self) -> list[Delta]:
-        """Drop the brace after the arguments."""
+        """Drop the closing brace that follows the arguments."""
         left = self.raw.lstrip()
         if left:
             self.rest = left.removeprefix("}")
@@ -179,7 +182,7 @@ class Call:
 
 
 def _object(text: str) -> tuple[str, str] | None:
-    """Name and arguments of a call, None where a text is none."""
+    """Return the name and the arguments of a call, or None if the text is not a call."""
     try:
         call = json.loads(text, strict=False)
         call = call.get("function", call) if isinstance(call, dict) else None
@@ -196,17 +199,17 @@ def _object(text: str) -> tuple[str, str] | None:
 
 
 def _name(literal: str) -> str | None:
-    """Return the name that a JSON string is, None where it is none."""
+    """Return the name that a JSON string literal holds, or None if it holds none."""
     try:
         name = json.loads(literal, strict=False)
-    except ValueError:  # an escape that JSON has not
+    except ValueError:  # an escape that JSON does not have
         return None
     return name if _is_text(name) else None
 
 
 def _is_text(value: str) -> bool:
-    """Return whether UTF-8 can write it: JSON's escapes may leave half of a surrogate pair, which
-    no client could send back.
+    """Return whether UTF-8 can encode a string. JSON's escapes may produce half of a surrogate
+    pair, which no client could send back.
     """
     try:
         value.encode()
@@ -216,32 +219,34 @@ def _is_text(value: str) -> bool:
 
 
 class Reader:
-    """The parts of one answer. calls: of tools, so far. Subclasses know how a family writes."""
+    """Splits one answer into parts. calls: how many tool calls there were so far. A subclass knows
+    how one family marks the parts.
+    """
 
     def __init__(self) -> None:
         self.calls = 0
-        self._text = ""  # not passed on yet
-        self._space = ""  # at the end of what was: passed on when more comes
-        self._is_new = False  # nothing of this part was passed on: space is dropped
+        self._text = ""  # received, and not passed on yet
+        self._space = ""  # white space at the end of a part, passed on when more text follows
+        self._is_new = False  # whether nothing of this part was passed on: leading space is dropped
 
     def push(self, text: str) -> list[Delta]:
-        """Return what is certain once this text has come."""
+        """Return the pieces that are certain once this text has arrived."""
         deltas: list[Delta] = []
-        # A part costs what is there when it is taken away: a long text must not be there at once.
+        # Removing a part costs time in proportion to the buffer, so a long text is fed in pieces.
         for at in range(0, len(text), PIECE):
             self._text += text[at : at + PIECE]
             deltas += self._read(is_last=False)
         return deltas
 
     def finish(self) -> list[Delta]:
-        """Return the rest."""
+        """Return the pieces that are left at the end of the answer."""
         return self._read(is_last=True)
 
     def _read(self, *, is_last: bool) -> list[Delta]:
         raise NotImplementedError
 
     def _part(self, kind: Literal["content", "reasoning_content"], text: str) -> list[Delta]:
-        """Return a piece of text; space at its end waits for more."""
+        """Return a piece of text without the white space at its end, which waits for more text."""
         whole = self._space + text
         if self._is_new:
             whole = whole.lstrip()
@@ -256,8 +261,9 @@ class Reader:
         self._space, self._is_new = "", True
 
     def _until(self, *markers: str, is_last: bool) -> tuple[str, str | None]:
-        """(text before the first of the markers, the marker), both taken away; what may be the
-        beginning of one waits for more.
+        """Return the text before the first of the markers, and that marker (None if there is none),
+        and remove both from the buffer. An end that may be the beginning of a marker stays in the
+        buffer.
         """
         places = [(at, m) for m in markers if (at := self._text.find(m)) >= 0]
         if places:
@@ -271,13 +277,13 @@ class Reader:
 
 
 def _begun(text: str, marker: str) -> int:
-    """Return how many characters at a text's end are the beginning of a marker."""
+    """Return how many characters at the end of a text are the beginning of a marker."""
     longest = min(len(marker) - 1, len(text))
     return next((n for n in range(longest, 0, -1) if text.endswith(marker[:n])), 0)
 
 
 class Plain(Reader):
-    """Content alone."""
+    """All of the answer is content."""
 
     def _read(self, *, is_last: bool) -> list[Delta]:
         text, self._text = self._text, ""
@@ -285,12 +291,12 @@ class Plain(Reader):
 
 
 class Tagged(Reader):
-    """<think>reasoning</think>content<tool_call>{...}</tool_call>, as Qwen, Hermes and others have
-    it.
+    """<think>reasoning</think>content<tool_call>{...}</tool_call>, the format of Qwen, Hermes and
+    others.
 
-    thinks: whether reasoning is looked for; is_thinking: whether the prompt has opened it. tools:
-    whether calls are. answer: reads what comes after the reasoning, where a family writes its calls
-    in another way.
+    thinks: whether to look for reasoning; is_thinking: whether the prompt has opened it. tools:
+    whether to look for calls. answer: the reader of the text after the reasoning, for families that
+    write calls in another way.
     """
 
     def __init__(
@@ -320,7 +326,9 @@ class Tagged(Reader):
                 return deltas + self._left(is_last)
 
     def _left(self, is_last: bool) -> list[Delta]:
-        """Space at the very end is the content's; a call that was cut off is none."""
+        """Return what is left at the end: white space there belongs to the content, and a call that
+        was cut off before its arguments is not a call.
+        """
         if not is_last:
             return []
         if self._answer is not None:
@@ -328,7 +336,7 @@ class Tagged(Reader):
             self.calls = self._answer.calls
             return deltas
         call, self._call = self._call, None
-        if call is not None and call.is_known:  # cut off within its arguments
+        if call is not None and call.is_known:  # it was cut off within its arguments
             self.calls += 1
             return []
         if call is not None:
@@ -383,7 +391,7 @@ class Tagged(Reader):
         if self._call.rest is None:
             return deltas
         call, self._call = self._call, None
-        if not call.is_known:  # no call: what it is stays content
+        if not call.is_known:  # not a call: the text stays content
             self._state, self._text = "text", (call.rest or "") + self._text
             return deltas + self._part("content", f"<tool_call>{call.raw}")
         self.calls += 1
@@ -399,8 +407,8 @@ class Tagged(Reader):
 
 
 class JsonCalls(Reader):
-    """A message that is {"name": ..., "parameters": {...}} from its beginning, or several with a
-    semicolon between them, as Llama 3 has it.
+    """A message that is {"name": ..., "parameters": {...}} from its first character, or several of
+    these with semicolons between them: the format of Llama 3.
     """
 
     BLANK = " \n\t;"  # before a call
@@ -409,12 +417,12 @@ class JsonCalls(Reader):
         super().__init__()
         self._call: Call | None = None
         self._is_text = False
-        self._blank = 0  # characters of what waits, where they are all blank
+        self._blank = 0  # length of the buffer as long as it is all blank
 
     def push(self, text: str) -> list[Delta]:
         is_open = self._call is None and not self._is_text
         if is_open and self._blank == len(self._text) and not text.strip(self.BLANK):
-            self._text += text  # not looked at again until there is something else
+            self._text += text  # not parsed until another character arrives
             self._blank = len(self._text)
             return []
         self._blank = 0
@@ -455,8 +463,8 @@ class JsonCalls(Reader):
 
 
 class Harmony(Reader):
-    """<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>..., as
-    GPT-OSS has it: analysis is reasoning, what goes to=functions.NAME a call.
+    """<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>..., the
+    format of GPT-OSS. The analysis is reasoning; a message to=functions.NAME is a call.
     """
 
     ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
@@ -490,7 +498,7 @@ class Harmony(Reader):
             self._next_part()
 
     def _open(self) -> list[Delta]:
-        """A head is whole: what comes next."""
+        """A head is complete: begin the part that it announces."""
         name = self.RECIPIENT.search(self._head)
         channel = self._head.rpartition("<|channel|>")[2].strip()
         if name is not None:
@@ -513,7 +521,7 @@ class Harmony(Reader):
 
 
 def folded(deltas: list[Delta]) -> dict[str, Any]:
-    """Return the message that pieces add up to."""
+    """Return the message that a list of pieces adds up to."""
     message: dict[str, Any] = {"content": None}
     calls: list[Any] = []
     for delta in deltas:

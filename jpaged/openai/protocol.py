@@ -1,9 +1,9 @@
 """Bodies of OpenAI's requests with vLLM's extra fields, as strict pydantic models.
 
-A bool is not an integer, NaN is not a number, null is "not given". A field that is known is built,
-harmless (HARMLESS), or taken where its value asks for nothing and refused by name otherwise
-(NOT_BUILT). A field that nobody knows is refused by `Body.read`; `Body.read_known` leaves it out
-and names it.
+A bool is not an integer, NaN is not a number, and null means "not given". A known field is one of
+three: it is built; it is harmless (HARMLESS: any value is accepted, since none changes the answer);
+or it is not built (NOT_BUILT: values that ask for nothing are accepted, all others refused by
+name). `Body.read` refuses unknown fields; `Body.read_known` leaves them out and lists them.
 """
 
 import dataclasses
@@ -52,11 +52,11 @@ HARMLESS = frozenset(
         "request_id",
         "spaces_between_special_tokens",
         "prediction",  # makes OpenAI's servers faster, and changes no token
-        "guided_decoding_backend",  # there is one, which keeps to every form
+        "guided_decoding_backend",  # jpaged has one backend, which enforces every form
     }
 )
-# Fields that are not built, each with the values that ask for nothing (null always does): anything
-# else is refused.
+# Fields that are not built, with the values that ask for nothing. Those are accepted, and so is
+# null; any other value is refused.
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "stream": (False,),
@@ -97,13 +97,13 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "repetition_detection": (),
 }
 MOST_FIELDS = 256
-MOST_NAMES = 8  # of unknown fields that an error tells
+MOST_NAMES = 8  # unknown fields that an error lists at most
 # Of errors; others are an invalid value.
 CODES = ("unsupported_field", "unsupported_url", "unknown_field")
 
 
 class BodyError(RequestError):
-    """A body that cannot be served: why, and which field. `code` is for programs."""
+    """A body that cannot be served. param: the field to blame. code: the reason, for programs."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str = "invalid_value"):
         super().__init__(message)
@@ -111,16 +111,16 @@ class BodyError(RequestError):
 
 
 def refuse(message: str, param: str | None, code: LiteralString = "unsupported_field") -> NoReturn:
-    """Raise a validator's error of a body as a whole, blamed on a field."""
+    """Raise the error of a validator of a whole body, and blame one field."""
     raise PydanticCustomError(code, "{message}", {"param": param, "message": message})
 
 
 class Body(BaseModel):
-    """Strict; what is null was not given.
+    """A strict body, in which null means "not given".
 
-    harmless: fields whose value changes no answer. not_built: fields that are not built, each with
-    the values that ask for nothing (null always does). within: fields that are bodies themselves,
-    or lists of bodies.
+    harmless: fields that are accepted with any value, since none changes the answer. not_built:
+    fields that are not built, with the values that ask for nothing (null always does). within:
+    fields whose values are bodies themselves, or lists of bodies.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid")
@@ -132,19 +132,21 @@ class Body(BaseModel):
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Names of the fields that read_known left out; those of a body within: "messages.NAME"."""
+        """Return the names of the fields that read_known left out; those of a nested body as
+        "messages.NAME".
+        """
         return self._ignored
 
     @classmethod
     def names(cls) -> set[str]:
-        """The fields that are known: built, harmless, or not built."""
+        """Return the fields that are known: built, harmless, or not built."""
         return {*cls.model_fields, *cls.harmless, *cls.not_built}
 
     @model_validator(mode="before")
     @classmethod
     def _built(cls, data: Any) -> Any:
-        """The fields that are built and given. A field that is not built is refused by its name
-        where it asks for something.
+        """Return the fields that are built and given. Refuse a field that is not built, by name, if
+        its value asks for something.
         """
         if not isinstance(data, dict):
             return data
@@ -166,7 +168,7 @@ class Body(BaseModel):
 
     @classmethod
     def known(cls, data: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """The fields that are known, and the names of the others."""
+        """Return the known fields of a body, and the names of the others."""
         names, kept, unknown = cls.names(), {}, dict[str, None]()
         for name, value in data.items():
             if name not in names:
@@ -184,15 +186,15 @@ class Body(BaseModel):
 
     @classmethod
     def _known_within(cls, value: Any) -> tuple[Any, tuple[str, ...]]:
-        """Return the same of what should be a body; one with more fields than any has is to be
-        refused.
+        """Do the same for a nested body or a list of them. One with more fields than any body has
+        is left as it is, and refused later.
         """
         is_one = isinstance(value, dict) and len(value) <= MOST_FIELDS
         return cls.known(value) if is_one else (value, ())
 
     @classmethod
     def read_known(cls, data: Any) -> Self:
-        """Do as `read` with the fields that are known; `ignored` has the names of the others."""
+        """Like `read`, but leave unknown fields out; `ignored` lists them."""
         data, names = cls._known_within(data)
         body = cls.read(data)
         body._ignored = names
@@ -200,8 +202,8 @@ class Body(BaseModel):
 
     @classmethod
     def read(cls, data: Any) -> Self:
-        """Return the checked body. Raises BodyError, which names the first field that is wrong, and
-        its value.
+        """Return the checked body. Raises BodyError, which names the first wrong field and its
+        value.
         """
         try:
             return cls.model_validate(data)
@@ -229,14 +231,14 @@ def _told(error: ValidationError, data: Any) -> BodyError:
 
 
 def _reason(error: Any) -> str:
-    """Return what pydantic says, and where inside the field."""
+    """Return pydantic's message, and the place inside the field that it is about."""
     places = [str(place) for place in error["loc"][1:] if "[" not in str(place) and place != "str"]
     message = error["msg"].removeprefix("Value error, ")
     return f"{'.'.join(places)}: {message}" if places else message
 
 
 def unknown_fields(names: list[str], path: str = "") -> BodyError:
-    """Return the error that names fields of a body, with as many names as help the reader."""
+    """Return the error for unknown fields of a body, which lists the first MOST_NAMES of them."""
     told = ", ".join(sorted(map(short, sorted(names)[:MOST_NAMES])))
     if len(names) > MOST_NAMES:
         told += f" and {len(names) - MOST_NAMES} more"
@@ -244,9 +246,9 @@ def unknown_fields(names: list[str], path: str = "") -> BodyError:
 
 
 class SamplingFields(Body):
-    """Fields of SamplingParams that every form of request has; their ranges are its to judge.
+    """The fields of SamplingParams that every request takes; SamplingParams checks their ranges.
 
-    longest: max_tokens where nobody says.
+    longest: the value of max_tokens if neither the request nor a default sets one.
     """
 
     longest: ClassVar[int | None] = None
@@ -274,12 +276,12 @@ class SamplingFields(Body):
     priority: Integer | None = None
 
     def sampling(self) -> dict[str, Any]:
-        """Return the fields of SamplingParams that are given."""
+        """Return the fields of SamplingParams that the request sets."""
         return {name: getattr(self, name) for name in SAMPLING if name in self.model_fields_set}
 
     def params(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
-        """Return what the request asks for. Its own fields win over `more`, which win over
-        defaults.
+        """Return the SamplingParams of the request. Its own fields take precedence over `more`, and
+        those over `defaults`.
         """
         fields = {"max_tokens": self.longest, **more, **self.sampling()}
         return dataclasses.replace(defaults, **fields)
@@ -289,7 +291,7 @@ SAMPLING = tuple(SamplingFields.model_fields)
 
 
 class GenerationRequest(SamplingFields, FormFields):
-    """What prompts and conversations have in common."""
+    """The fields that requests with a prompt and requests with a conversation share."""
 
     is_chat: ClassVar[bool] = False
     harmless: ClassVar[frozenset[str]] = HARMLESS
@@ -313,14 +315,16 @@ class GenerationRequest(SamplingFields, FormFields):
         if choice not in (None, "none", "auto") or (tools and choice != "none"):
             name = "tools" if tools and choice in (None, "auto") else "tool_choice"
             said = f"{name}={short(getattr(self, name))} is not supported"
-            refuse(f'{said} (tools only with tool_choice "none")', name)
+            refuse(f'{said} (tools are accepted only with tool_choice "none")', name)
         for name in ("reasoning_effort", "tools"):
             if getattr(self, name) and not self.is_chat:
                 refuse(f"{name} needs messages", name)
         return self
 
     def given_prompt(self, llm: Any) -> str | list[int]:
-        """Text or token ids; a conversation is rendered by the model's template."""
+        """Return the prompt as text or token ids; a conversation is rendered by the model's chat
+        template.
+        """
         raise NotImplementedError
 
     def prompt_for(self, llm: Any, params: SamplingParams) -> Any:
@@ -330,7 +334,7 @@ class GenerationRequest(SamplingFields, FormFields):
         return self.fitted(self.given_prompt(llm), llm, params)
 
     def fitted(self, prompt: Any, llm: Any, params: SamplingParams) -> Any:
-        """Return a prompt, cut and salted as the body asks."""
+        """Return a prompt after truncation, and with its salt, as the body asks."""
         if self.truncate_prompt_tokens is not None:
             ids = llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
             room = llm.engine_config.max_model_len - (params.max_tokens or 1)
@@ -345,7 +349,7 @@ class GenerationRequest(SamplingFields, FormFields):
 class CompletionRequest(GenerationRequest):
     """The body of /v1/completions."""
 
-    longest: ClassVar[int | None] = 16  # OpenAI's own
+    longest: ClassVar[int | None] = 16  # OpenAI's default
 
     prompt: Prompt
     logprobs: Integer | None = None
@@ -358,8 +362,8 @@ class CompletionRequest(GenerationRequest):
 
 
 class Function(BaseModel):
-    """A function that a model once called. Clients put parsed_arguments beside the arguments; the
-    template sees the arguments alone.
+    """A function that a model called earlier in the conversation. Clients may send parsed_arguments
+    beside the arguments; the template gets the arguments only.
     """
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -370,8 +374,8 @@ class Function(BaseModel):
 
 
 class ToolCall(BaseModel):
-    """A call of a tool, as an answer has it or as the pieces of a stream add up to it; the latter
-    has an index, which the template does not see.
+    """A tool call, in the form of an answer or of a stream's pieces added up. The latter has an
+    index, which the template does not get.
     """
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -383,12 +387,11 @@ class ToolCall(BaseModel):
 
 
 class Message(Body):
-    """One message of a conversation; its tool calls and their results are the chat template's to
-    write.
+    """One message of a conversation. The chat template writes its tool calls and their results.
 
-    A message that a server answered with is taken in whatever form a client dumps it. annotations
-    and parsed (the openai package's) say nothing that the text does not. A refusal is a
-    part of what the assistant said. reasoning is vLLM's newer name of reasoning_content.
+    A message that a server has sent is accepted in any form in which a client may serialise it.
+    annotations and parsed (of the openai package) repeat what the text says. A refusal is text of
+    the assistant. reasoning is vLLM's newer name for reasoning_content.
     """
 
     harmless: ClassVar[frozenset[str]] = frozenset({"annotations", "parsed"})
@@ -410,14 +413,14 @@ class Message(Body):
         self.content = "\n".join(filter(None, (self.content, self.refusal)))
         if self.reasoning is not None:
             if self.reasoning_content not in (None, self.reasoning):
-                raise ValueError("reasoning and reasoning_content differ: give one of them")
+                raise ValueError("reasoning and reasoning_content differ: send only one of them")
             self.reasoning_content = self.reasoning
         self.tool_calls = self.tool_calls or None
         return self
 
 
 class ChosenLogprobs(GenerationRequest):
-    """logprobs as OpenAI's chat has it, true with top_logprobs beside it, or as a number."""
+    """logprobs as OpenAI's chats have it (true, with top_logprobs beside it) or as a number."""
 
     logprobs: bool | Integer | None = None
     top_logprobs: Integer | None = None
@@ -437,17 +440,17 @@ class ChosenLogprobs(GenerationRequest):
 
 
 class Conversation(ChosenLogprobs):
-    """A conversation, and how the chat template is to render it."""
+    """A conversation, and the options of rendering it with the chat template."""
 
     is_chat: ClassVar[bool] = True
-    # A chat's special tokens are its template's to write.
+    # The chat template writes the special tokens of a chat.
     not_built: ClassVar[Mapping[str, tuple[Any, ...]]] = NOT_BUILT | {
         "add_special_tokens": (False,)
     }
     within: ClassVar[Mapping[str, type[Body]]] = {"messages": Message}
 
     messages: Annotated[list[Message], FailFast(), Field(min_length=1)]
-    max_completion_tokens: Integer | None = None  # OpenAI's new name of max_tokens, which wins
+    max_completion_tokens: Integer | None = None  # OpenAI's new name for max_tokens, which wins
     chat_template_kwargs: Variables | None = None
     continue_final_message: bool = False
     add_generation_prompt: bool | None = None
@@ -465,7 +468,7 @@ class Conversation(ChosenLogprobs):
 
     @property
     def template(self) -> dict[str, Any]:
-        """Keyword arguments of LLM.render_chat."""
+        """Return the keyword arguments of LLM.render_chat."""
         variables = _unless_none(reasoning_effort=self.reasoning_effort, tools=self.tools or None)
         opened = self.add_generation_prompt
         return {

@@ -1,8 +1,8 @@
-"""Bodies of answers, and how they are made of an engine's output: a choice a sample, their tokens
-summed.
+"""Bodies of answers, and how they are made from the engine's outputs: one choice a sample, with the
+tokens of all choices added up.
 
-Typed dictionaries, not pydantic models: what is written here needs no check on its way, and a
-pydantic TypeAdapter of them checks it in the tests.
+They are typed dictionaries and not pydantic models: what this module writes needs no check at run
+time. The tests check it with a pydantic TypeAdapter.
 """
 
 import dataclasses
@@ -15,13 +15,13 @@ from jpaged.errors import CapacityError, RequestError
 from jpaged.openai.protocol import SAMPLING, BodyError
 from jpaged.request.outputs import CompletionOutput, Logprob, RequestOutput
 
-LEAST = -9999.0  # JSON has no -inf and no NaN; the figure is the one that OpenAI's API uses
+LEAST = -9999.0  # JSON has no -inf and no NaN; OpenAI's API uses this number instead
 
 
 class TopLogprob(TypedDict):
     token: str
     logprob: float
-    bytes: list[int] | None  # None for a part of a character
+    bytes: list[int] | None  # None for a token that is only a part of a character
 
 
 class TokenLogprob(TopLogprob):
@@ -34,10 +34,12 @@ class ChatLogprobs(TypedDict):
 
 
 class CompletionLogprobs(TypedDict):
-    """Parallel lists; offsets are in the characters of the tokens before."""
+    """Parallel lists with an entry for each token. text_offset counts the characters of the tokens
+    before.
+    """
 
     tokens: list[str]
-    token_logprobs: list[float | None]  # None for the first token of a prompt that is echoed
+    token_logprobs: list[float | None]  # None for the first token of an echoed prompt
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
@@ -51,7 +53,7 @@ class ChatMessage(TypedDict):
 
 
 class Ending(TypedDict):
-    """What every choice says of itself."""
+    """The fields that say how a choice ended."""
 
     finish_reason: str | None
     stop_reason: int | str | None
@@ -78,7 +80,7 @@ class Usage(TypedDict):
 
 
 class OfPrompt(TypedDict):
-    """What an answer says of its prompt, where it was asked."""
+    """The fields about the prompt, which an answer has if the request asked for them."""
 
     prompt_logprobs: NotRequired[list[dict[str, Any] | None]]
     prompt_token_ids: NotRequired[list[int]]
@@ -107,7 +109,7 @@ class ChatCompletion(OfPrompt):
 
 
 class BatchAnswer(TypedDict):
-    """A line of a batch's output; response has status_code, request_id and body."""
+    """A line of a batch's output. response holds status_code, request_id and body."""
 
     id: str
     custom_id: str | int | None
@@ -117,8 +119,8 @@ class BatchAnswer(TypedDict):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Why a request failed: an HTTP status, OpenAI's type and code of the error, the field to
-    blame, and the sentence.
+    """Why a request failed. status: of HTTP. kind, code: OpenAI's type and code of the error.
+    param: the field to blame. message: one sentence.
     """
 
     status: int
@@ -151,10 +153,10 @@ class Failure:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AnswerForm:
-    """What a request asked of its answer.
+    """What a request wants in its answer.
 
-    top: alternatives of a token, None without logprobs. token_ids: return them, beside the text.
-    tokens_as_ids: name tokens "token_id:N" among logprobs.
+    top: alternatives per token; None for no logprobs. token_ids: whether to return them beside the
+    text. tokens_as_ids: whether logprobs name tokens as "token_id:N".
     """
 
     top: int | None = None
@@ -218,7 +220,9 @@ def usage(output: RequestOutput) -> Usage:
 
 
 def ending(done: CompletionOutput, form: AnswerForm) -> Ending:
-    """Without a tokenizer there is no text, and the ids are the answer."""
+    """Return how a completion ended. Without a tokenizer there is no text, so the token ids are
+    added as the answer.
+    """
     end: Ending = {"finish_reason": done.finish_reason, "stop_reason": done.stop_reason}
     if form.token_ids or done.text is None:
         end["token_ids"] = [int(t) for t in done.token_ids]
@@ -226,12 +230,12 @@ def ending(done: CompletionOutput, form: AnswerForm) -> Ending:
 
 
 def prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None]:
-    """By token id, for every token of the prompt but the first."""
+    """Return the logprobs of every prompt token by token id; None for the first token."""
     return list(each_prompt_logprobs(output))
 
 
 def each_prompt_logprobs(output: RequestOutput) -> Iterator[dict[str, Any] | None]:
-    """The same, made one token at a time."""
+    """Yield the entries of `prompt_logprobs` one token at a time."""
     for entries in output.prompt_logprobs or []:
         yield None if entries is None else _by_id(entries)
 
@@ -244,7 +248,9 @@ def _by_id(entries: Mapping[int, Logprob]) -> dict[str, Any]:
 
 
 def token_logprobs(done: CompletionOutput, form: AnswerForm) -> list[TokenLogprob]:
-    """OpenAI's chat form: one object a token, each with its alternatives, best first."""
+    """Return logprobs in the form of OpenAI's chats: an object per token with its alternatives, the
+    likeliest first.
+    """
 
     def described(token_id: int, entry: Logprob | None, logprob: float) -> TopLogprob:
         text = None if entry is None else entry.decoded_token
@@ -287,7 +293,7 @@ def _ranked(entries: Mapping[int, Logprob]) -> list[tuple[int, Logprob]]:
 def parallel_logprobs(
     done: CompletionOutput, form: AnswerForm, start: int = 0
 ) -> CompletionLogprobs:
-    """Return the form of /v1/completions. start: offset of the first token."""
+    """Return logprobs in the form of /v1/completions. start: the text offset of the first token."""
     entries_of = done.logprobs or []
     tokens = [form.token(t, e.get(t)) for t, e in zip(done.token_ids, entries_of, strict=True)]
     offsets = [start]

@@ -1,6 +1,7 @@
-"""Calls of tools as a grammar, in llguidance's Lark: what a model writes as a call is one, of a
-tool that was offered, with arguments of its schema. And answers of a form where a model has
-channels: the form is that of the last one's text.
+"""Makes grammars for tool calls, in llguidance's dialect of Lark: whatever the model writes as a
+call is a call of a tool that was offered, and its arguments follow that tool's schema. For models
+that answer in channels, it also makes the grammar of an answer whose last channel has a certain
+form.
 """
 
 import json
@@ -20,11 +21,12 @@ from jpaged.structured.spec import (
     schema_text,
 )
 
-# As templates write JSON: with any white space a small model may write nothing else to the end.
+# White space as templates write it in JSON: if any amount were allowed, a small model might write
+# white space until its tokens run out.
 WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 TEXT = "/(.|\\n)*/"
-SPACE = "/\\s{0,8}/"  # between calls; bounded, since a model may write nothing else to the end
-# Of GPT-OSS's channels: what comes before the answer, each ended by a message of its own.
+SPACE = "/\\s{0,8}/"  # between calls; bounded for the same reason
+# GPT-OSS's channels: messages that may come before the answer.
 ASIDES = [
     'asides: (aside <|end|> <|start|> "assistant")*',
     "aside: <|channel|> /analysis|commentary/ <|message|> text",
@@ -42,11 +44,11 @@ def tool_grammar(
     thinks: bool = False,
     is_thinking: bool = False,
 ) -> str | None:
-    """Return the grammar of an answer that may call these tools, or must where they are `needed`;
-    None for a style that has none.
+    """Return the grammar of an answer that may call these tools, or must call one if `needed`; None
+    for a style without calls.
 
-    many: whether more than one call may come; where a model has channels, one ends the answer.
-    thinks: reasoning may come first; is_thinking: it has begun in the prompt.
+    many: whether there may be more than one call; a model with channels always makes one. thinks:
+    whether reasoning may come first; is_thinking: whether the prompt has opened it.
     """
     if style == "harmony":
         return _channels(tools, needed=needed)
@@ -64,20 +66,20 @@ def tool_grammar(
         opening = "" if is_thinking else '"<think>" '
         rules.append(f"thought: {opening}thinking {SPACE}")
         rules.append(f'thinking[lazy]: {TEXT} "</think>"')
-    # White space after a call must not oblige the model to another one.
+    # White space after a call must not force the model to write another call.
     end = " /\\s{0,8}/" if style == "hermes" and needed and many else ""
     start = f"start: {thought}answer{end}"
     return "\n".join(["%llguidance {}", start, *body, any_call, *rules, ""])
 
 
 def _tagged(*, needed: bool, many: bool) -> list[str]:
-    """<tool_call> opens a call wherever it comes in a text."""
+    """Return the rules of calls in tags: <tool_call> opens a call anywhere in the text."""
     tagged = 'tagged: "<tool_call>" call "</tool_call>"'
     if needed:
         more = f" ({SPACE} tagged)*" if many else ""
         return [f"answer: tagged{more}", tagged]
     opened = 'opened call "</tool_call>"'
-    # Where one may come it ends the answer: what followed could read as another.
+    # If one call is allowed it ends the answer: text after it could look like another call.
     answer = f"({opened})* rest" if many else f"{opened} | rest"
     return [
         f"answer: {answer}",
@@ -87,7 +89,9 @@ def _tagged(*, needed: bool, many: bool) -> list[str]:
 
 
 def _bare(*, needed: bool, many: bool) -> list[str]:
-    """An answer that begins with a brace is a call, or several."""
+    """Return the rules of calls without tags: an answer that begins with a brace is one or more
+    calls.
+    """
     more = f' (";" {SPACE} call)*' if many else ""
     calls = f"calls: call{more}"
     if needed:
@@ -96,7 +100,9 @@ def _bare(*, needed: bool, many: bool) -> list[str]:
 
 
 def _channels(tools: Sequence[dict[str, Any]], *, needed: bool) -> str:
-    """A message goes to a function by what is before its channel, or beside it."""
+    """Return the grammar of calls in channels: a message names its function before or after its
+    channel.
+    """
     calls = []
     for i, tool in enumerate(tools):
         function = tool["function"]
@@ -117,8 +123,8 @@ def _channels(tools: Sequence[dict[str, Any]], *, needed: bool) -> str:
 
 
 def form_of_channels(structured: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the form of an answer whose last channel has a text of this form. RequestError where
-    it is none, and for a grammar, which cannot be a part of another.
+    """Return the grammar of an answer whose last channel has this form. Raises RequestError for an
+    invalid form, and for a grammar, which cannot be embedded in another one.
     """
     check(structured)
     kind = kind_of(structured)
@@ -137,7 +143,9 @@ def form_of_channels(structured: Mapping[str, Any]) -> dict[str, Any]:
     elif kind == "regex":
         text = "/" + value.replace("/", "\\/").replace("\n", "\\n") + "/"
     else:
-        raise RequestError("structured: grammar: not with a model that answers in channels")
+        raise RequestError(
+            "structured: 'grammar' is not supported where a model answers in channels"
+        )
     rules = ["%llguidance {}", f"start: asides {FINAL} form", f"form: {text}", *ASIDES, ""]
     return {"grammar": "\n".join(rules)}
 

@@ -9,6 +9,7 @@ import dataclasses
 import importlib
 import logging
 import math
+from collections.abc import Mapping
 from typing import Any, Self
 
 import jax
@@ -200,6 +201,26 @@ def activations_of(choices: Choices, params: Any) -> str | None:
     if choices.products is None or not any(choices.products.rounds(form.name) for form in forms):
         return "plain"
     return choices.products.activations
+
+
+def layer_kernels(model: ModelConfig, choices: Choices) -> dict[str, str | None]:
+    """Return the names of what computes the gated delta rule, short convolutions and the experts of
+    a mixture, as their packages list them; None of what the model has no layers of.
+    """
+    mixers = [layer.mixer for layer in model.layers]
+    convolves = any(isinstance(mixer, DeltaConfig | ConvConfig) for mixer in mixers)
+    return {
+        "gated_delta": _name_of(choices.delta, gated_delta.IMPLEMENTATIONS),
+        "short_conv": "xla" if convolves else None,  # kernels_pallas.short_conv: there is no other
+        "experts": _name_of(choices.experts, experts.IMPLEMENTATIONS),
+    }
+
+
+def _name_of(module: Any, implementations: Mapping[str, Implementation]) -> str | None:
+    """Return the name under which an operation's package lists a module, None of no module."""
+    if module is None:
+        return None
+    return next(name for name, x in implementations.items() if x.module() is module)
 
 
 def multiplies_fp8(device: Any) -> bool:

@@ -125,7 +125,7 @@ class CompiledSteps:
             ),
             "decode": ((state, packed), 1, (state_spec, parts), (state_spec, parts)),
             "draft": ((state.kv, state.rows, packed), 1, (kv, rows, parts), (kv, parts)),
-        }["prefill" if bucket.draws is None else bucket.phase]
+        }["prefill" if bucket.sampler is None else bucket.phase]
         if bucket.takes_masks:
             args, in_specs = (*args, mask), (*in_specs, parts)
         form, split = self._params(bucket)

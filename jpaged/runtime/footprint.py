@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from jpaged.checks import read_json
 from jpaged.config import EngineConfig
-from jpaged.engine.shapes import DRAWS, PrefillShape, Shape
+from jpaged.engine.shapes import SAMPLERS, PrefillShape, Shape
 from jpaged.models.config import ModelConfig
 from jpaged.models.eagle import Head, bind_any, fitted
 from jpaged.models.forward import Forward
@@ -304,7 +304,7 @@ def largest_buckets(table: Iterable[Shape]) -> list[Shape]:
 
 def _needs(shape: Shape) -> tuple[int, ...]:
     """Return a key that rises with the memory that a shape of a phase needs."""
-    richness = -1 if shape.draws is None else DRAWS.index(shape.draws)
+    richness = -1 if shape.sampler is None else SAMPLERS.index(shape.sampler)
     scores = isinstance(shape, PrefillShape) and shape.scores
     return richness, scores, shape.tokens, shape.rows, shape.loras
 
@@ -314,9 +314,9 @@ def measured(probe: Runner, moved: int) -> Needs:
     too: any engine may come to need them. moved: as of state_bytes.
     """
     config = dataclasses.replace(probe.config, structured_output=True)
-    table = step_table(dataclasses.replace(probe.steps.setting, config=config))
+    table = step_table(dataclasses.replace(probe.compiled.setting, config=config))
     share = share_of(probe.model, probe.placement.axis_size)
-    lowered = [probe.steps.lower(bucket) for bucket in largest_buckets(table)]
+    lowered = [probe.compiled.lower(bucket) for bucket in largest_buckets(table)]
     with ThreadPoolExecutor() as threads:  # side by side: each takes a minute on a GPU
         compiled = threads.map(lambda step: step.compile(), lowered)
         analyses = [step.memory_analysis() for step in compiled]

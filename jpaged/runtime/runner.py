@@ -21,7 +21,7 @@ from jpaged.models.forward import Forward
 from jpaged.models.served import served_config
 from jpaged.runtime import kv_cache
 from jpaged.runtime.adapter_tables import AdapterTables
-from jpaged.runtime.choices import Choices, activations_of, choose
+from jpaged.runtime.choices import Choices, activations_of, choose, layer_kernels
 from jpaged.runtime.compiled_steps import CompiledSteps
 from jpaged.runtime.device_state import COUNTS_CHUNK, DeviceState, RowState
 from jpaged.runtime.kv_cache import PoolSpec, pool_specs
@@ -103,8 +103,8 @@ class Runner:
             pools = (*setting.pools, *of_draft.pools)
             setting = dataclasses.replace(setting, pools=pools, draft=of_draft)
         self.pools = setting.pools
-        self.steps = CompiledSteps(setting, placement, *map(_form, (params, draft_params)))
-        self.stand_ins = StandIns(self.steps)
+        self.compiled = CompiledSteps(setting, placement, *map(_form, (params, draft_params)))
+        self.stand_ins = StandIns(self.compiled)
         self.transfers = Transfers(placement, peers)
         self.adapters = AdapterTables(setting.model, config, placement, params.dtype)
         self._ready: dict[Shape, ReadyStep] = {}  # the steps that have run
@@ -145,7 +145,7 @@ class Runner:
         bucket, sample = buckets
         if bucket in self._ready and (sample is None or sample in self._ready):
             return buckets
-        if self.steps.is_sealed or not self._missing(buckets):
+        if self.compiled.is_sealed or not self._missing(buckets):
             return buckets
         return self.stand_ins.fit(buckets)
 
@@ -169,7 +169,7 @@ class Runner:
                 packed, state = self.transfers.put(batch.packed), self._state
                 assert state is not None
                 step, arrays = self._step(bucket, batch.num_tokens, batch.padded_tokens)
-                if bucket.draws is None:
+                if bucket.sampler is None:
                     masks = () if batch.masks_TW is None else (self._put_masks(batch.masks_TW),)
                     kv, hidden, packed, scored = step(arrays, state.kv, state.rows, packed, *masks)
                     self._state = DeviceState(kv=kv, rows=state.rows)
@@ -213,7 +213,7 @@ class Runner:
 
     def _missing(self, buckets: StepShapes) -> list[Shape]:
         """Return those of the shapes of a dispatch that are not compiled."""
-        return [b for b in buckets if b is not None and b not in self.steps]
+        return [b for b in buckets if b is not None and b not in self.compiled]
 
     def _prepare(self, batch: Batch) -> None:
         """Make the arrays and the steps of a dispatch that are missing, side by side."""
@@ -225,14 +225,14 @@ class Runner:
             made = [threads.submit(self.allocate)]
             for bucket in missing:
                 started = time.perf_counter()
-                lowered = self.steps.lower(bucket)
-                made.append(threads.submit(self.steps.compile, bucket, started, lowered))
+                lowered = self.compiled.lower(bucket)
+                made.append(threads.submit(self.compiled.compile, bucket, started, lowered))
             for future in made:
                 future.result()
 
     def _put_masks(self, masks_SW: np.ndarray) -> Sent:
         """Send masks up, as wide as the padded vocabulary."""
-        if padding := self.steps.setting.mask_words - masks_SW.shape[1]:
+        if padding := self.compiled.setting.mask_words - masks_SW.shape[1]:
             masks_SW = np.pad(masks_SW, ((0, 0), (0, padding)))
         return self.transfers.put(masks_SW)
 
@@ -241,7 +241,7 @@ class Runner:
         sequence that was just admitted.
         """
         self.allocate(full=True)
-        step, put = self.steps.set_counts(), self.transfers.put_for
+        step, put = self.compiled.set_counts(), self.transfers.put_for
         for start in range(0, len(token_ids), COUNTS_CHUNK):
             tokens = token_ids[start : start + COUNTS_CHUNK]
             chunk = _padded(tokens, COUNTS_CHUNK, int(PAD_TOKEN))
@@ -253,15 +253,15 @@ class Runner:
     def _copy_blocks(self, copies_GC2: Sent) -> None:
         """Copy blocks within each group's pool, before a step writes to them."""
         assert self._state is not None
-        kv = self.steps.copy_blocks()(self._state.kv, copies_GC2)
+        kv = self.compiled.copy_blocks()(self._state.kv, copies_GC2)
         self._state = dataclasses.replace(self._state, kv=kv)
 
     def _step(self, bucket: Shape, tokens: int, padded: int) -> tuple[Any, list[Array]]:
         """Return a step, whose run is counted here, and the leaves of its StepParams."""
         ready = self._ready.get(bucket)
         if ready is None:
-            needs = uses(bucket, self.steps.setting)
-            ready = self._ready[bucket] = ReadyStep(self.steps[bucket], needs, Usage())
+            needs = uses(bucket, self.compiled.setting)
+            ready = self._ready[bucket] = ReadyStep(self.compiled[bucket], needs, Usage())
         usage, needs = ready.usage, ready.needs
         usage.hits += 1
         usage.tokens += tokens
@@ -316,7 +316,7 @@ class Runner:
                     self._arrive(read)
                 part = ids[first : first + most]
                 count = padded_blocks(len(part))
-                move = self.steps.move("read_blocks", group, count)
+                move = self.compiled.move("read_blocks", group, count)
                 places = self.transfers.put_for(replica, _padded(part, count, -1), -1)
                 blocks = move(self._state.kv[group], places)
                 self.transfers.start_blocks(blocks, replica)
@@ -352,7 +352,7 @@ class Runner:
         sent = self.transfers.put_blocks(whole, replica, pool, count)
         places = self.transfers.put_for(replica, _padded(block_ids, count, -1), -1)
         kv, rows = list(self._state.kv), self._state.rows
-        kv[group] = self.steps.move("write_blocks", group, count)(kv[group], places, sent)
+        kv[group] = self.compiled.move("write_blocks", group, count)(kv[group], places, sent)
         self._state = DeviceState(kv=tuple(kv), rows=rows)
 
     def _most_moved(self, group: int) -> int:
@@ -365,14 +365,14 @@ class Runner:
         """
         rows, placement = self.config.max_num_seqs, self.placement
         if self._state is None:
-            forms = self.steps.kv
+            forms = self.compiled.kv
             with explained(self.config, pool_bytes=sum(pool.nbytes for pool in self.pools)):
                 kv = jax.tree.map(lambda x: kv_cache.zeros(x.shape, x.dtype, x.sharding), forms)
             zeros = np.zeros(placement.replicas * rows, np.int32)
             last, lens = (put(zeros, placement.sharding(placement.by_replica)) for _ in range(2))
             self._state = DeviceState(kv=kv, rows=RowState(last_token_R=last, context_len_R=lens))
         if full and self._counts_RV is None:
-            form = self.steps.counts
+            form = self.compiled.counts
             self._counts_RV = kv_cache.zeros(form.shape, form.dtype, form.sharding)
 
     def recover(self) -> None:
@@ -392,15 +392,18 @@ class Runner:
         """From now on refuse every shape that is not compiled (strict mode)."""
         self.allocate(full=True)
         self.adapters.allocate()
-        self.steps.seal()
+        self.compiled.seal()
 
     def report(self) -> dict[str, Any]:
         """Return what was compiled and moved so far."""
-        seconds = self.steps.seconds.copy()  # at once: other threads add to it
+        seconds = self.compiled.seconds.copy()  # at once: other threads add to it
         names = dict.fromkeys(p.kernel.name for p in self.pools if p.kernel is not None)
+        setting = self.compiled.setting
+        choices = setting.choices
         return {
             "attention": "+".join(names) or None,
-            "quantized_activations": activations_of(self.steps.setting.choices, self.params),
+            **layer_kernels(setting.model, choices),
+            "quantized_activations": activations_of(choices, self.params),
             "num_compiles": len(seconds),
             "compile_time_s": sum(seconds.values()),
             "buckets": [str(bucket) for bucket in seconds],

@@ -32,7 +32,7 @@ class StandIns:
         running = self._standing_in(bucket)
         config = self._steps.setting.config
         in_two = config.separate_draw is None and running not in self._steps
-        if in_two and isinstance(bucket, DecodeShape) and bucket.draws is not None:
+        if in_two and isinstance(bucket, DecodeShape) and bucket.sampler is not None:
             self._ask_for(bucket, OFTEN_IN_TWO)
             bucket, sample = bucket.apart(config)
             running = self._standing_in(bucket)

@@ -124,7 +124,7 @@ def _fields(shape: Shape) -> dict[str, Any]:
     if isinstance(shape, PrefillShape):
         features = "prompt" if shape.scores else "plain"
     else:
-        features = shape.draws or "none"
+        features = shape.sampler or "none"
     fields = dataclasses.asdict(shape)
     sizes = {name: fields.get(name, 0) for name in ("tokens", "rows", "tables", "blocks", "loras")}
     kind = {"phase": shape.phase, "features": features, "masks": shape.takes_masks}

@@ -133,7 +133,7 @@ def make_step(bucket: Shape, setting: StepSetting) -> Callable[..., Any]:
     the StepParams that `uses` names. A draft model computes all that the model computes, so that
     each block of its pools is of the same tokens as the model's.
     """
-    decode = _make_forward if bucket.draws is None else _make_decode
+    decode = _make_forward if bucket.sampler is None else _make_decode
     makers = {"prefill": _make_prefill, "sample": _make_sample, "decode": decode}
     makers["draft"] = _make_draft
     return makers[bucket.phase](_Step(bucket, setting))
@@ -423,7 +423,7 @@ def _draw(
             mask_SW,
             max_logprobs=most,
             vocabulary=step.to.vocabulary,
-            filters=step.bucket.draws != "plain",
+            filters=step.bucket.sampler != "plain",
             one_pass=step.to.choices.one_pass,
         )
     is_stop_S = jnp.any(stop_ids_SX == sampled.token_S[:, None], axis=1)

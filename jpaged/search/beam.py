@@ -66,7 +66,7 @@ class BeamSearch(Request):
         prompt: str | None,
     ):
         super().__init__([root], prompt=prompt)
-        self.width = width
+        self.width = self.max_sequences = width
         self.length_penalty = length_penalty
         self.early_stopping: EarlyStopping = early_stopping
         self.num_candidates = num_candidates(width, len(root.eos_ids))
@@ -83,10 +83,6 @@ class BeamSearch(Request):
     @property
     def is_finished(self) -> bool:
         return self._state[3] or super().is_finished
-
-    @property
-    def max_sequences(self) -> int:
-        return self.width
 
     def steer(self, queues: Queues) -> None:
         """Once every beam has drawn, one token further: beams that are left behind go, those that

@@ -79,7 +79,7 @@ def test_a_killed_replica_loses_nothing() -> None:
             llm.add_request(prompt, PARAMS, request_id=f"r{i}")
         llm.add_request("x" * 500, PARAMS, request_id="long")
         outputs = llm.step()
-        while not all(slot.is_up and slot.jobs for slot in llm._slots):  # both are at work
+        while not all(slot.is_up and slot.requests for slot in llm._slots):  # both are at work
             outputs += llm.step()
         pid = ray.get(llm._slots[0].actor.__ray_call__.remote(lambda self: os.getpid()))
         os.kill(pid, 9)
@@ -162,7 +162,7 @@ def test_requests_go_to_the_replicas_that_have_the_fewest_and_can_be_aborted() -
         with pytest.raises(jpaged.RequestError, match="in use"):
             llm.add_request("a", request_id="r0")
         outputs = llm.step()
-        assert len(llm._slots[0].jobs) <= 2 * SMALL["max_num_seqs"] < len(llm._unfinished)
+        assert len(llm._slots[0].requests) <= 2 * SMALL["max_num_seqs"] < len(llm._unfinished)
         done = {output.request_id for output in outputs}
         for i in range(30):
             llm.abort(f"r{i}")
@@ -192,7 +192,7 @@ def test_what_every_replica_would_say_is_raised_at_once(tmp_path: Any) -> None:
     with pytest.raises(ConfigError, match="replicas=0"):
         RayLLM(None, replicas=0)
     with pytest.raises(
-        ConfigError, match=r"no replica was up after 1 s: each asks for GPU=1; Ray has CPU=4"
+        ConfigError, match=r"no replica had started after 1 s: each asks for GPU=1; Ray has CPU=4"
     ):
         RayLLM(None, resources={"GPU": 1}, start_timeout_s=1)
 
@@ -213,7 +213,7 @@ def test_replicas_that_are_meshes(hosts: int | None, devices: int) -> None:
         for i, prompt in enumerate(PROMPTS):
             llm.add_request(prompt, PARAMS, request_id=f"r{i}")
         outputs = llm.step()
-        while not all(slot.is_up and slot.jobs for slot in llm._slots):
+        while not all(slot.is_up and slot.requests for slot in llm._slots):
             outputs += llm.step()
         last = llm._slots[0].actors[-1]
         os.kill(ray.get(last.__ray_call__.remote(lambda self: os.getpid())), 9)

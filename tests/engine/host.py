@@ -11,7 +11,8 @@ import pytest
 
 from jpaged.config import EngineConfig
 from jpaged.engine.cache.block_manager import BlockManager
-from jpaged.engine.cache.contents import Content, Contents
+from jpaged.engine.cache.content import Content
+from jpaged.engine.cache.prefix_cache import Contents
 from jpaged.engine.cache.store import HostStore
 from jpaged.engine.drafting import Drafter, can_draft
 from jpaged.engine.engine import Engine
@@ -371,7 +372,7 @@ class Host:
         """Whether so many tokens more fit the pool alone; the KV of the last one is never
         written.
         """
-        return self.blocks.fits(max(prompt_len, prompt_len + count - 1))
+        return max(prompt_len, prompt_len + count - 1) <= self.blocks.most_tokens
 
     def run(self) -> list[Sequence]:
         """Step until nothing is unfinished."""

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from jpaged.config import EngineConfig
-from jpaged.engine.cache.blocks import GroupSize
+from jpaged.engine.cache.kinds import GroupSize
 from jpaged.engine.layout import CONTROLS, Section, input_sections, output_sections
 from jpaged.engine.packing import ON_DEVICE, PAD_TOKEN, Batch, unpack
 from jpaged.engine.plan import StepResult
@@ -219,7 +219,7 @@ class MockRunner:
         ]
         if batch.bucket.phase == "draft":
             spans = self._guess(batch, view, outs[0])
-        elif batch.bucket.phase == "decode" and batch.bucket.draws is None:
+        elif batch.bucket.phase == "decode" and batch.bucket.sampler is None:
             contexts, spans = self._forward(batch, view)
             self._draw_rows(batch, view, contexts, outs[1])
         elif batch.bucket.phase == "decode":

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from jpaged.engine import engine, integrity
-from jpaged.engine.cache import contents
+from jpaged.engine.cache import prefix_cache
 from jpaged.engine.cache.block_manager import BlockManager
-from jpaged.engine.cache.blocks import BlockGroup
-from jpaged.engine.cache.contents import Content, Contents, chain_hash
-from jpaged.engine.cache.prefix_cache import Match, PrefixCache
+from jpaged.engine.cache.content import Content
+from jpaged.engine.cache.kinds import CacheKind
+from jpaged.engine.cache.prefix_cache import Contents, Match, PrefixCache, chain_hash
 from jpaged.engine.engine import EngineState
 from jpaged.engine.plan import Plan
 from jpaged.engine.queues import Queues
@@ -61,24 +61,24 @@ FEW = [
 
 def weak_hash(patch: pytest.MonkeyPatch) -> None:
     """Equal tokens hash alike, whatever comes before them."""
-    real = contents.digest
-    for module in (contents, integrity):
+    real = prefix_cache.digest
+    for module in (prefix_cache, integrity):
         patch.setattr(module, "digest", lambda previous, token_ids: real(None, token_ids))
 
 
 def constant_hash(patch: pytest.MonkeyPatch) -> None:
-    for module in (contents, integrity):
+    for module in (prefix_cache, integrity):
         patch.setattr(module, "digest", lambda previous, token_ids: 7)
 
 
 def share_without_counting(patch: pytest.MonkeyPatch) -> None:
-    share = BlockGroup.share
+    share = CacheKind.share
 
-    def mutated(self: BlockGroup, block_id: int) -> None:
+    def mutated(self: CacheKind, block_id: int) -> None:
         share(self, block_id)
         self.blocks[block_id].ref_count -= self.blocks[block_id].ref_count > 1
 
-    patch.setattr(BlockGroup, "share", mutated)
+    patch.setattr(CacheKind, "share", mutated)
 
 
 def no_parent_check(patch: pytest.MonkeyPatch) -> None:
@@ -105,11 +105,11 @@ def no_token_check(patch: pytest.MonkeyPatch) -> None:
 
 
 def stale_hash_entry(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(BlockGroup, "forget", lambda self, block: None)
+    patch.setattr(CacheKind, "forget", lambda self, block: None)
 
 
 def half_stale_hash_entry(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(BlockGroup, "forget", lambda self, block: setattr(block, "content", None))
+    patch.setattr(CacheKind, "forget", lambda self, block: setattr(block, "content", None))
 
 
 def surplus_hashed(patch: pytest.MonkeyPatch) -> None:

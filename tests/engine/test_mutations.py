@@ -14,10 +14,9 @@ from jpaged.config import EngineConfig
 from jpaged.engine import packing, scheduler
 from jpaged.engine.adapters import AdapterVersion
 from jpaged.engine.cache.block_manager import BlockManager
-from jpaged.engine.cache.blocks import GONE, BlockGroup, Copies
-from jpaged.engine.cache.contents import Content, Contents
-from jpaged.engine.cache.kinds import CacheKind, State
-from jpaged.engine.cache.prefix_cache import Match, PrefixCache
+from jpaged.engine.cache.content import Content
+from jpaged.engine.cache.kinds import GONE, CacheKind, Copies, State
+from jpaged.engine.cache.prefix_cache import Contents, Match, PrefixCache
 from jpaged.engine.cache.store import HostStore, Move, Slot, Traffic
 from jpaged.engine.engine import Engine, EngineState
 from jpaged.engine.packing import Batch
@@ -251,7 +250,7 @@ def weights_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 def evicted_twice(patch: pytest.MonkeyPatch) -> None:
     """A block is still found in its pool after it was taken for something else."""
-    patch.setattr(BlockGroup, "forget", lambda self, block: None)
+    patch.setattr(CacheKind, "forget", lambda self, block: None)
 
 
 def joined_anywhere(patch: pytest.MonkeyPatch) -> None:
@@ -417,6 +416,23 @@ def state_written_in_place(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(State, "make_writable", mutated)
 
 
+def state_of_another_block(patch: pytest.MonkeyPatch) -> None:
+    """A match goes on from the state of some other block that is cached."""
+
+    def mutated(self: State, content: Content) -> Any:
+        others = [b for c, b in self.cached.items() if c is not content]
+        return others[0] if others else matched(self, content)
+
+    matched = State.matched
+    patch.setattr(State, "matched", mutated)
+
+
+def states_leak(patch: pytest.MonkeyPatch) -> None:
+    """A kind that has a state forgets the last block of a row that leaves."""
+    release = CacheKind.release_all
+    patch.setattr(State, "release_all", lambda self, table: release(self, table[:-1]))
+
+
 def follows_ignored(patch: pytest.MonkeyPatch) -> None:
     """A row that has stopped on the device draws in a mixed step."""
 
@@ -454,6 +470,8 @@ GROUP_MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     states_closed_unwritten,
     states_read_before_they_are_written,
     state_written_in_place,
+    state_of_another_block,
+    states_leak,
     follows_ignored,
     decodes_hashed_at_dispatch,
 ]

@@ -227,7 +227,7 @@ def test_several_steps():
         entry(9, 2, draws=2, generated=3, device_row=0),
     )
     batch = pack(plan(*rows, phase="decode"), config)
-    assert batch.bucket == DecodeShape(rows=2, tables=1, blocks=10, steps=8, draws="full")
+    assert batch.bucket == DecodeShape(rows=2, tables=1, blocks=10, steps=8, sampler="full")
     assert (batch.steps, batch.num_tokens, batch.num_rows, batch.padded_tokens) == (5, 7, 2, 10)
     sections, _ = input_sections(batch.bucket, config)
     view = {
@@ -321,14 +321,14 @@ def test_controls_are_packed_once_a_request():
 def test_one_row_decides_the_shape(params: dict[str, Any], prefill: str, drawing: str):
     rows = entry(0, 3, prompt=3), entry(0, 4, prompt=4, device_row=0, **params)
     bucket, sample = choose_shapes(plan(*rows), CONFIG)
-    assert sample is not None and sample.draws == drawing
+    assert sample is not None and sample.sampler == drawing
     assert isinstance(bucket, PrefillShape) and bucket.scores == (prefill == "prompt")
-    assert choose_shapes(plan(*rows, phase="decode"), CONFIG)[0].draws == drawing
+    assert choose_shapes(plan(*rows, phase="decode"), CONFIG)[0].sampler == drawing
     # A row that draws nothing yet asks nothing of the draw.
     _, sample = choose_shapes(
         plan(rows[0], entry(0, 2, prompt=4, device_row=0, draws=0, **params)), CONFIG
     )
-    assert sample is not None and sample.draws == "plain"
+    assert sample is not None and sample.sampler == "plain"
 
 
 def test_full_fields():

@@ -7,7 +7,7 @@ import pytest
 
 from jpaged.engine.layout import output_sections
 from jpaged.engine.packing import Batch, unpack
-from jpaged.engine.shapes import DecodeShape, Draws, PrefillShape, SampleShape, Shape
+from jpaged.engine.shapes import DecodeShape, PrefillShape, Sampler, SampleShape, Shape
 from tests.engine.test_packing import CONFIG, entry, plan
 
 
@@ -34,10 +34,10 @@ def batch_of(
     return Batch(bucket=bucket, sample=sample, packed=np.zeros(0), num_tokens=1, num_rows=num_rows)
 
 
-@pytest.mark.parametrize("draws", ["plain", "full"])
+@pytest.mark.parametrize("sampler", ["plain", "full"])
 @pytest.mark.parametrize("steps", [1, 3])
-def test_results_round_trip(draws: Draws, steps: int):
-    bucket = DecodeShape(rows=2, tables=1, blocks=3, steps=steps, draws=draws)
+def test_results_round_trip(sampler: Sampler, steps: int):
+    bucket = DecodeShape(rows=2, tables=1, blocks=3, steps=steps, sampler=sampler)
     packed, want = filled(bucket, 0)
     result = unpack(batch_of(bucket, None, 1), CONFIG, [packed], weight_version=1)[0]
     assert result.num_drawn == want["num_drawn"][:1].tolist()
@@ -46,11 +46,11 @@ def test_results_round_trip(draws: Draws, steps: int):
     ]
     for name in ("ranks", "top_ids", "top_logprobs"):
         value = getattr(result, name)
-        assert (value is None) == (draws == "plain")
+        assert (value is None) == (sampler == "plain")
         if value is not None:
             np.testing.assert_array_equal(value, want[name])
     assert result.prompt_logprobs is None
-    if draws == "plain":
+    if sampler == "plain":
         return
     for step in range(steps):
         ids, logprobs = want["top_ids"][step, 0], want["top_logprobs"][step, 0]

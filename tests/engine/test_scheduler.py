@@ -5,7 +5,7 @@ import random
 import pytest
 
 from jpaged.engine.cache.block_manager import BlockManager
-from jpaged.engine.cache.blocks import GroupSize
+from jpaged.engine.cache.kinds import GroupSize
 from jpaged.engine.commit import commit
 from jpaged.engine.plan import Plan, StepResult
 from jpaged.engine.policy import MOST_IN_A_ROW, Policy
@@ -34,7 +34,7 @@ def add(s: Scheduler, length: int, max_tokens: int = 8, *, first: int = 0) -> Se
         SamplingParams(max_tokens=max_tokens),
         max_model_len=4096,
     )
-    s.queues.add(Request([seq]).sequences[0])
+    s.queues.waiting.add(Request([seq]).sequences[0])
     return seq
 
 
@@ -71,7 +71,7 @@ def spans(plan: Plan | None) -> list[tuple[str, int, int, bool, bool]]:
 
 def test_idle():
     s = scheduler()
-    assert next_plan(s) is None and not s.queues.waiting and s.queues.take_finished() == []
+    assert next_plan(s) is None and not s.queues.waiting and s.queues.finished == []
 
 
 def test_prefill_fills_its_budget_and_no_more():
@@ -133,7 +133,7 @@ def test_admission_leaves_a_block_for_every_row_that_runs():
 def test_hits_within_a_plan_follow_the_order_of_its_entries():
     s = scheduler(tokens=64)
     one, two = add(s, 9), Sequence("b", [*range(8), 50], SamplingParams(), max_model_len=64)
-    s.queues.add(two)
+    s.queues.waiting.add(two)
     assert spans(step(s)) == [("0", 0, 9, True, True), ("b", 8, 9, True, True)]
     assert one.block_tables[0][:2] == two.block_tables[0][:2] and (
         one.num_cached,
@@ -159,7 +159,7 @@ def test_preempts_the_youngest_and_readmits_in_order():
             seq for seq in seqs if seq.status is not Status.FINISHED
         ]  # by arrival
     assert preempted and seqs[0] not in preempted and s.queues.preemptions.total() >= len(preempted)
-    assert [seq.finish_reason for seq in s.queues.take_finished()] == ["length"] * 4
+    assert [seq.finish_reason for seq in s.queues.finished] == ["length"] * 4
 
 
 def test_the_oldest_is_never_preempted():

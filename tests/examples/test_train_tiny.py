@@ -12,25 +12,37 @@ from jpaged.checkpoint.tokenizer import load_tokenizer
 
 
 @pytest.mark.train
+@pytest.mark.parametrize(
+    ("flags", "settings"),
+    [
+        ([], train_tiny.CHECK),
+        (["--hybrid"], train_tiny.CHECK_HYBRID),
+    ],
+    ids=["plain", "hybrid"],
+)
 def test_check_mode_learns_and_its_folder_loads(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    flags: list[str],
+    settings: train_tiny.Settings,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    loss = train_tiny.main(["--check", "--out", str(tmp_path)])
+    loss = train_tiny.main(["--check", *flags, "--out", str(tmp_path)])
     out = capsys.readouterr().out
     losses = [
         float(line.split("train loss")[1].split()[0])
         for line in out.splitlines()
         if line.startswith("step")
     ]
-    uniform = np.log(train_tiny.CHECK.vocab)
+    uniform = np.log(settings.vocab)
     assert losses[-1] < losses[0] - 0.5 and losses[-1] < uniform - 1.0
     assert 0.5 < loss < uniform - 0.5
 
     # The folder, read back by the loader, scores the held-out files as the trainer said.
-    params, tokenizer = load_params(tmp_path, dtype="float32"), load_tokenizer(tmp_path)
-    assert params.config == train_tiny.CHECK.model()
-    _, held = train_tiny.split(train_tiny.source_files()[: train_tiny.CHECK.max_files])
-    again = train_tiny.evaluate(params, train_tiny.encode(tokenizer, held), train_tiny.CHECK)
+    params = load_params(tmp_path, dtype="float32", dequantize=True)
+    tokenizer = load_tokenizer(tmp_path)
+    assert params.config == settings.model()
+    _, held = train_tiny.split(train_tiny.source_files()[: settings.max_files])
+    again = train_tiny.evaluate(params, train_tiny.encode(tokenizer, held), settings)
     assert again == pytest.approx(loss, rel=1e-6)
 
 

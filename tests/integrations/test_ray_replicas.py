@@ -311,3 +311,23 @@ def test_a_peer_that_is_gone_is_no_fault_of_the_settings(
     with pytest.raises(ConfigError, match="no such model"):
         kind(None, tensor_parallel_size=16)
     assert all(actor.is_dead for actor in ray.actors) and meets
+
+
+def test_priorities_reach_the_replicas_in_their_order(cluster: Any) -> None:
+    """A value that is no integer waits as 0 does: the replica that gets it says what is wrong."""
+    ray, RayLLM = cluster({"CPU": 4.0})
+    llm = RayLLM("folder", replicas=1, max_num_seqs=1)
+    bad: Any = "high"
+    asked = [("a", 5), ("b", 0), ("c", -3), ("d", 0), ("e", bad)]
+    for name, priority in asked:
+        llm.add_request([1], SamplingParams(priority=priority), request_id=name)
+    while llm.has_unfinished():
+        llm.step()
+    sent = [
+        (name, params.priority)
+        for call, args in ray.actors[0].calls
+        if call == "exchange"
+        for name, _, params in args[0]
+    ]
+    llm.close()
+    assert sent == [("c", -3), ("b", 0), ("d", 0), ("e", bad), ("a", 5)]

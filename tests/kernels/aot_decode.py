@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from jpaged.config import EngineConfig
-from jpaged.engine.shapes import DecodeShape, Draws
+from jpaged.engine.shapes import DecodeShape, Sampler
 from jpaged.models.config import ModelConfig
 from jpaged.models.forward import bind
 from jpaged.runtime.runner import Placement, Runner
@@ -58,16 +58,16 @@ def readings(hlo: str, shape: str) -> int:
     return sum(fused) + sum(shape in operands for operands in calls)
 
 
-def compiled(model: ModelConfig, features: Draws, folder: Path) -> dict[str, int]:
+def compiled(model: ModelConfig, features: Sampler, folder: Path) -> dict[str, int]:
     config = EngineConfig(max_model_len=4096, max_num_seqs=ROWS, num_blocks=300).resolve(model)
     size: dict[str, Any] = {"rows": ROWS, "tables": 1}
     size["blocks"] = config.max_blocks_per_seq
-    bucket = DecodeShape(**size, draws=features)
+    bucket = DecodeShape(**size, sampler=features)
     with absent_device("cuda", "sm_90a") as device:
         placement = Placement(mesh=None, axis=None, device=device)
         params = abstract_params(model, "bfloat16", placement.replicated)
         runner = Runner(model, config, placement, bind(model, params))
-        program = runner.steps.lower(bucket).compile()
+        program = runner.compiled.lower(bucket).compile()
     (file,) = folder.glob(THUNKS)
     thunks = file.read_text()
     file.unlink()
@@ -76,7 +76,7 @@ def compiled(model: ModelConfig, features: Draws, folder: Path) -> dict[str, int
 
 
 def main() -> int:
-    cases: tuple[tuple[int, Draws], ...] = ((2, "plain"), (3, "plain"), (2, "filtered"))
+    cases: tuple[tuple[int, Sampler], ...] = ((2, "plain"), (3, "plain"), (2, "filtered"))
     with tempfile.TemporaryDirectory() as folder:
         # Read when the plugin is first used.
         dump = f" --xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=decode"

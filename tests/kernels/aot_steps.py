@@ -73,7 +73,7 @@ def main(
         for name, bucket in cases.items():
             began = time.perf_counter()
             with mock.patch.object(jax, "jit", not_donated if name == CONTROL else JIT):
-                compiled = runner.steps.lower(bucket).compile()
+                compiled = runner.compiled.lower(bucket).compile()
             text = compiled.as_text()
             parts = jax.tree.leaves(pool.of_rows(pool.shape[0]))  # scales too, in 8 bits
             sizes_of_parts = [part.size // placement.axis_size for part in parts]

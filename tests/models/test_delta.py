@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import optax
 import pytest
@@ -15,7 +16,10 @@ from jax.sharding import Mesh
 from safetensors.numpy import load_file, save_file
 
 import jpaged
+from examples import grpo
 from jpaged import LLM, ConfigError, ModelConfig, Params, RequestOutput, SamplingParams
+from jpaged.checkpoint.tensors import flat
+from jpaged.engine.cache.content import Content
 from jpaged.errors import CheckpointError, UnsupportedError
 from jpaged.models.forward import bind
 from jpaged.models.layers.attention import AttentionConfig
@@ -32,6 +36,7 @@ from tests.tiny import (
     dense_greedy,
     dense_logprobs,
     engine,
+    engine_of,
     make_params,
     make_prompts,
 )
@@ -162,6 +167,55 @@ def test_bits_do_not_depend_on_the_batch() -> None:
     llm.close()
 
 
+def test_states_go_to_the_host_and_come_back() -> None:
+    """Those of rows that were preempted, and those of prefixes that were evicted, bit by bit."""
+    params = make_params(1, hybrid(WIDE), jnp.bfloat16)
+    small = dataclasses.replace(CROWDED, deterministic=True, swap_space_gib=0.01, swap_min_tokens=0)
+    llm = LLM(params, **vars(small))
+    if llm.session.runner.config.pinned:
+        pytest.skip("no C++ kernels here")
+
+    def bits(prompts: list[list[int]]) -> list[bytes]:
+        outs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        return [out.outputs[0].token_logprobs.tobytes() for out in outs]
+
+    def states() -> dict[Content, Any]:
+        """What the pool has of every state that can be found, by its content."""
+        (scheduler,) = engine_of(llm.session).replicas
+        groups, runner = scheduler.blocks.groups, llm.session.runner
+        kept = groups[0].cached
+        assert [group.per for group in groups] == ["block", "token"]
+        blocks, _ = runner.fetch_blocks(runner.read_blocks([list(kept.values()), []]))
+        return dict(zip(kept, blocks, strict=True))
+
+    alone = []
+    for prompt in PROMPTS:
+        llm.reset_prefix_cache()
+        alone += bits([prompt])
+    llm.reset_prefix_cache()
+    before = llm.stats()
+    for _ in range(2):
+        assert bits([*PROMPTS, *make_prompts(3, 2, 4, 3, 1, 2)])[: len(PROMPTS)] == alone
+    after = llm.stats()
+    assert after["preemptions_swapped"] > before["preemptions_swapped"]
+    assert after["swap_out_bytes"] > 0 < after["loaded_blocks"]
+
+    llm.reset_prefix_cache()
+    assert bits(PROMPTS[2:3]) == alone[2:3]
+    first, before = states(), llm.stats()
+    bits(make_prompts(*[14] * 40, seed=8))
+    assert not first.keys() & states().keys(), "all of them are evicted"
+    assert bits(PROMPTS[2:3]) == alone[2:3]
+    again, after = states(), llm.stats()
+    assert after["loaded_blocks"] > before["loaded_blocks"]
+    assert after["state_hits"] > before["state_hits"]
+    both = first.keys() & again.keys()
+    assert both
+    for content in both:
+        jax.tree.map(np.testing.assert_array_equal, first[content], again[content])
+    llm.close()
+
+
 def test_chunks_are_no_deterministic_form() -> None:
     """XLA's form serves widths that the C++ kernel does not take."""
     params = make_params(1, hybrid(value_dim=8))
@@ -233,6 +287,98 @@ def test_every_name_of_a_file_is_known(name: str, tmp_path: Path) -> None:
         jpaged.load_params(rewritten(folder, lambda tensors: tensors | unknown))
 
 
+# What Qwen's own fp8 files leave plain of the layers, beside norms and the convolution.
+PLAIN_IN_FP8 = ("in_proj_a", "in_proj_b", "in_proj_ba", "mlp.gate", "shared_expert_gate")
+CHANNELS = {  # as llm-compressor writes it
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {"group_0": {"weights": {"num_bits": 8, "strategy": "channel"}}},
+}
+
+
+def in_fp8(
+    tensors: dict[str, np.ndarray], block: tuple[int, int], scale: str, plain: tuple[str, ...]
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """A file's tensors with products in fp8, a scale a block of outputs and inputs, and what they
+    stand for.
+    """
+    stored, meant = {}, {}
+    for name, x in one_by_one(tensors).items():
+        node = name.removesuffix(".weight")
+        if ".layers." not in name or x.ndim != 2 or node.endswith(plain):
+            stored[name] = meant[name] = x
+            continue
+        height, width = (min(size, n) for size, n in zip(block, x.shape, strict=True))
+        starts = np.arange(0, x.shape[0], height), np.arange(0, x.shape[1], width)
+        most = np.maximum.reduceat(np.maximum.reduceat(np.abs(x), starts[0], 0), starts[1], 1)
+        scales = (most / 448).astype(np.float32)
+        of_each = np.repeat(np.repeat(scales, height, 0), width, 1)[: x.shape[0], : x.shape[1]]
+        stored[name] = (x / of_each).astype(ml_dtypes.float8_e4m3fn)
+        stored[f"{node}.{scale}"] = scales
+        meant[name] = stored[name].astype(np.float32) * of_each
+    return stored, meant
+
+
+def folders_in_fp8(name: str, way: str, tmp_path: Path) -> tuple[Path, Path]:
+    """A folder in fp8 and one of what it stands for, in f32: blocks as Qwen publishes them (here of
+    32 by 32, so that the parts of in_proj_qkv share some), or a scale for each output, of the
+    strengths and decays too.
+    """
+    golden = load(name)
+    block, scale, plain, config = {
+        "blocks": (
+            *((32, 32), "weight_scale_inv", PLAIN_IN_FP8),
+            {"quant_method": "fp8", "weight_block_size": [32, 32]},
+        ),
+        "channels": ((1, 1 << 20), "weight_scale", PLAIN_IN_FP8[3:], CHANNELS),
+    }[way]
+    stored, meant = in_fp8(golden.tensors(), block, scale, plain)
+    folder = rewritten(golden.write(tmp_path / "fp8"), lambda tensors: with_others(stored))
+    raw = json.loads((folder / "config.json").read_text()) | {"quantization_config": config}
+    (folder / "config.json").write_text(json.dumps(raw))
+    return folder, rewritten(golden.write(tmp_path / "plain"), lambda tensors: meant)
+
+
+@pytest.mark.parametrize("way", ["blocks", "channels"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_5_h2x3_c16_y24", "qwen3_5_moe_h2x2_c16_y32", "qwen3_next_h4x2_c24_y16"]
+)
+def test_files_in_fp8(name: str, way: str, tmp_path: Path) -> None:
+    folder, plain = folders_in_fp8(name, way, tmp_path)
+    exact = jpaged.load_params(plain)
+    kept = flat(jpaged.load_params(folder), is_quantized)
+    names = {name.rpartition("layers.")[2][2:] for name, x in kept.items() if is_quantized(x)}
+    of_delta = {"delta.qkvz", "delta.out"} | ({"delta.ba"} if way == "channels" else set())
+    assert names >= of_delta | {"attention.qkv", "attention.out"}
+    assert {name for name in names if name.startswith("delta.")} == of_delta
+    for leaf, x in flat(exact).items():
+        found = np.asarray(kept[leaf].whole() if is_quantized(kept[leaf]) else kept[leaf])
+        np.testing.assert_allclose(found, x, rtol=1e-6, err_msg=leaf)
+        assert kept[leaf].dtype == np.float32 or not leaf.endswith(("log_decay", "dt_bias"))
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("qwen3_5_h2x3_c16_y24", "channels"),
+        ("qwen3_5_moe_h2x2_c16_y32", "blocks"),
+        ("qwen3_next_h4x2_c24_y16", "blocks"),
+    ],
+)
+def test_files_in_fp8_are_served(name: str, way: str, tmp_path: Path) -> None:
+    folder, plain = folders_in_fp8(name, way, tmp_path)
+    llm, exact = LLM(folder, **vars(engine(dtype="float32"))), jpaged.load_params(plain)
+    assert any(map(is_quantized, jax.tree.leaves(llm.session.served.params, is_leaf=is_quantized)))
+    outs = llm.generate(PROMPTS[:2], GREEDY, use_tqdm=False)
+    for prompt, output in zip(PROMPTS, outs, strict=False):
+        tokens = output.outputs[0].token_ids
+        expected = dense_logprobs(exact, prompt + tokens)[len(prompt) - 1 : -1]
+        assert tokens == expected.argmax(1).tolist()
+        wanted = expected[range(len(tokens)), tokens]
+        np.testing.assert_allclose(output.outputs[0].token_logprobs, wanted, atol=1e-4)
+    llm.close()
+
+
 def test_a_config_that_is_not_supported() -> None:
     raw = json.loads(json.dumps(MODEL.to_hf()))
     assert ModelConfig.from_hf(raw) == MODEL
@@ -272,11 +418,49 @@ def test_a_hybrid_learns_a_text() -> None:
     ].tolist()
 
 
+@pytest.mark.train
+def test_grpo_on_a_hybrid() -> None:
+    """The trainer's logprobs of what was drawn are the engine's after every update, and the reward
+    rises: the share of tokens that are in the first half of the vocabulary.
+    """
+    settings = grpo.Settings(samples=8, max_tokens=8, learning_rate=1e-2, temperature=3.0)
+    prompts = make_prompts(5, 9, 7, 4, seed=9)
+    sampling = SamplingParams(
+        n=settings.samples,
+        temperature=settings.temperature,
+        max_tokens=settings.max_tokens,
+        ignore_eos=True,
+        logprobs_mode="tempered",
+    )
+    rows = len(prompts) * settings.samples
+    config = engine(max_num_seqs=rows, seq_buckets=(rows,), num_blocks=rows * 8)
+    optimizer = optax.adam(settings.learning_rate)
+    params, update = PARAMS, grpo.make_update(optimizer, settings)
+    state = optimizer.init(params)  # pyright: ignore[reportArgumentType]
+    logprobs_of = jax.jit(lambda p, arrays: grpo.logprobs_of(p, arrays, settings.temperature))
+    rewards = []
+    for step in range(16):
+        outs = jpaged.generate(params, prompts, sampling, engine_config=config, seed=step)
+        arrays = jpaged.to_arrays(outs, max_prompt_len=9, max_completion_len=8)
+        np.testing.assert_allclose(logprobs_of(params, arrays), arrays["logprobs"], atol=3e-4)
+        reward = (arrays["completion_ids"] < MODEL.vocab_size // 2).mean(1).reshape(4, -1)
+        rewards.append(float(reward.mean()))
+        advantages = reward - reward.mean(1, keepdims=True)
+        advantages = (advantages / (reward.std(1, keepdims=True) + 1e-4)).astype(np.float32)
+        params, state, _ = update(params, state, arrays, advantages.reshape(-1))
+    jpaged.release(compiled=True)
+    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.15, rewards
+
+
 def test_the_choice_of_a_kernel() -> None:
     llm = LLM(PARAMS, **vars(engine()))
-    module = llm.session.runner.steps.setting.choices.delta
+    module = llm.session.runner.compiled.setting.choices.delta
     mixer = MODEL.layers[0].mixer
     assert isinstance(mixer, DeltaConfig)
     reason = IMPLEMENTATIONS["native"].module().unsupported(mixer.shapes, None)
-    assert module is IMPLEMENTATIONS["native" if reason is None else "xla"].module()
+    name = "native" if reason is None else "xla"
+    assert module is IMPLEMENTATIONS[name].module()
+    stats = llm.stats()
+    assert (stats["gated_delta"], stats["short_conv"]) == (name, "xla")
+    assert stats["attention"] is not None and stats["experts"] is None
     llm.close()

@@ -86,7 +86,7 @@ def test_split_over_two_devices(name: str) -> None:
         dense = dense_logprobs(params, prompt + tokens)[len(prompt) - 1 : -1]
         found = output.outputs[0].token_logprobs
         np.testing.assert_allclose(found, dense[range(len(tokens)), tokens], atol=1e-4)
-    steps = kept_sessions()[-1].runner.steps
+    steps = kept_sessions()[-1].runner.compiled
     bucket = next(b for b in steps.seconds if isinstance(b, Shape) and b.phase == "prefill")
     lines = steps[bucket].as_text().splitlines()
     found = [line for line in lines if " all-reduce(" in line and "/mlp/" in line]

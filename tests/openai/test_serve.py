@@ -120,7 +120,7 @@ def test_a_port_in_use_is_seen_before_the_model_is_loaded(
     assert "cannot listen on no-such-host.invalid:0" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         serve(["--port", "70000"])
-    assert "is no port" in capsys.readouterr().err
+    assert "is not a port" in capsys.readouterr().err
 
 
 def test_an_interrupt_while_it_loads(monkeypatch: pytest.MonkeyPatch, capsys: Any):

@@ -207,7 +207,7 @@ def test_what_is_chosen_by_the_params_fits_what_is_served(quantization: Any, dty
     assert runner.params is not None and runner.draft_params is not None
     draft = (model, runner.draft_params)
     served = choose_for(model, runner.config, session.served.placement, runner.params, draft)
-    assert served == runner.steps.setting.choices and served.experts is not None
+    assert served == runner.compiled.setting.choices and served.experts is not None
 
 
 @pytest.mark.parametrize("chosen", ["chosen", "native"])
@@ -228,8 +228,10 @@ def test_tracing_a_step_never_asks_for_the_library(
     }
     assert set(table) == {"prefill", "sample", "decode"}
     for bucket in table.values():
-        lowered = runner.steps.lower(bucket).as_text()
-        assert ("jpaged_linear" in lowered) == (runner.steps.setting.choices.products is not None)
+        lowered = runner.compiled.lower(bucket).as_text()
+        assert ("jpaged_linear" in lowered) == (
+            runner.compiled.setting.choices.products is not None
+        )
 
 
 @pytest.mark.train

@@ -69,7 +69,7 @@ def abstract(model: ModelConfig, dtype: str) -> Any:
 
 def test_largest_buckets() -> None:
     found = footprint.largest_buckets(shape_table(engine(max_num_batched_tokens=40)))
-    sizes = {(b.phase, b.draws, b.tokens, b.rows) for b in found}
+    sizes = {(b.phase, b.sampler, b.tokens, b.rows) for b in found}
     assert sizes == {
         ("prefill", None, 64, 8),
         ("sample", "full", 8, 8),
@@ -204,7 +204,7 @@ def test_the_largest_steps_are_compiled_side_by_side(monkeypatch: pytest.MonkeyP
 
         return SimpleNamespace(compile=compile)
 
-    monkeypatch.setattr(runner.steps, "lower", lower)
+    monkeypatch.setattr(runner.compiled, "lower", lower)
     assert measured(runner).temporaries == 9
     assert sorted(begun) == ["decode", "prefill", "sample"]
 

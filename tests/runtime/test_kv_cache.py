@@ -179,7 +179,7 @@ def make_runner(
 @functools.cache
 def decode_step(num_blocks: int) -> tuple[Any, Runner]:
     runner = make_runner(num_blocks)
-    return runner.steps.lower(DECODE).compile(), runner
+    return runner.compiled.lower(DECODE).compile(), runner
 
 
 def test_the_decode_step_copies_nothing() -> None:
@@ -193,10 +193,10 @@ def test_the_decode_step_copies_nothing() -> None:
 def test_blocks_are_copied_in_place_in_every_group() -> None:
     """Blocks alone, however many are to be copied; the rows that there can be are its one shape."""
     runner = make_runner(MANY, windows=(3, None))
-    copy = runner.steps.copy_blocks()
+    copy = runner.compiled.copy_blocks()
     copies, is_small = in_place(copy, runner.pools)
-    assert copies == [] and is_small and runner.steps.copy_blocks() is copy
-    assert "copy_blocks" in runner.steps.seconds
+    assert copies == [] and is_small and runner.compiled.copy_blocks() is copy
+    assert "copy_blocks" in runner.compiled.seconds
 
 
 @pytest.mark.own_steps
@@ -211,11 +211,11 @@ def test_no_field_of_a_record_is_copied(
         forbid_donation(monkeypatch)
     assert [list(whole(pool)) for pool in runner.pools] == [["kv", "scales"]]
     if what == "decode":
-        compiled = runner.steps.lower(DECODE).compile()
+        compiled = runner.compiled.lower(DECODE).compile()
     elif what == "copy_blocks":
-        compiled = runner.steps.copy_blocks()
+        compiled = runner.compiled.copy_blocks()
     else:
-        compiled = runner.steps.move("write_blocks", 0, 4)
+        compiled = runner.compiled.move("write_blocks", 0, 4)
     for field in whole(runner.pools[0]).values():
         copies = pool_copies(compiled.as_text(), math.prod(field.shape))
         assert (copies == []) == donates, copies
@@ -332,19 +332,19 @@ def test_write_blocks_in_place(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> N
     """Of every group, into its own pool."""
     runner = make_runner(MANY, dtype, windows=(3, None))
     assert runner.pools[0].num_blocks < MANY == runner.pools[1].num_blocks
-    copies, is_small = in_place(runner.steps.move("write_blocks", 1, 4), runner.pools[1:])
+    copies, is_small = in_place(runner.compiled.move("write_blocks", 1, 4), runner.pools[1:])
     assert copies == [] and is_small
-    copies, is_small = in_place(runner.steps.move("write_blocks", 0, 4), runner.pools[:1])
+    copies, is_small = in_place(runner.compiled.move("write_blocks", 0, 4), runner.pools[:1])
     assert copies == []
     forbid_donation(monkeypatch)
     runner = make_runner(MANY, dtype)
-    copies, is_small = in_place(runner.steps.move("write_blocks", 0, 4), runner.pools)
+    copies, is_small = in_place(runner.compiled.move("write_blocks", 0, 4), runner.pools)
     assert len(copies) == 1 and " copy(" in copies[0] and not is_small, "the control"
 
 
 def test_read_blocks_makes_its_blocks_only() -> None:
     runner = make_runner(MANY)
-    copies, is_small = in_place(runner.steps.move("read_blocks", 0, 4), runner.pools)
+    copies, is_small = in_place(runner.compiled.move("read_blocks", 0, 4), runner.pools)
     assert copies == [] and is_small
 
 
@@ -353,5 +353,5 @@ def test_read_blocks_makes_its_blocks_only() -> None:
 def test_without_donation_the_decode_step_copies_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     forbid_donation(monkeypatch)
     runner = make_runner(MANY)
-    copies, is_small = in_place(runner.steps.lower(DECODE).compile(), runner.pools)
+    copies, is_small = in_place(runner.compiled.lower(DECODE).compile(), runner.pools)
     assert copies and " copy(" in copies[0] and not is_small

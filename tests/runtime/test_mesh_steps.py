@@ -45,7 +45,7 @@ def make_runner(devices: int, model: ModelConfig = MODEL, replicas: int = 1) -> 
 
 
 def hlo(runner: Runner, bucket: Shape = DECODE) -> str:
-    return runner.steps.lower(bucket).compile().as_text()
+    return runner.compiled.lower(bucket).compile().as_text()
 
 
 def whole_logits(text: str, devices: int) -> list[str]:
@@ -87,15 +87,15 @@ def test_nothing_passes_between_replicas() -> None:
 def test_nor_in_any_other_step(features: Any) -> None:
     """Of prefills, draws and decodes of several tokens; and copies of blocks."""
     wide: dict[str, Any] = {"tables": 1, "blocks": 16}
-    steps = dataclasses.replace(DECODE, steps=4, draws=features)
+    steps = dataclasses.replace(DECODE, steps=4, sampler=features)
     prefill = PrefillShape(tokens=16, rows=ROWS, scores=features == "full", **wide)
-    sample = SampleShape(rows=ROWS, draws=features)
+    sample = SampleShape(rows=ROWS, sampler=features)
     alone, pairs = make_runner(1, replicas=2), make_runner(2, replicas=2)
     for bucket in (steps, prefill, sample):
         assert collectives(hlo(alone, bucket)) == ({}, {})
         groups = set(re.findall(r"replica_groups=(.*?), [a-z]", hlo(pairs, bucket)))
         assert groups == {"mesh['data'=2,'tp'=2] {'tp'}"}, bucket
-    for move in (alone.steps.copy_blocks(), alone.steps.set_counts()):
+    for move in (alone.compiled.copy_blocks(), alone.compiled.set_counts()):
         assert collectives(move.as_text()) == ({}, {})
 
 
@@ -123,10 +123,10 @@ def test_weights_and_temporaries_of_a_device() -> None:
     """A share of everything that divides: less than half of what half as many devices hold of
     logits and counts.
     """
-    full = DecodeShape(rows=ROWS, tables=1, blocks=16, draws="full")
+    full = DecodeShape(rows=ROWS, tables=1, blocks=16, sampler="full")
     found = {}
     for devices in (2, 8):
-        memory = make_runner(devices).steps.lower(full).compile().memory_analysis()
+        memory = make_runner(devices).compiled.lower(full).compile().memory_analysis()
         found[devices] = (memory.argument_size_in_bytes, memory.temp_size_in_bytes)
     vocab = 4 * MODEL.vocab_size
     assert found[2][0] - found[8][0] > (2 * MODEL.hidden_size + 2 * ROWS) * vocab / 4

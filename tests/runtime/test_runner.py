@@ -196,10 +196,10 @@ def test_recover_makes_only_what_is_gone(llm: LLM) -> None:
 def test_a_sealed_table_refuses_other_shapes(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = runner_of(llm)
     run(llm, PLAIN)
-    monkeypatch.setattr(runner.steps, "is_sealed", True)
+    monkeypatch.setattr(runner.compiled, "is_sealed", True)
     assert run(llm, PLAIN)
     with pytest.raises(ConfigError, match=r"strict=True: DecodeShape\(tokens=64.*not in the table"):
-        runner.steps[DecodeShape(rows=64, tables=1, blocks=16)]
+        runner.compiled[DecodeShape(rows=64, tables=1, blocks=16)]
 
 
 @pytest.mark.parametrize("with_calls", [True, False])

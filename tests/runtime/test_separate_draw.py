@@ -61,7 +61,7 @@ def test_what_it_resolves_to() -> None:
     for asked, on_cpu, expected in cases:
         resolved = EngineConfig(**asked).resolve(CONFIG, on_cpu=on_cpu)
         assert resolved.separate_draw is expected
-        kinds = {b.draws for b in shape_table(resolved) if b.phase == "decode"}
+        kinds = {b.sampler for b in shape_table(resolved) if b.phase == "decode"}
         assert kinds == ({None} if expected else {"plain", "filtered", "full"})
     with pytest.raises(ConfigError, match="separate_draw=True: a dispatch of decode_steps=4"):
         EngineConfig(separate_draw=True, decode_steps=4).resolve(CONFIG)
@@ -74,12 +74,12 @@ def decode(rows: int, **changes: Any) -> Shape:
 
 def test_what_holds_what() -> None:
     assert decode(16).holds(decode(8)) and not decode(8).holds(decode(16))
-    assert decode(8, draws="full").holds(decode(8, draws="filtered"))
-    assert not decode(16, draws="plain").holds(decode(8, draws="filtered"))
-    assert not decode(16).holds(decode(8, draws=None)) and not decode(16, draws=None).holds(
+    assert decode(8, sampler="full").holds(decode(8, sampler="filtered"))
+    assert not decode(16, sampler="plain").holds(decode(8, sampler="filtered"))
+    assert not decode(16).holds(decode(8, sampler=None)) and not decode(16, sampler=None).holds(
         decode(8)
     )
-    assert decode(16, draws=None).holds(decode(8, draws=None))
+    assert decode(16, sampler=None).holds(decode(8, sampler=None))
     assert not decode(16, blocks=5).holds(decode(8)) and not decode(16, steps=2).holds(decode(8))
     prefill = PrefillShape(tokens=32, rows=8, tables=1, blocks=4)
     scored = dataclasses.replace(prefill, scores=True)
@@ -112,7 +112,7 @@ def test_a_larger_step_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
     settings = vars(engine(deterministic=True, **SIZES))
     whole = LLM(params, **settings)
-    monkeypatch.setattr(whole.session.runner.steps, "fit", lambda buckets: buckets)
+    monkeypatch.setattr(whole.session.runner, "fit", lambda buckets: buckets)
     expected = run(whole)
     assert {b.rows for b in whole.session.runner.usage if b.phase == "decode"} == {8, 16}
 
@@ -147,7 +147,7 @@ def test_two_steps_until_one_does_both(monkeypatch: pytest.MonkeyPatch) -> None:
             while not all(future.done() for future in runner.stand_ins.compiling.values()):
                 time.sleep(0.01)
         usage = runner.usage
-        decodes = {b.draws is None for b in usage if b.phase == "decode"}
+        decodes = {b.sampler is None for b in usage if b.phase == "decode"}
         assert decodes == ({False, True} if separate is None else {separate})
         llm.close()
     assert all(each == found[0] for each in found)
@@ -162,7 +162,9 @@ def test_processes_change_their_steps_at_the_same_dispatch(monkeypatch: pytest.M
     asked = SamplingParams(max_tokens=6, ignore_eos=True)
     llm.generate(make_prompts(5), asked, use_tqdm=False)
     runner = llm.session.runner
-    hits = {b.draws is None: usage.hits for b, usage in runner.usage.items() if b.phase == "decode"}
+    hits = {
+        b.sampler is None: usage.hits for b, usage in runner.usage.items() if b.phase == "decode"
+    }
     assert hits == {True: 2, False: 3} and not runner.stand_ins.compiling
     llm.close()
 
@@ -175,7 +177,7 @@ def test_what_fails_in_the_background_is_told(monkeypatch: pytest.MonkeyPatch) -
     llm = LLM(params, **vars(engine(deterministic=True, **SIZES)))
     asked = SamplingParams(max_tokens=2, ignore_eos=True)
     llm.generate(make_prompts(*[5] * 12), asked, use_tqdm=False)
-    steps = llm.session.runner.steps
+    steps = llm.session.runner.compiled
 
     def broken(bucket: Shape) -> Any:
         raise MemoryError(f"no room for {bucket.phase}")

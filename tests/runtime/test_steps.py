@@ -35,11 +35,11 @@ TWO_GROUPS = config(sliding_windows=(None, 7))
 BUCKETS = {
     "prefill": PrefillShape(tokens=16, rows=8, tables=1, blocks=16),
     "decode": DecodeShape(rows=8, tables=1, blocks=16),
-    "decode full": DecodeShape(rows=8, tables=1, blocks=16, draws="full"),
+    "decode full": DecodeShape(rows=8, tables=1, blocks=16, sampler="full"),
     "decode 4 steps": DecodeShape(rows=8, tables=1, blocks=16, steps=4),
-    "draft": DraftShape(rows=8, blocks=16, steps=3, draws="filtered"),
+    "draft": DraftShape(rows=8, blocks=16, steps=3, sampler="filtered"),
     "sample": SampleShape(rows=8),
-    "sample full": SampleShape(rows=8, draws="full"),
+    "sample full": SampleShape(rows=8, sampler="full"),
     "prefill prompt": PrefillShape(tokens=16, rows=8, tables=1, blocks=16, scores=True),
 }
 # Blocks of each group. So many that no other array of a step has as many elements, or is as large.
@@ -123,7 +123,7 @@ def test_those_of_a_draft_model_too(name: str) -> None:
     target, draft = (bind(model, make_params(0, model)) for model in (CONFIG, smaller))
     runner = Runner(CONFIG, settings, ONE_DEVICE, target, (smaller, draft))
     bucket = dataclasses.replace(BUCKETS[name], tables=2)
-    copies, is_small = in_place(runner.steps.lower(bucket).compile(), runner.pools)
+    copies, is_small = in_place(runner.compiled.lower(bucket).compile(), runner.pools)
     assert copies == [] and is_small and len(runner.pools) == 2
 
 

@@ -342,10 +342,10 @@ class TestInterrupted:
         last = err.splitlines()[-1]
         said = (
             f"serve_batch: interrupted: {len(answered)} lines were answered in {target}; "
-            "to go on: python "
+            "to resume: python "
         )
         assert last.startswith(said) and "a second signal stops at once" in err
-        again = shlex.split(last.split("; to go on: ")[1])
+        again = shlex.split(last.split("; to resume: ")[1])
         assert serve(*again[2:]) == 0
         assert sorted(json.loads(x)["line"] for x in target.read_text().splitlines()) == [
             *range(1, 301)

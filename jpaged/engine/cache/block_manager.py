@@ -18,10 +18,8 @@ left are given back while their sequence runs.
 
 from collections.abc import Iterable
 
-from jpaged.engine.cache.blocks import Copies, GroupSize
-from jpaged.engine.cache.contents import Contents
-from jpaged.engine.cache.kinds import kind_of
-from jpaged.engine.cache.prefix_cache import Match, PrefixCache
+from jpaged.engine.cache.kinds import Copies, GroupSize, kind_of
+from jpaged.engine.cache.prefix_cache import Contents, Match, PrefixCache
 from jpaged.engine.cache.store import BlockStore, Move, Traffic
 from jpaged.engine.sequence import Sequence
 
@@ -31,8 +29,9 @@ class BlockManager:
     groups, each of which is a kind of cache (see kinds.py).
 
     sizes: of the groups. block_size: P, tokens a block. cache: what finds the blocks again.
-    windowed: places of the groups with a window. contents, store: shared with other replicas;
-    min_loaded: see PrefixCache.
+    windowed: places of the groups with a window. can_rewind: whether a row may go on from an
+    earlier token than its last. most_tokens: as far as a sequence that is alone can grow. contents,
+    store: shared with other replicas; min_loaded: see PrefixCache.
     """
 
     def __init__(
@@ -59,20 +58,13 @@ class BlockManager:
             min_loaded=min_loaded,
         )
         self.windowed = tuple(i for i, g in enumerate(self.groups) if g.window is not None)
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of all groups."""
-        return sum([group.num_blocks for group in self.groups])
+        self.num_blocks = sum([group.num_blocks for group in self.groups])
+        self.can_rewind = all(group.can_rewind for group in self.groups)
+        self.most_tokens = min([group.most_tokens for group in self.groups])
 
     @property
     def num_used(self) -> int:
-        return sum([group.num_used for group in self.groups])
-
-    @property
-    def can_rewind(self) -> bool:
-        """Whether a row may go on from an earlier token than its last."""
-        return all(group.can_rewind for group in self.groups)
+        return sum([group.num_blocks - len(group.free) for group in self.groups])
 
     def in_use(self) -> list[list[int]]:
         """Return the ids of the blocks that somebody owns, by group."""
@@ -80,10 +72,6 @@ class BlockManager:
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
-
-    def fits(self, num_tokens: int) -> bool:
-        """Return whether a sequence that is alone can grow to this many tokens."""
-        return not [group for group in self.groups if not group.fits(num_tokens)]
 
     def has_free(self, count: int) -> bool:
         return all(len(group.free) >= count for group in self.groups)
@@ -109,7 +97,9 @@ class BlockManager:
         ]
         seq.block_tables = tuple(tables)
         size = match.num_blocks * self.block_size
-        seq.first_held = [group.first_seen(size) for group in self.groups]
+        seq.first_held = [0] * len(self.groups)
+        for at in self.windowed:
+            seq.first_held[at] = self.groups[at].first_seen(size)
         seq.contents = list(match.contents)
         seq.generation = self.cache.contents.generation
 

@@ -1,7 +1,7 @@
-"""Kinds of cache: what a row needs of a group's blocks, for keys and values and for states.
+"""Kinds of cache: the blocks of a group of layers, who owns them and what they hold, and what a row
+needs of them, for keys and values and for states.
 
-Each kind is a BlockGroup with the rules of its tables. Entry i of a table belongs to tokens
-[i * P, (i + 1) * P):
+Entry i of a sequence's table belongs to tokens [i * P, (i + 1) * P):
 
 - Paged: entry i holds a record of each of these tokens, of which a query sees all, or the last
   `window` ones.
@@ -13,24 +13,127 @@ Each kind is a BlockGroup with the rules of its tables. Entry i of a table belon
 """
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Iterator
 from collections.abc import Sequence as List
+from typing import Literal, NamedTuple
 
-from jpaged.engine.cache.blocks import GONE, BlockGroup, GroupSize
-from jpaged.engine.cache.contents import Content
+from jpaged.engine.cache.content import Content
 from jpaged.engine.cache.store import Slot, Traffic
 
+GONE = -1  # in a block table: no block, since nothing will read it
 LOAD = -2  # in the table of a match: the store has this block
+UNBOUNDED = 1 << 62  # tokens
+Copies = tuple[tuple[tuple[int, int], ...], ...]  # (source, target) blocks, a group each
 
 
-class CacheKind(BlockGroup):
-    """What every kind does alike. A table is a sequence's, of this group.
+class GroupSize(NamedTuple):
+    """The blocks of one group of layers. window: tokens that a query sees; None is all of them.
 
-    can_rewind: whether a row may go on from an earlier token than its last, as refused guesses make
-    it do.
+    block_bytes: of one block, in all its layers. per: what one record of a block belongs to, a
+    token, or the block as a whole: a recurrent state, as it is after the block's last token.
+    """
+
+    num_blocks: int
+    window: int | None = None
+    block_bytes: int = 0
+    per: Literal["token", "block"] = "token"
+
+
+class Block:
+    """One KV block. content: None while open, or where nothing may find it."""
+
+    __slots__ = ("content", "id", "ref_count")
+
+    def __init__(self, id: int, ref_count: int = 0, content: Content | None = None):
+        self.id = id
+        self.ref_count = ref_count
+        self.content = content
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "Block":  # a tenth of what the default takes
+        return Block(self.id, self.ref_count, self.content)
+
+
+class CacheKind:
+    """The blocks of one group of layers and what every kind does alike with the tables of sequences
+    in this group.
+
+    index: its place among the groups. traffic: what takes the blocks that are given up; None
+    without a store. can_rewind: whether a row may go on from an earlier token than its last, as
+    refused guesses make it do. most_tokens: as far as a sequence that is alone can grow.
     """
 
     can_rewind = True
+
+    def __init__(
+        self, size: GroupSize, block_size: int, index: int = 0, traffic: Traffic | None = None
+    ):
+        self.window = size.window
+        self.per = size.per
+        self.block_bytes = size.block_bytes
+        self.block_size = block_size
+        self.index = index
+        self.traffic = traffic
+        self.num_blocks = size.num_blocks
+        self.most_tokens = self._most_tokens()
+        self.blocks = [Block(i) for i in range(size.num_blocks)]
+        # Next to be reused first: blocks that nothing can find, then the least recently freed.
+        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(size.num_blocks))
+        self.cached: dict[Content, int] = {}  # the block that a search finds
+        self.copies: list[tuple[int, int]] = []  # to be made before the next step writes
+        # Closed for the plan in the making: what they are to hold is written by its step, or loaded
+        # just before it.
+        self.unwritten: set[int] = set()
+
+    @property
+    def num_used(self) -> int:
+        return len(self.blocks) - len(self.free)
+
+    def take(self) -> int:
+        """Return a free block, now of one owner. What it held is offered to the store and
+        forgotten here.
+        """
+        block_id, _ = self.free.popitem(last=False)
+        block = self.blocks[block_id]
+        if self.traffic is not None:
+            is_found = block.content is not None and self.cached.get(block.content) == block_id
+            is_written = is_found and block_id not in self.unwritten
+            self.traffic.evict(self.index, block_id, block.content if is_written else None)
+        self.unwritten.discard(block_id)
+        self.forget(block)
+        block.ref_count = 1
+        return block_id
+
+    def share(self, block_id: int) -> None:
+        """Add an owner to a block in use, or give a cached one its first."""
+        block = self.blocks[block_id]
+        if block.ref_count == 0:
+            del self.free[block_id]
+        block.ref_count += 1
+
+    def release(self, block_id: int) -> None:
+        """Take an owner from a block; without any it is free."""
+        block = self.blocks[block_id]
+        assert block.ref_count > 0, f"block {block_id} is free already"
+        block.ref_count -= 1
+        if block.ref_count == 0:
+            self.free[block_id] = None
+            if block.content is None or self.cached.get(block.content) != block_id:
+                self.free.move_to_end(block_id, last=False)  # no search can find it: reuse it first
+
+    def close(self, block_id: int, content: Content) -> None:
+        """Let others find a block that is full."""
+        # Point the index at the newest copy: an older one may be free already.
+        self.blocks[block_id].content = content
+        self.cached[content] = block_id
+
+    def forget(self, block: Block) -> None:
+        """Let no search find a block again."""
+        if block.content is not None and self.cached.get(block.content) == block.id:
+            del self.cached[block.content]
+        block.content = None
+
+    # Tables
 
     def matched(self, content: Content) -> int | Slot | None:
         """Return the block that holds a content, else the slot of the store that does, else
@@ -46,10 +149,6 @@ class CacheKind(BlockGroup):
         if self.window is None:
             return 0
         return max(position - self.window + 1, 0) // self.block_size
-
-    def fits(self, num_tokens: int) -> bool:
-        """Return whether a sequence that is alone can grow to this many tokens."""
-        raise NotImplementedError
 
     def num_needed(self, start: List[int], length: int, end: int) -> int:
         """Return the free blocks that an admission takes, which begins with this table of a match.
@@ -148,6 +247,9 @@ class CacheKind(BlockGroup):
         """Assert that a running row's table holds what its next step reads, and nothing else."""
         raise NotImplementedError
 
+    def _most_tokens(self) -> int:
+        raise NotImplementedError
+
     def _entries(self, first: int, num_tokens: int, *, one_by_one: bool = False) -> Iterator[int]:
         """Yield the entries from `first` on that tokens up to this number write."""
         yield from range(first, -(-num_tokens // self.block_size))
@@ -156,11 +258,11 @@ class CacheKind(BlockGroup):
 class Paged(CacheKind):
     """Keys and values of each token, or whatever else is looked at again token by token."""
 
-    def fits(self, num_tokens: int) -> bool:
-        most = -(-num_tokens // self.block_size)
-        if self.window is not None:  # its tokens, where they begin with the last of a block
-            most = min(most, -(-(self.window - 1) // self.block_size) + 1)
-        return most <= self.num_blocks
+    def _most_tokens(self) -> int:
+        # The tokens of a window, where they begin with the last of a block.
+        if self.window is None or -(-(self.window - 1) // self.block_size) + 1 > self.num_blocks:
+            return self.num_blocks * self.block_size
+        return UNBOUNDED
 
     def check(self, table: "array[int]", first_held: int, num_dispatched: int) -> None:
         held = table[first_held:]
@@ -189,14 +291,14 @@ class State(CacheKind):
     def _is_loaded(self, block_id: int) -> bool:
         return self.traffic is not None and (self.index, block_id) in self.traffic.loads
 
-    def fits(self, num_tokens: int) -> bool:
+    def _most_tokens(self) -> int:
         # A step reads one entry and writes the next.
-        return min(-(-num_tokens // self.block_size), 2) <= self.num_blocks
+        return UNBOUNDED if self.num_blocks >= 2 else self.num_blocks * self.block_size
 
     def reach(self, table: "array[int]", *, one_by_one: bool = False) -> int:
         if one_by_one or not self.free:
             return super().reach(table)
-        return 1 << 62  # a chunk of any length writes one entry
+        return UNBOUNDED  # a chunk of any length writes one entry
 
     def is_whole(self, i: int, step_end: int) -> bool:
         return (i + 1) * self.block_size == step_end  # else it is that of an earlier token

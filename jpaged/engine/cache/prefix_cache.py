@@ -2,12 +2,14 @@
 By chained hashes, then by what was hashed.
 """
 
+import weakref
 from collections.abc import Sequence as List
 from typing import NamedTuple
 
-from jpaged.engine.cache.blocks import GONE
-from jpaged.engine.cache.contents import Content, Contents
-from jpaged.engine.cache.kinds import LOAD, CacheKind
+import xxhash
+
+from jpaged.engine.cache.content import Content
+from jpaged.engine.cache.kinds import GONE, LOAD, CacheKind
 from jpaged.engine.cache.store import BlockStore, Slot
 from jpaged.engine.sequence import Sequence
 
@@ -46,13 +48,14 @@ class PrefixCache:
         self,
         groups: tuple[CacheKind, ...],
         block_size: int,
-        contents: Contents,
+        contents: "Contents",
         *,
         is_on: bool = True,
         store: BlockStore | None = None,
         min_loaded: int = 0,
     ):
         self.groups = groups
+        self.has_windows = any(group.window is not None for group in groups)
         self.block_size = block_size
         self.contents = contents
         self.is_on = is_on
@@ -121,6 +124,8 @@ class PrefixCache:
         reads, as a match.
         """
         length = len(tables[0])
+        if not self.has_windows:
+            return Match(contents[:length], tables, slots, num_known)
         if [table for table in tables if GONE in table]:
             for i in reversed(range(length)):
                 for group, table in zip(self.groups, tables, strict=True):
@@ -178,3 +183,62 @@ class PrefixCache:
         for group in self.groups:
             for block_id in group.free:
                 group.forget(group.blocks[block_id])
+
+
+class Contents:
+    """The contents that a block, a stored block or a later content still names, by hash.
+
+    All replicas of an engine share one, and so one store. identity: what KV depends on beside the
+    tokens, the version of the weights apart: its dtype and block size.
+    """
+
+    def __init__(self, identity: str = ""):
+        self.identity = identity
+        self.generation = 0  # of the weights that later KV is computed with
+        self._known: weakref.WeakValueDictionary[int, Content] = weakref.WeakValueDictionary()
+        self.root = self._new_root()
+
+    def reset(self) -> None:
+        """Begin with new weights: no content from before is equal to any from now on."""
+        self.generation += 1
+        self._known.clear()
+        self.root = self._new_root()
+
+    def find(self, seq: Sequence, i: int, size: int, parent: Content) -> Content | None:
+        """Return the content of a sequence's block after its parent, if it is known. size: tokens
+        a block.
+        """
+        content = self._known.get(chain_hash(seq, i, size))
+        if content is None or content.parent is not parent:
+            return None
+        return content if content.token_ids == seq.block_bytes(i, size) else None
+
+    def take(self, seq: Sequence, i: int, size: int, parent: Content) -> Content:
+        """Return the content of a sequence's block after its parent, which is known from now on."""
+        content = self.find(seq, i, size, parent)
+        if content is None:
+            key = chain_hash(seq, i, size)
+            content = self._known[key] = Content(key, seq.block_bytes(i, size), parent)
+        return content
+
+    def _new_root(self) -> Content:
+        return Content(None, f"{self.identity} weights {self.generation}".encode(), None)
+
+
+def chain_hash(seq: Sequence, i: int, size: int) -> int:
+    """Return the hash of a sequence's first i + 1 blocks, which the sequence keeps. size: tokens a
+    block.
+    """
+    while len(seq.hashes) <= i:
+        j = len(seq.hashes)
+        before = seq.hashes[j - 1] if j else None
+        seq.hashes.append(digest(before, seq.block_bytes(j, size)))
+    return seq.hashes[i]
+
+
+def digest(previous: int | None, token_ids: bytes) -> int:
+    """Return xxh64 of the previous block's hash (8 bytes, little-endian; the first block has none),
+    then of the block's bytes.
+    """
+    before = b"" if previous is None else previous.to_bytes(8, "little")
+    return xxhash.xxh64_intdigest(before + token_ids)

@@ -1,6 +1,6 @@
 """BlockStore: keeps blocks that the device's pools have given up, and finds them by content.
 
-A block leaves a pool when another sequence takes it (BlockGroup.take). What it held is offered to
+A block leaves a pool when another sequence takes it (CacheKind.take). What it held is offered to
 the store, which names a slot for it; the block is read from the device before the next step writes
 it, and its data is put into the slot once that step has come back, so that no step waits for it.
 From then on PrefixCache.match finds it, and an admission loads it into a fresh block before the
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as List
 from typing import NamedTuple, Protocol
 
-from jpaged.engine.cache.contents import Content
+from jpaged.engine.cache.content import Content
 from jpaged.engine.types import BlockData
 
 

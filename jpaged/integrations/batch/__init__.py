@@ -1,10 +1,10 @@
-"""Batch files: lines to requests, outputs to lines, and a run over a file that loses nothing.
+"""Batch files: requests from lines, lines from outputs, and a run over a file that loses nothing.
 
-lines.py: a line to a request. answers.py: an output to a line. source.py, tables.py: where lines
-come from. journal.py, rows.py: the output file, what it holds already, and the manifest beside
-it. manifest.py, judged.py: what made an output, and which settings that are. stats.py, progress.py:
-what a run counts and shows. run.py: the loop. check.py: the same without running anything.
-merge.py: shards to one file.
+lines.py makes a request of a line, answers.py a line of an output. source.py and tables.py read
+lines. journal.py and rows.py handle the output file, what it holds already, and the manifest beside
+it. manifest.py and judged.py say what made an output, and which settings those are. stats.py and
+progress.py count and show. run.py has the loop. check.py does the same without running a model.
+merge.py joins shards to one file.
 """
 
 from jpaged.integrations.batch.answers import answer_line, encode_line, error_line

@@ -1,7 +1,7 @@
-"""Finished and failed requests to lines of the output, and what such a line says of itself when it
-is read again.
+"""Makes lines of the output from finished and failed requests, and reads back what such a line says
+of itself.
 
-Every line carries the number of its input line: `line` where the request was bare, else the digits
+Every line has the number of its input line: in `line` if the request was bare, else in the digits
 of `id`.
 """
 
@@ -43,11 +43,11 @@ def answer_line(request: BatchRequest, output: RequestOutput) -> Mapping[str, An
 def error_line(
     request: BatchRequest, error: BaseException | str, style: ErrorStyle = "openai"
 ) -> Mapping[str, Any]:
-    """Return the output line of a request that cannot run or that failed: always with its line
+    """Return the output line of a request that cannot run or that failed. It always has its line
     number and the reason.
 
-    style: of batch requests that could be read, OpenAI's (the error in the response's body) or that
-    of vLLM's run_batch (no body, the error beside the response).
+    style: of batch requests that could be read: OpenAI's (the error in the response's body), or
+    that of vLLM's run_batch (no body; the error beside the response).
     """
     failure = Failure.of(error)
     details = failure.details(f"line {request.number}: {failure.message}")
@@ -64,7 +64,9 @@ def error_line(
 
 
 def row_number(row: Any) -> int | None:
-    """Return the input line that an output line answers; None for what is no output line."""
+    """Return the number of the input line that an output line answers; None if it is not an output
+    line.
+    """
     if not isinstance(row, dict):
         return None
     if type(row.get("line")) is int:
@@ -79,15 +81,13 @@ def row_id(row: Mapping[str, Any]) -> str | int | None:
 
 
 def row_failed(row: Mapping[str, Any]) -> bool:
-    """Return whether an output line is an error."""
+    """Return whether an output line holds an error."""
     status = (row.get("response") or {}).get("status_code", 200)
     return row.get("error") is not None or status != 200
 
 
 def row_code(row: Mapping[str, Any]) -> str:
-    """Return the code of the error that an output line is, as it was written; empty where it is
-    none.
-    """
+    """Return the code of the error in an output line, as it was written; "" if there is none."""
     response = row.get("response") or {}
     error = (response.get("body") or {}).get("error") or row.get("error") or {}
     error = error.get("error", error) if isinstance(error, dict) else {}
@@ -95,7 +95,7 @@ def row_code(row: Mapping[str, Any]) -> str:
 
 
 def encode_line(line: Mapping[str, Any]) -> bytes:
-    """Return one line of UTF-8 JSON; escaped where an id or a text cannot be written as it is."""
+    """Return a line of JSON in UTF-8. An id or a text that UTF-8 cannot encode is escaped."""
     try:
         return json.dumps(line, ensure_ascii=False).encode() + b"\n"
     except UnicodeEncodeError:

@@ -1,5 +1,5 @@
-"""The report's charts as inline SVG, drawn by matplotlib: lines over time and histograms. Colours
-and fonts are the page's (report.html.jinja), by the classes that a chart's parts carry.
+"""Draws the report's charts with matplotlib as inline SVG: lines over time, and histograms. Colours
+and fonts come from the page (report.html.jinja), by the classes of a chart's parts.
 """
 
 import html
@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
-BINS = 45  # of a histogram, about
-LOG_FROM = 12  # a largest value of so many medians is shown on a logarithmic axis
-# Text as text, so that the page's fonts and colours hold for it.
+BINS = 45  # bars of a histogram, about
+LOG_FROM = 12  # the axis is logarithmic if the largest value is at least this many times the median
+# Text is kept as text, so that the page's fonts and colours apply.
 STYLE: Any = {"svg.fonttype": "none", "font.size": 9.5, "axes.spines.right": False}
 STYLE |= {"axes.spines.top": False, "axes.spines.left": False, "axes.axisbelow": True}
 
 
 def number(value: float, _: Any = None) -> str:
-    """Three significant digits and k, M or G: 0.25, 12, 1.5k."""
+    """Return a number with three significant digits and k, M or G: 0.25, 12, 1.5k."""
     for unit, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= 0.9995 * scale:
             return f"{value / scale:.3g}{unit}"
@@ -29,7 +29,7 @@ def number(value: float, _: Any = None) -> str:
 def line_chart(
     title: str, times: Sequence[float], series: Mapping[str, Sequence[float]], unit: str
 ) -> dict[str, Any]:
-    """Rates over time as steps: series[name][i] held between times[i] and times[i + 1], in
+    """Draw rates over time as steps: series[name][i] holds between times[i] and times[i + 1], in
     seconds.
     """
     seconds = times[-1] - times[0]
@@ -50,7 +50,7 @@ def line_chart(
 def histogram(
     title: str, values: Sequence[float] | np.ndarray, unit: str, *, whole: bool = False
 ) -> dict[str, Any]:
-    """Return how often which value came, with the median and the 99th percentile; whole: the values
+    """Draw the frequencies of values, with the median and the 99th percentile. whole: the values
     are counts.
     """
     numbers = np.asarray(values, np.float64)
@@ -84,8 +84,8 @@ def histogram(
 
 
 def _edges(low: float, high: float, is_log: bool, whole: bool) -> np.ndarray:
-    """About BINS bins, round ones where the axis is linear; a bin around each where the values are
-    few whole ones.
+    """Return the edges of about BINS bins. They are round numbers if the axis is linear. A few
+    whole values get a bin each.
     """
     if is_log:
         return np.geomspace(low, high * (1 + 1e-9), BINS + 1)
@@ -98,10 +98,10 @@ def _edges(low: float, high: float, is_log: bool, whole: bool) -> np.ndarray:
 
 
 def _drawn(title: str, draw: Any) -> str:
-    """Return an <svg> element of what `draw` puts on the axes it is given, its parts' gids as
+    """Return an <svg> element of what `draw` puts on the axes. The gids of its parts become
     classes.
 
-    The gid of a bar is "bar" and what a pointer on it is told. Raises ImportError without
+    The gid of a bar is "bar" and the text that a pointer on it shows. Raises ImportError without
     matplotlib.
     """
     import matplotlib
@@ -120,7 +120,7 @@ def _drawn(title: str, draw: Any) -> str:
         for part in figure.findobj():
             part.set_clip_on(False)
         file = io.StringIO()
-        # Nothing that names another place, such as a date, a maker or a vocabulary.
+        # No metadata, which would name a date, a creator and other sites.
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         figure.savefig(file, format="svg", transparent=True, metadata=nothing)
     svg = file.getvalue()

@@ -1,8 +1,8 @@
-"""A dry run: every line is parsed, rendered, tokenized and judged as the engine would, and nothing
-is run.
+"""A dry run: every line is parsed, rendered, tokenized and checked as the engine would do it, and
+no model is run.
 
-What the lines would need of memory is planned from the model's config alone, no weight is loaded;
-what they would take of time is told from a rate that was given or measured, never guessed.
+The memory that the lines need is planned from the model's config alone, without loading weights.
+The time that they take follows from a rate that was given or measured; it is never guessed.
 """
 
 import dataclasses
@@ -36,9 +36,9 @@ GIB = 1 << 30
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rate:
-    """Output tokens a second of a whole run, prefill and all, and how that is known.
+    """Output tokens per second of a whole run, prefill included, and how the rate is known.
 
-    mean: tokens of a completion, where a run measured them too.
+    mean: tokens of a completion on average, if a run measured them too.
     """
 
     tokens_per_second: float
@@ -47,15 +47,15 @@ class Rate:
 
     @classmethod
     def read(cls, text: str) -> "Rate | None":
-        """From a number, or from the summary.json of a run (None if it answered nothing). Raises
-        BatchError.
+        """Read a rate from a number, or from the summary.json of a run (None if that run answered
+        nothing). Raises BatchError.
         """
         try:
             if not 0 < (rate := float(text)) < float("inf"):
                 raise BatchError(f"--rates {text}: must be above 0")
             return cls(tokens_per_second=rate, source="as given")
         except ValueError:
-            pass  # then it is a file
+            pass  # not a number, so it is a file
         try:
             summary = json.loads(Path(text).read_text())
             rate, lines = float(summary["tokens_per_second"]["out"]), int(summary["lines"]["ok"])
@@ -69,7 +69,7 @@ class Rate:
 
 
 class Checker:
-    """What judges a line: the part of LLM that needs neither weights nor a device."""
+    """Checks a line: the part of LLM that needs neither weights nor a device."""
 
     def __init__(self, folder: str, config: EngineConfig):
         self.model = ModelConfig.coerce(folder)
@@ -106,7 +106,9 @@ class Checker:
         )
 
     def tokens(self, request: BatchRequest) -> tuple[int, int]:
-        """Tokens of the prompt, and the most that its completions can have. Raises RequestError."""
+        """Return the tokens of the prompt, and the most that its completions can have. Raises
+        RequestError.
+        """
         params = request.params
         params.validate(self.engine_config, self.model.vocab_size)
         one = dataclasses.replace(params, n=1)
@@ -129,7 +131,7 @@ def check(
     shard: tuple[int, int] | None = None,
     rate: Rate | None = None,
 ) -> bool:
-    """Print what a run of this input would meet; whether every line of it can run. Raises
+    """Print what a run of this input would do. Return whether every line can run. Raises
     BatchError.
     """
     try:
@@ -145,7 +147,7 @@ def check(
                 if line.error is not None:
                     raise line.error
                 prompt, completion = checker.tokens(line.request)
-            except Exception as e:  # whatever one line provokes is that line's error
+            except Exception as e:  # an error of one line must not end the check
                 stats.fail(line.request.number, e)
                 continue
             prompts.append(prompt)
@@ -197,7 +199,7 @@ def _time(lines: int, most: int, rate: Rate | None) -> str:
     told = f"at {rate.tokens_per_second:,.0f} output tok/s ({rate.source})"
     limit = f"at most {duration(most / rate.tokens_per_second)}"
     if rate.mean is None:
-        return f"{limit} {told}, if every answer goes to its limit"
+        return f"{limit} {told}, if every answer reaches its limit"
     likely = min(lines * rate.mean, most) / rate.tokens_per_second
     return (
         f"{duration(likely)} if answers are as long as there (mean {rate.mean:.0f} "

@@ -1,17 +1,17 @@
-"""A set of millions of ids in a few bytes each, where Python's own would take a hundred."""
+"""IdSet: a set of millions of ids in a few bytes each, where a Python set would take a hundred."""
 
 import numpy as np
 import xxhash
 
-FEWEST = 1 << 12  # digests that are worth sorting in
+FEWEST = 1 << 12  # fewer new digests than this are not merged into the sorted array
 
 
 class IdSet:
-    """Strings by their 128-bit digests: sorted, 16 bytes each, and the newest eighth in a Python
-    set until they are sorted in.
+    """A set of strings by their 128-bit digests. They are sorted, at 16 bytes each; the newest
+    eighth waits in a Python set to be merged.
 
-    A false hit takes two strings of one xxh3_128 digest: among a billion ids about one chance in
-    10^21.
+    Two strings with the same xxh3_128 digest would be taken for one: among a billion ids the
+    probability is about 10^-21.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class IdSet:
         return len(self._sorted) + len(self._new)
 
     def add(self, text: str) -> bool:
-        """Return whether it was not there yet."""
+        """Add a string. Return whether it was new."""
         digest = xxhash.xxh3_128_digest(text.encode(errors="surrogatepass"))
         place = int(self._sorted.searchsorted(digest))
         there = self._sorted[place : place + 1].tobytes()

@@ -1,4 +1,4 @@
-"""Which source reads a path: by its format, which its name says where nobody else does."""
+"""Chooses the source that reads a path, by a format or by the path's name."""
 
 import os
 from pathlib import Path
@@ -16,10 +16,10 @@ def open_source(
     split: str | None = None,
 ) -> Source:
     """Return the source for a path: "-" for stdin, a file of lines, a Parquet file, a folder of
-    them, or a data set.
+    Parquet files, or a data set.
 
-    format: "jsonl", "text", "parquet", "dataset", or "auto" by the name. columns: of tables, those
-    that are read, each as NAME or FIELD=NAME. split: of a data set. Raises BatchError.
+    format: "jsonl", "text", "parquet", "dataset", or "auto", which goes by the name. columns: the
+    columns of a table to read, each as NAME or FIELD=NAME. split: of a data set. Raises BatchError.
     """
     if format == "auto":
         format = guess_format(path)
@@ -33,7 +33,7 @@ def open_source(
 
 
 def guess_format(path: str) -> str:
-    """Return the format that a name says: "parquet", "dataset", "text" (.txt), else "jsonl"."""
+    """Return the format that a name implies: "parquet", "dataset", "text" (.txt), else "jsonl"."""
     if path.startswith("hf:"):
         return "dataset"
     if os.path.isdir(path):

@@ -1,5 +1,5 @@
-"""From the source to requests: skips what is not this run's to answer, parses the rest, a bounded
-way ahead.
+"""Turns the lines of a source into requests: skips lines that this run need not answer, and parses
+the others a bounded number of lines ahead.
 """
 
 import collections
@@ -16,13 +16,15 @@ from jpaged.integrations.batch.source import LineError, Source
 
 PIPE_WAIT_S = 0.05
 AHEAD_BYTES = 64 << 20
-LAST_LINE_S = 2.0  # to parse what was read already; a thread that waits for its input is left alone
+LAST_LINE_S = (
+    2.0  # seconds to finish parsing a line; a thread that waits for input is not waited for
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Line:
-    """One line that this run answers: its request as far as it could be read, and what is wrong
-    with it.
+    """A line that this run answers: its request as far as it could be read, and its error if there
+    is one.
     """
 
     request: BatchRequest
@@ -31,12 +33,13 @@ class Line:
 
 
 class Intake:
-    """Iterates a source once: `lines` yields what is to be answered, in the order of the input.
+    """Iterates a source once: `lines` yields the lines to answer, in the order of the input.
 
-    shard: (i, N) takes the lines whose number - 1 leaves i when divided by N. earlier: rows of an
-    output that is resumed; its lines are skipped. Ids are compared over the whole input, skipped
-    lines and other shards too: a line is a duplicate in a resumed or sharded run exactly if it is
-    one in an undisturbed one. A line's id counts even where something else is wrong with the line.
+    shard: (i, N) takes the lines for which number - 1 has the remainder i modulo N. earlier: the
+    rows of an output that is resumed; their lines are skipped. Ids are compared over the whole
+    input, including skipped lines and other shards, so that a line is a duplicate in a resumed or
+    sharded run exactly if it is one in a single whole run. The id of a line counts even if the line
+    has another error.
     """
 
     def __init__(
@@ -50,12 +53,12 @@ class Intake:
         self._source, self._settings, self._shard = source, settings, shard or (0, 1)
         self._found = earlier or Found("")
         self._ids = IdSet()
-        self.seen = 0  # lines of this shard so far, those that are skipped too
+        self.seen = 0  # lines of this shard so far, including skipped ones
         self.ended = False
 
     def lines(self) -> Generator[Line]:
-        """Raises whatever reading raises, and BatchError where the input is not the one that was
-        answered.
+        """Yield the lines. Raises the errors of reading, and BatchError if the input is not the one
+        that the earlier output answered.
         """
         for number, raw in self._source:
             mine = (number - 1) % self._shard[1] == self._shard[0]
@@ -71,8 +74,8 @@ class Intake:
         self.ended = True
 
     def total(self) -> tuple[int | None, bool]:
-        """Return how many lines this shard has, and whether that is exact: else by the share of the
-        bytes that was read.
+        """Return the number of lines of this shard, and whether it is exact or estimated from the
+        bytes read so far.
         """
         if self.ended:
             return self.seen, True
@@ -89,18 +92,18 @@ class Intake:
         error: Exception | None = None
         try:
             request.parse(raw, self._settings)
-        except Exception as e:  # whatever one line provokes is that line's error
+        except Exception as e:  # an error of one line must not end the run
             error = e
         if request.id is not None and not self._ids.add(str(request.id)):
-            message = f"id {request.id!r} is an earlier line's"
+            message = f"id {request.id!r} is the id of an earlier line"
             error = LineError(message, param="custom_id", code="duplicate_id")
         return Line(request=request, raw=raw, error=error)
 
 
 class ReadAhead:
-    """Lines of an intake, read by a thread so that a slow pipe never holds the engine up.
+    """Reads lines of an intake in a thread, so that a slow pipe never delays the engine.
 
-    At most `lines` of them wait, of AHEAD_BYTES in all (or one that is larger).
+    At most `lines` of them wait, with at most AHEAD_BYTES in all (or one larger line).
     """
 
     def __init__(self, intake: Intake, lines: int):
@@ -112,21 +115,21 @@ class ReadAhead:
         self._patience = PIPE_WAIT_S
         self._read_all = False
         self.error: Exception | None = None  # why the input could not be read to its end
-        # A daemon: what waits for a silent pipe must not hold the exit up.
+        # A daemon thread: waiting for a silent pipe must not delay the exit.
         self._thread = threading.Thread(target=self._read, name="jpaged reader", daemon=True)
         self._thread.start()
 
     @property
     def ended(self) -> bool:
-        """Whether there is nothing more to come; `error` says if that is the input's end."""
+        """Whether no further line will come; `error` says whether reading failed."""
         with self._changed:
             return self._read_all and not self._queue
 
     def next(self, *, wait: float | None = None) -> Line | None:
-        """Return the next line; None at the end, or when none came in `wait` seconds.
+        """Return the next line; None at the end, or if none arrives within `wait` seconds.
 
-        Without `wait`, a pipe that was not slow last time gets a moment, so that the engine's first
-        batches are full.
+        Without `wait`, a pipe that was fast last time gets a moment, so that the first batches of
+        the engine are full.
         """
         deadline = time.monotonic() + (self._patience if wait is None else wait)
         with self._changed:
@@ -143,8 +146,8 @@ class ReadAhead:
             return line
 
     def close(self) -> None:
-        """Read no further, and see a line through that is being parsed: a thread that the
-        interpreter's exit finds inside pydantic's compiled code aborts the process.
+        """Stop reading, and let the line that is being parsed finish: if the interpreter exits
+        while a thread is in pydantic's compiled code, the process aborts.
         """
         with self._changed:
             self._closed = True
@@ -163,7 +166,7 @@ class ReadAhead:
                         self._queue.append(line)
                         self._bytes += len(line.raw)
                         self._changed.notify_all()
-        except Exception as e:  # handed over: the run ends once what is running has
+        except Exception as e:  # passed on: the run ends once the running requests have ended
             self.error = e
         finally:
             with self._changed:

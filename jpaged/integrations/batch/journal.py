@@ -1,5 +1,5 @@
-"""Where the answers of a run go: a file that is appended to as they finish, resumed where it ends
-and whole after any kill; or a stream.
+"""Journal: the output of a run. It is a file to which answers are appended as they finish, which a
+later run resumes and which is intact after any kill; or a stream.
 """
 
 import collections
@@ -18,15 +18,16 @@ from jpaged.integrations.batch.manifest import check_same, manifest_path, read_m
 from jpaged.integrations.batch.source import BatchError
 from jpaged.openai.protocol import Conversation
 
-Existing = Literal["resume", "overwrite", "refuse"]  # what to do with an output that is there
+Existing = Literal["resume", "overwrite", "refuse"]  # what to do with an existing output
 
 
 class Journal:
-    """The output of a run and, of a file, its manifest.
+    """The output of a run and, for a file, its manifest.
 
-    path: a file, or None or "-" for the stream: as text that a person reads, or as JSONL. ordered:
-    in input order, through a buffer. A file is locked from `open` on: a second run on it is
-    refused. Nothing is changed before `begin`. found: account of its rows; empty of a stream.
+    path: a file; or the stream: None prints text for a person, "-" writes JSONL. ordered: write in
+    the order of the input, through a buffer. A file is locked from `open` on, so a second run on it
+    is refused. Nothing is changed before `begin`. found: what the file's rows hold; empty for a
+    stream.
     """
 
     def __init__(self, path: str | None, manifest: Mapping[str, Any], *, ordered: bool):
@@ -34,15 +35,18 @@ class Journal:
         self.found = rows.Found(path or "-")
         self._file: IO[bytes] | None = None
         self.is_regular = False  # a file on a disk, not a device, a pipe or a stream
-        self._waiting: dict[int, tuple[bytes, bool]] = {}  # finished, behind one that still runs
-        self._places: collections.deque[int] = collections.deque()  # begun and not written yet
+        self._waiting: dict[
+            int, tuple[bytes, bool]
+        ] = {}  # finished, behind one that is still running
+        self._places: collections.deque[int] = (
+            collections.deque()
+        )  # lines that have begun and are not written yet
 
     def open(self, existing: Existing, source: str | None, *, retry_failed: bool = False) -> None:
-        """Open a file for appending, and find what is there already. Raises BatchError.
+        """Open a file for appending, and read what it holds already. Raises BatchError.
 
-        existing: what to do with rows that are there. source: path of the input, where it is a file
-        of lines, which may have grown since. retry_failed: lines whose row is an error count as not
-        done.
+        existing: what to do with rows that it holds. source: path of the input if it is a file of
+        lines, which may have grown since. retry_failed: run lines again whose row is an error.
         """
         if self.path is None or self.path == "-":
             return
@@ -64,7 +68,7 @@ class Journal:
         if not os.fstat(self._file.fileno()).st_size or existing == "overwrite":
             return
         if existing == "refuse":
-            said = "--resume goes on with it, --overwrite starts again"
+            said = "--resume continues it, --overwrite starts again"
             raise BatchError(f"{self.path} exists: {said}")
         check_same(read_manifest(self.path), self._manifest, self.path, source)
         self.found = rows.scan(self.path)
@@ -72,7 +76,7 @@ class Journal:
             self.found.retry_failed()
 
     def begin(self, stream: IO[bytes]) -> None:
-        """Append to the file, from its last whole row on, the manifest written; or to the
+        """Write the manifest and append to the file after its last whole row; or write to the
         stream.
         """
         self._to = stream if self._file is None else self._file
@@ -82,11 +86,13 @@ class Journal:
 
     @property
     def held(self) -> int:
-        """Lines that were begun and not written yet; only of an ordered run."""
+        """Return how many lines have begun and are not written yet; only an ordered run counts
+        them.
+        """
         return len(self._places)
 
     def expect(self, number: int) -> None:
-        """A line is begun."""
+        """Note that a line has begun."""
         if self._ordered:
             self._places.append(number)
 
@@ -99,8 +105,8 @@ class Journal:
             self._put(self._places.popleft())
 
     def flush(self, everything: bool = False) -> None:
-        """`everything` also lets go what waits behind a line that will not come (the run was cut
-        off).
+        """Write what is buffered. everything: also lines behind one that will not finish, because
+        the run was cut off.
         """
         if everything:
             for number in sorted(self._waiting):
@@ -114,11 +120,11 @@ class Journal:
             self.found.note(number, failed=failed, length=len(data))
 
     def finish(self, *, complete: bool, lines: int, source: Mapping[str, Any]) -> None:
-        """Put a file into its final form: on the disk, one row a line where several were written,
-        in order if asked.
+        """Bring a file into its final form: synced to disk, one row a line if a line had several,
+        and in order if asked.
 
-        complete: the input has ended and every line of it is answered; lines: how many; source: the
-        input's identity. Else the rows stay as they are.
+        complete: whether the input has ended and all of its lines are answered; otherwise the rows
+        stay as they are. lines: how many lines there are. source: the input's identity.
         """
         if not self.is_regular:
             return
@@ -138,7 +144,7 @@ class Journal:
 
 
 def to_read(request: BatchRequest, line: Mapping[str, Any]) -> bytes:
-    """Return a prompt and its answer for a person's eyes."""
+    """Return a prompt and its answer as text for a person."""
     prompt = _asked(request).rstrip()
     if len(prompt) > 1000:
         prompt = f"{prompt[:500]}\n... ({len(prompt) - 1000} characters) ...\n{prompt[-500:]}"

@@ -1,9 +1,9 @@
-"""Lines of a batch file to requests.
+"""Makes requests of the lines of a batch file.
 
-Three forms of line are read: OpenAI batch requests (`custom_id`, `method`, `url`, `body`), bare
+There are three forms of line: OpenAI batch requests (`custom_id`, `method`, `url`, `body`), bare
 objects (`prompt` | `prompt_token_ids` | `messages`, and any field of SamplingParams) and plain
-text; their fields are those of jpaged.openai.protocol. Host only: nothing here runs a model, so a
-line is read the same way whoever feeds the engine.
+text. Their fields are defined in jpaged.openai.protocol. Nothing here runs a model, so a line is
+read in the same way whatever engine runs it.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from jpaged.openai.responses import AnswerForm
 from jpaged.request.inputs import with_adapter
 from jpaged.sampling_params import SamplingParams
 
-PROMPTS = ("prompt", "prompt_token_ids", "messages")  # one of these is what a bare line asks
+PROMPTS = ("prompt", "prompt_token_ids", "messages")  # a bare line has one of these
 
 
 def _served(url: Any) -> Any:
@@ -65,25 +65,25 @@ class BarePrompt(ChosenLogprobs):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a run says about all its lines. A line's own fields win over `overrides`, which win over
-    `defaults`.
+    """What a run sets for all of its lines. The fields of a line take precedence over `overrides`,
+    and those over `defaults`.
     """
 
     defaults: SamplingParams  # the model's, from its generation_config
-    model: str = ""  # the name that answers carry when the line has none
+    model: str = ""  # the name in answers to lines without one
     overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the command line's
     seed: int = 0
-    text: bool = False  # every line is a prompt as it stands
-    ignore_unknown: bool = False  # run a line that has unknown fields, without them
-    adapters: frozenset[str] = frozenset()  # models that are adapters
+    text: bool = False  # whether each line is a prompt, as plain text
+    ignore_unknown: bool = False  # whether to run a line with unknown fields, without those fields
+    adapters: frozenset[str] = frozenset()  # names of models that are adapters
 
 
 @dataclasses.dataclass(kw_only=True)
 class BatchRequest:
-    """One line. Only `number` is known at first; `parse` fills in the rest as far as it gets: error
-    lines use it.
+    """The request of one line. At first only `number` is known; `parse` fills in the rest as far as
+    it gets, and error lines use that.
 
-    number: of the line, from 1, blank lines counted. id: custom_id, or a bare line's id. ignored:
+    number: of the line, from 1; blank lines count. id: custom_id, or a bare line's id. ignored:
     unknown fields that the run leaves out.
     """
 
@@ -97,8 +97,8 @@ class BatchRequest:
     adapter: str | None = None
 
     def parse(self, raw: bytes, settings: Settings) -> None:
-        """Read one line. Raises RequestError (BodyError where it is no JSON object); what was
-        understood until then stays in the record.
+        """Read one line. Raises RequestError (BodyError if it is not a JSON object); what was read
+        until then stays in the record.
         """
         self.model = settings.model
         text = decode(raw, self.number)
@@ -114,7 +114,7 @@ class BatchRequest:
         self.params = body.params(settings.defaults, **more)
 
     def prompt_for(self, llm: Any) -> Any:
-        """Return the prompt that LLM.add_request takes. Raises RequestError."""
+        """Return the prompt in the form that LLM.add_request takes. Raises RequestError."""
         assert self.body is not None
         prompt = self.body.prompt_for(llm, self.params)
         return prompt if self.adapter is None else with_adapter(self.adapter, prompt)
@@ -123,7 +123,7 @@ class BatchRequest:
     def answer_form(self) -> AnswerForm:
         body = self.body
         assert body is not None
-        # A bare line of token ids is answered by token ids.
+        # The answer to a bare line of token ids has token ids.
         ids = isinstance(body, BarePrompt) and not isinstance(body.given_prompt(), str)
         return AnswerForm(
             top=self.params.logprobs,
@@ -134,8 +134,8 @@ class BatchRequest:
     def _read(
         self, line: dict[str, Any], settings: Settings
     ) -> tuple[type[GenerationRequest], dict[str, Any]]:
-        """Return which model the request is of, and its fields: the body of a batch request, the
-        object itself where it is bare.
+        """Return the type of the request and its fields: the body of a batch request, or the bare
+        object itself.
         """
         reason = id_of(line)
         if {"body", "url", "method"} & set(line):
@@ -170,19 +170,21 @@ class BatchRequest:
         return known
 
     def _seed(self, seed: int) -> int:
-        """Return a seed of the line's own: the same in a whole run, a resumed one and a shard."""
+        """Return the line's own seed, which is the same in a whole run, a resumed run and a
+        shard.
+        """
         key = f"line {self.number}" if self.id is None else f"id {self.id}"
         return stable_seed(seed, key)
 
 
 def id_of(line: Mapping[str, Any]) -> str | int | None:
-    """Return the id that a line gives its request, None where it gives none."""
+    """Return the id that a line gives its request; None if it gives none."""
     value = line.get("custom_id") if "custom_id" in line else line.get("id")
     return value if type(value) in (str, int) else None
 
 
 def identify(raw: bytes, number: int) -> str | int | None:
-    """The id of a line that is not to be answered here, as `parse` reads it."""
+    """Return the id of a line that this run does not answer, as `parse` would read it."""
     if b'id"' not in raw and b"\\u" not in raw:
         return None
     try:

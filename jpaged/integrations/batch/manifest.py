@@ -1,9 +1,10 @@
-"""The manifest of an output file: what made it. A run resumes only what it would have made itself.
+"""The manifest of an output file, which says what made it. A run resumes only an output that it
+would have made itself.
 
-Large files are known by their size and a digest of samples, the first and the last bytes among
-them: a changed checkpoint or input is found without reading gigabytes, and an input that has only
-grown still matches at its old size. What describes a model (configs, tokenizer, template, headers
-of weights) is digested whole. Which settings are compared: judged.py.
+Large files are identified by their size and a digest of samples, which include the first and the
+last bytes: a changed checkpoint or input is detected without reading gigabytes, and an input that
+has only grown still matches at its old size. Files that describe a model (configs, tokenizer,
+template, headers of weights) are digested whole. judged.py says which settings are compared.
 """
 
 import json
@@ -18,12 +19,12 @@ from jpaged.integrations.batch.judged import not_judged
 from jpaged.integrations.batch.source import BatchError, file_identity
 
 VERSION = 2
-# How the run and its input ended, and what check_same looks at by itself.
+# Fields that check_same does not compare like the others: how the run and its input ended.
 NOT_COMPARED = {"complete", "lines", "input.newline", "not_judged"}
-# Suffixes and beginnings of names of files that describe a model or say how its weights lie.
+# Endings and beginnings of names of files that describe a model or the layout of its weights.
 DESCRIBING = (".json", ".jinja", ".model", ".txt", ".yaml", ".ocdbt", ".zarray")
 DESCRIBING_NAMES = ("_METADATA", "_sharding", "_CHECKPOINT_METADATA", "chat_template")
-WHOLE_BYTES = 256 << 20  # a larger one is digested in samples, as weights are
+WHOLE_BYTES = 256 << 20  # a larger file is digested in samples, like weights
 
 
 def manifest_path(output: str) -> str:
@@ -40,8 +41,9 @@ def make_manifest(
 ) -> dict[str, Any]:
     """Return the manifest of a run.
 
-    model: its model_identity. adapters: that of each adapter, by name. settings: everything else
-    that an answer depends on beside its line, the judged settings of judged.py among it.
+    model: its model_identity. adapters: the model_identity of each adapter, by name. settings:
+    everything else that an answer depends on beside its line, including the judged settings of
+    judged.py.
     """
     shards = None if shard is None else "/".join(map(str, shard))
     return {
@@ -56,7 +58,8 @@ def make_manifest(
 
 
 def model_identity(folder: str | os.PathLike[str]) -> dict[str, str]:
-    """Size and digest of every file of a checkpoint or adapter folder, by its name inside.
+    """Return the size and digest of every file of a checkpoint or adapter folder, by its path in
+    the folder.
 
     Files that describe the model and the headers of safetensors files are digested whole, weights
     in samples. Links are followed; hidden files are left out.
@@ -72,8 +75,8 @@ def model_identity(folder: str | os.PathLike[str]) -> dict[str, str]:
 
 
 def _files_below(folder: Path, above: set[str]) -> Iterator[Path]:
-    """Every file of a folder by name, through links too. above: real paths of the folders that this
-    one lies in, which a link may lead back to.
+    """Yield every file of a folder in the order of names, also through links. above: real paths of
+    the enclosing folders, to which a link may lead back.
     """
     real = os.path.realpath(folder)
     if real in above:
@@ -106,12 +109,12 @@ def read_manifest(output: str) -> dict[str, Any]:
         manifest = json.loads(Path(path).read_bytes())
     except FileNotFoundError:
         raise BatchError(
-            f"{output} has no {path}, which says what made it: start again with --overwrite"
+            f"{output} has no {path}, which would say what made it: start again with --overwrite"
         ) from None
     except (OSError, ValueError) as e:
         raise BatchError(f"cannot read {path}: {e}") from None
     if not isinstance(manifest, dict) or manifest.get("version") not in (1, VERSION):
-        raise BatchError(f"{path} is not of this version: start again with --overwrite")
+        raise BatchError(f"{path} has another version: start again with --overwrite")
     if manifest["version"] == 1:
         raise BatchError(
             f"{path} was written by an earlier jpaged and does not say with which quantization, "
@@ -122,7 +125,7 @@ def read_manifest(output: str) -> dict[str, Any]:
 
 
 def write_json(path: str, value: Mapping[str, Any]) -> None:
-    """Write atomically: the old file or the whole new one is there, whatever happens."""
+    """Write a file atomically: whatever happens, it has the old content or the new one."""
     part = f"{path}.part"
     with open(part, "w") as file:
         json.dump(value, file, indent=1, ensure_ascii=False)
@@ -135,10 +138,10 @@ def write_json(path: str, value: Mapping[str, Any]) -> None:
 def check_same(
     old: Mapping[str, Any], new: Mapping[str, Any], output: str, source: str | None
 ) -> None:
-    """Raise BatchError naming the first field in which two manifests differ.
+    """Raise BatchError for the first field in which two manifests differ.
 
-    source: path of a file of lines, which may have grown since by more lines; None where nothing
-    may.
+    source: path of a file of lines, which may since have grown by more lines; None if nothing may
+    have changed.
     """
     left_out, judged = set(old.get("not_judged", ())), set(new["run"])
     if unknown := sorted(left_out & judged):
@@ -154,14 +157,14 @@ def check_same(
     if (difference := first_difference(old, new)) is not None:
         name, was, now = difference
         raise BatchError(
-            f"{output} is of another run: {name} is {was} there, {now} in this run (--overwrite "
+            f"{output} belongs to another run: {name} was {was}, now it is {now} (--overwrite "
             "starts again)"
         )
 
 
 def first_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, str, str] | None:
-    """Return the first field in which two manifests differ, by its dotted name, and what it is in
-    both, as JSON; None where they are of one run.
+    """Return the first field in which two manifests differ, by its dotted name, and its two values
+    as JSON; None if they belong to one run.
     """
     was, now = dict(_flat(old)), dict(_flat(new))
     for name in dict.fromkeys((*was, *now)):

@@ -1,4 +1,4 @@
-"""Shards of one run to one output file, in the order of the input."""
+"""Merges the shards of a run to one output file, in the order of the input."""
 
 import glob
 import re
@@ -12,8 +12,8 @@ from jpaged.integrations.batch.source import BatchError
 
 
 def find_shards(output: str) -> list[str]:
-    """Return the shards of an output, first to last: OUTPUT.i-of-N. Raises BatchError for a set
-    that is not whole.
+    """Return the shards of an output, first to last: OUTPUT.i-of-N. Raises BatchError if one is
+    missing.
     """
     path = Path(output)
     stem = str(path.with_name(path.stem))
@@ -32,8 +32,8 @@ def merge(shards: list[str], output: str, *, partial: bool = False) -> dict[str,
     """Write the rows of all shards to `output` by line number, atomically, with the manifest of an
     undivided run.
 
-    partial: also where a shard is missing or has not ended. Returns counts of rows and failures,
-    and what is missing. Raises BatchError for shards of different runs.
+    partial: merge even if a shard is missing or has not finished. Returns the numbers of rows and
+    failures, and what is missing. Raises BatchError for shards of different runs.
     """
     present = [path for path in shards if Path(path).exists()]
     missing = [path for path in shards if path not in present]
@@ -47,8 +47,8 @@ def merge(shards: list[str], output: str, *, partial: bool = False) -> dict[str,
     for path, manifest in zip(present, manifests, strict=True):
         check_same({**manifest, "shard": None}, whole, path, None)
         if not manifest.get("complete") and not partial:
-            said = "go on with it with --resume (--partial merges what there is)"
-            raise BatchError(f"{path} has not ended: {said}")
+            said = "continue it with --resume (--partial merges what there is)"
+            raise BatchError(f"{path} has not finished: {said}")
     taken = {manifest["shard"] for manifest in manifests}
     if len(taken) != len(present) or (len(taken) != int(count) and not partial):
         names = ", ".join(sorted(map(str, taken)))

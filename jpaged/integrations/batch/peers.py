@@ -1,5 +1,5 @@
-"""A batch run over several processes that share one model: the first reads the input and writes the
-answers, the others do what its engine does.
+"""A batch run over several processes that share one model: the first process reads the input and
+writes the answers, and the others do what its engine does.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from jpaged.integrations.batch.source import BatchError
 from jpaged.runtime.processes import Peers, least
 
 Order = tuple[str, tuple[Any, ...], dict[str, Any]]
-IDLE_SHARE = 0.25  # of peer_timeout_s: how long the others are left without any order
+IDLE_SHARE = 0.25  # of peer_timeout_s: an idle run sends the others a message this often
 
 
 def run_together(
@@ -27,13 +27,13 @@ def run_together(
     make_llm: Callable[[Any], Any],
     served_of: Callable[[Any], Mapping[str, Any]],
 ) -> int:
-    """`run` in the first process, and in the others what its engine does; the exit status.
+    """Run `run` in the first process, and its engine's work in the others. Return the exit status.
 
-    args: of serve_batch. served_of: what a process would serve, which must be the same in all.
-    BatchError where another process is gone, or serves something else.
+    args: of serve_batch. served_of: returns what a process would serve, which must be equal in all.
+    Raises BatchError if another process has died or serves something else.
     """
     process = (args.coordinator, args.num_processes, args.process_id)
-    # JAX ends this process where another is silent for so long: after us, who say what there is.
+    # JAX ends this process if another is silent for this long: later than we do, with a message.
     patience = float(args.engine.get("peer_timeout_s") or EngineConfig.peer_timeout_s)
     jax.distributed.initialize(*process, heartbeat_timeout_seconds=math.ceil(patience) + 100)
     replicas = args.engine.get("data_parallel_size") or 1
@@ -50,24 +50,26 @@ def run_together(
 
 
 def check_alike(served: Mapping[str, Any]) -> None:
-    """Raise BatchError, in every process, where the processes would serve different models or
-    settings: only the first one's stand in the manifest, and each reads its own disk.
+    """Raise BatchError, in every process, if the processes would serve different models or
+    settings: the manifest has those of the first process only, and each process reads its own disk.
     """
     difference = first_difference(jpaged.broadcast(served), served)
-    # The least of all: 0 where some process differs.
+    # The minimum over all processes: 0 if any differs.
     if least(int(difference is None)):
         return
     if difference is None:
-        raise BatchError("another process serves another model or other settings: its error says")
+        raise BatchError("another process serves another model or other settings: see its error")
     name, first, here = difference
     raise BatchError(
-        f"the processes do not serve the same: {name} is {first} in the first, {here} in this one"
+        f"the processes differ: {name} is {first} in the first process, and {here} in this one"
     )
 
 
 @contextlib.contextmanager
 def leading() -> Iterator[Callable[[Any], "Leading"]]:
-    """A function that makes an LLM one that the others follow, until the end of the block."""
+    """Yield a function that wraps an LLM such that the other processes follow it, until the block
+    ends.
+    """
     made: list[Leading] = []
 
     def lead(llm: Any) -> Leading:
@@ -77,7 +79,7 @@ def leading() -> Iterator[Callable[[Any], "Leading"]]:
     try:
         yield lead
     except BaseException as e:
-        if not isinstance(e.__cause__, PeerError):  # else there is nobody left to tell
+        if not isinstance(e.__cause__, PeerError):  # otherwise there is no process left to inform
             for llm in made:
                 llm.dismiss()
         raise
@@ -86,7 +88,9 @@ def leading() -> Iterator[Callable[[Any], "Leading"]]:
 
 
 class Leading:
-    """The LLM of the first process: what changes it goes to the others before its next step."""
+    """The LLM of the first process: calls that change it are sent to the other processes before its
+    next step.
+    """
 
     def __init__(self, llm: Any):
         self._llm = llm
@@ -115,13 +119,15 @@ class Leading:
         return self._llm.step()
 
     def stats(self) -> dict[str, Any]:
-        """See LLM. While the run waits for its input, the others hear that it is there."""
+        """See LLM. While the run waits for its input, this also tells the others that the run is
+        alive.
+        """
         if time.monotonic() - self._sent > self._idle_s:
             self._send()
         return self._llm.stats()
 
     def dismiss(self) -> None:
-        """Let the others end."""
+        """Tell the other processes to end."""
         self._orders.append(("end", (), {}))
         self._send()
 
@@ -131,7 +137,7 @@ class Leading:
 
 
 def follow(llm: Any) -> None:
-    """Do as the first process says, until it says that this is the end. Raises PeerError."""
+    """Do what the first process says, until it says that the run has ended. Raises PeerError."""
     peers: Peers = llm.session.runner.peers
     while True:
         for name, args, settings in peers.call(jpaged.broadcast, "waiting for orders"):
@@ -140,6 +146,6 @@ def follow(llm: Any) -> None:
             try:
                 getattr(llm, name)(*args, **settings)
             except JpagedError as e:
-                # Of one request: the first process has it too, and answers it.
+                # The error of a single request: the first process has it too, and answers it.
                 if isinstance(e, PeerError):
                     raise

@@ -1,5 +1,5 @@
-"""How a run shows its progress: tqdm on a terminal, a plain line every few seconds elsewhere, or
-nothing.
+"""Shows the progress of a run: a tqdm bar on a terminal, a plain line every few seconds elsewhere,
+or nothing.
 """
 
 import sys
@@ -12,8 +12,8 @@ LINES_EVERY_S, BAR_EVERY_S = 5.0, 0.5
 
 
 class Progress:
-    """Reads the engine's counters every so often and shows the run's: `stats.watch` is called even
-    if none is shown.
+    """Reads the engine's counters at intervals and shows those of the run. `stats.watch` is called
+    even if nothing is shown.
     """
 
     def __init__(self, mode: Literal["bar", "lines", "none"], stats: BatchStats):
@@ -31,7 +31,7 @@ class Progress:
             )
 
     def update(self, llm: Any, *, now: bool = False) -> None:
-        """Show the state if it is time."""
+        """Show the progress if it is time to."""
         at = time.perf_counter()
         if now or at - self._watched >= BAR_EVERY_S:
             self._stats.watch(llm)
@@ -71,7 +71,7 @@ class Progress:
 
 
 def duration(seconds: float) -> str:
-    """Hours, minutes and seconds, the largest two: "3h 05m"."""
+    """Return hours, minutes and seconds, the two largest of them: "3h 05m"."""
     minutes, s = divmod(round(seconds), 60)
     hours, m = divmod(minutes, 60)
     return f"{hours}h {m:02}m" if hours else f"{m}m {s:02}s" if m else f"{s}s"

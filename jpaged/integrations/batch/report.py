@@ -1,6 +1,6 @@
-"""The page that `--report` writes: one HTML file with its charts inside, for any browser, without a
-network. report.html.jinja is the page; matplotlib draws the charts, and where it is missing the
-page says so.
+"""Writes the page of `--report`: one HTML file with its charts inside, which any browser shows
+without a network. report.html.jinja is the page and matplotlib draws the charts; without matplotlib
+the page says that they are missing.
 """
 
 import os
@@ -16,12 +16,12 @@ from jpaged.integrations.batch.charts import histogram, line_chart, number
 from jpaged.integrations.batch.progress import duration
 from jpaged.integrations.batch.stats import BatchStats, lines_of
 
-LONGEST = 1500  # characters of a prompt with its answer that are shown
+LONGEST = 1500  # characters of a prompt and its answer that are shown, at most
 NO_CHARTS = "Charts need matplotlib: pip install 'jpaged[plot]'."
 
 
 def render(stats: BatchStats, *, title: str, settings: Mapping[str, Any]) -> str:
-    """Return the page. settings: what the run was told, by name."""
+    """Return the page. settings: the settings of the run, by name."""
     pages = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -53,21 +53,21 @@ def render(stats: BatchStats, *, title: str, settings: Mapping[str, Any]) -> str
 
 
 def write_report(path: str | Path, page: str) -> None:
-    """Write the page; one that was there before is replaced in one go. Raises OSError."""
+    """Write the page, and replace an earlier one atomically. Raises OSError."""
     temporary = Path(f"{path}.part")
     temporary.write_text(page, encoding="utf-8", errors="replace")
     os.replace(temporary, path)
 
 
 def _charts(stats: BatchStats) -> list[dict[str, Any]]:
-    """Raises ImportError without matplotlib."""
+    """Return the charts. Raises ImportError without matplotlib."""
     edges, rates = stats.timeline.rates()
     charts: list[dict[str, Any]] = [{"title": "Throughput", "svg": None}]
     if len(edges) >= 2:
         computed = {"generated": rates["decode_tokens"]}
         computed["prompt tokens computed"] = rates["prefill_tokens"]
         charts = [line_chart("Throughput", edges, computed, "tokens/s")]
-    answered, took = stats.answered, "Latency: from the engine's taking a line to its answer"
+    answered, took = stats.answered, "Latency: from the start of a line in the engine to its answer"
     if len(answered):
         prompts, answers = answered.prompt_tokens, answered.completion_tokens
         charts.append(histogram(took, answered.latency, "latency, s"))
@@ -94,7 +94,7 @@ def _kind(stats: BatchStats, code: str, count: int) -> dict[str, Any]:
 
 
 def _earlier_kinds(stats: BatchStats) -> list[dict[str, Any]]:
-    """Return what failed in earlier runs, of which only codes and lines are known."""
+    """Return the errors of earlier runs, of which only codes and line numbers are known."""
     return [
         {"name": code, "count": count, "note": f"in an earlier run: {lines_of(count, first)}"}
         for code, (count, first) in stats.earlier_errors.items()
@@ -106,7 +106,7 @@ def _cut(text: str) -> str:
 
 
 def _shown(value: Any) -> Any:
-    """Without the control characters that no page may hold."""
+    """Return a value without control characters, which a page must not contain."""
     if isinstance(value, Markup):
         return value
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in str(value))

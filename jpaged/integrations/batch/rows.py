@@ -1,5 +1,5 @@
-"""Rows of an output file: which lines they answer, which of them count, and a file of those
-alone.
+"""Reads the rows of an output file: which lines they answer and which of them are current; and
+writes a file of the current ones.
 """
 
 import contextlib
@@ -15,25 +15,27 @@ import xxhash
 from jpaged.integrations.batch.answers import row_code, row_failed, row_id, row_number
 from jpaged.integrations.batch.source import BatchError
 
-NONE, OK, FAILED, RETRIED = range(4)  # a line without a row, with one, and with one to supersede
-MOST_CODES = 255  # of errors, that are told apart
-FIRST = 5  # line numbers that are kept of each kind of error
+NONE, OK, FAILED, RETRIED = range(
+    4
+)  # a line without a row, with an answer, with an error, and with an error to replace
+MOST_CODES = 255  # codes of errors that are told apart; further ones share the last
+FIRST = 5  # line numbers that are kept for each code
 
 
 class Found:
-    """What an output file holds: 14 bytes and no object a line.
+    """What an output file holds, in 14 bytes per line and without an object per line.
 
-    size: bytes up to the end of the last whole row. superseded: some line has several rows; the
-    last one counts. ascending: the rows come by line number.
+    size: bytes up to the end of the last whole row. superseded: whether some line has several rows,
+    of which the last counts. ascending: whether the rows are in the order of line numbers.
     """
 
     def __init__(self, path: str):
         self.path, self.size = path, 0
         self.superseded, self.ascending = False, True
         self._last = 0
-        # By line number: what its row says, where that begins, and a digest of its id (0: none).
+        # By line number: the state of its row, the row's offset, and a digest of its id (0: none).
         self._states, self.places, self._ids = bytearray(), array("q"), array("I")
-        # By line number: which of the names is its error's code. What this run writes has none.
+        # By line number: the index of its error's code. Rows that this run writes have none.
         self._codes, self._code_names = bytearray(), [""]
 
     def __contains__(self, number: int) -> bool:
@@ -42,12 +44,12 @@ class Found:
 
     @property
     def failed(self) -> int:
-        """Lines whose row is an error."""
+        """Return how many lines have an error as their row."""
         return self._states.count(FAILED)
 
     @property
     def answered(self) -> int:
-        """Lines that are done."""
+        """Return how many lines are done."""
         return self._states.count(OK) + self.failed
 
     def note(
@@ -59,8 +61,8 @@ class Found:
         request_id: str | int | None = None,
         code: str = "",
     ) -> None:
-        """A row of so many bytes is written, or found, behind those before it. code: of the error
-        that it is.
+        """Note a row of this many bytes, found or written after those before it. code: of its
+        error.
         """
         if (more := number + 1 - len(self._states)) > 0:
             self._states.extend(bytes(more))
@@ -79,8 +81,8 @@ class Found:
         self.size += length
 
     def errors(self) -> dict[str, tuple[int, list[int]]]:
-        """Lines whose row is an error, by its code, the most frequent first: how many, and the
-        first of their numbers.
+        """Return the lines with errors by code, the most frequent first: how many, and the first
+        line numbers.
         """
         failed = np.frombuffer(self._states, np.uint8) == FAILED
         codes, by_code = np.frombuffer(self._codes, np.uint8), {}
@@ -91,16 +93,16 @@ class Found:
         return dict(sorted(by_code.items(), key=lambda item: -item[1][0]))
 
     def retry_failed(self) -> None:
-        """Lines that failed are yet to be done; their old rows are superseded by new ones."""
+        """Count failed lines as not done; new rows will supersede theirs."""
         self._states = self._states.replace(bytes([FAILED]), bytes([RETRIED]))
 
     def check_id(self, number: int, request_id: str | int | None) -> None:
-        """Raise BatchError when the input's line has another id than the row that answers it."""
+        """Raise BatchError if a line of the input has another id than the row that answers it."""
         known = self._ids[number]
         if known and known != _id_digest(request_id):
             raise BatchError(
                 f"line {number} of the input has the id {request_id!r}, its row in {self.path} "
-                "another: the input has changed since (--overwrite starts again)"
+                "another one: the input has changed since (--overwrite starts again)"
             )
 
 
@@ -109,10 +111,10 @@ def _id_digest(request_id: str | int | None) -> int:
 
 
 def scan(path: str) -> Found:
-    """Read an output file row by row. What follows its last whole row is torn and no part of
-    `size`.
+    """Read an output file row by row. Bytes after its last whole row were torn off, and do not
+    count in `size`.
 
-    Raises BatchError for a row in the middle that is none.
+    Raises BatchError for a row that is not a batch run's.
     """
     rows, torn = Found(path), 0
     with open(path, "rb") as file:
@@ -122,7 +124,7 @@ def scan(path: str) -> Found:
                 torn = torn or count
                 continue
             if torn:
-                said = "is not of a batch run: start again with --overwrite"
+                said = "was not written by a batch run: start again with --overwrite"
                 raise BatchError(f"row {torn} of {path} {said}")
             number, failed = row_number(row), row_failed(row)
             assert number is not None
@@ -132,19 +134,19 @@ def scan(path: str) -> Found:
 
 
 def _row(raw: bytes) -> dict[str, Any] | None:
-    """Return the row, or None for what is torn or foreign."""
+    """Return the row, or None if it is torn or was not written by a batch run."""
     if not raw.endswith(b"\n"):
         return None
     try:
         row = json.loads(raw)
-    except ValueError:  # UnicodeDecodeError among them
+    except ValueError:  # UnicodeDecodeError is one too
         return None
     return row if row_number(row) is not None else None
 
 
 def rewrite(files: Sequence[Found], target: str, *, ordered: bool) -> None:
-    """Replace `target` by the rows of all files that count: atomically, by line number, or as they
-    follow each other.
+    """Replace `target` by the current rows of all files, atomically: by line number if `ordered`,
+    else in their order.
     """
     sizes = [len(rows.places) for rows in files]
     place = np.concatenate([np.asarray(rows.places) for rows in files])
@@ -160,7 +162,9 @@ def rewrite(files: Sequence[Found], target: str, *, ordered: bool) -> None:
 
 
 class Replacement:
-    """A file written beside `path` that takes its place once it is whole and on the disk."""
+    """A file that is written beside `path`, and that replaces it once it is complete and on
+    disk.
+    """
 
     def __init__(self, path: str):
         self.path, self.part = path, f"{path}.part"
@@ -182,7 +186,7 @@ class Replacement:
 
 
 def sync_folder(path: str) -> None:
-    """Make a rename last through a power cut."""
+    """Make a rename survive a power failure."""
     folder = os.open(os.path.dirname(os.path.abspath(path)), os.O_RDONLY)
     try:
         os.fsync(folder)

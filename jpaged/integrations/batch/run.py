@@ -1,5 +1,5 @@
-"""A run over a batch file: keep a window of requests in the engine, write what finishes, lose
-nothing.
+"""A run over a batch file: keeps a window of requests in the engine, writes what finishes, and
+loses nothing.
 """
 
 import contextlib
@@ -24,21 +24,21 @@ from jpaged.integrations.batch.source import BatchError, Source
 from jpaged.integrations.batch.stats import SAMPLES, BatchStats, CutBy
 from jpaged.request.outputs import RequestOutput
 
-# Exit statuses; 128 + its number after a signal.
+# Exit statuses. After a signal it is 128 + the signal's number.
 OK, FATAL, FAILED_LINES, HOPELESS, BROKEN_PIPE = 0, 1, 2, 3, 141
-ENOUGH_LINES = 100  # before an error rate says anything
-POLL_S = 0.2  # how often a run that waits for its input looks whether it is to stop
-LAST_MOMENT_S = 1.0  # after the grace period, for a step that does not return
+ENOUGH_LINES = 100  # lines before the rate of errors is judged
+POLL_S = 0.2  # interval at which a run that waits for input checks whether it must stop
+LAST_MOMENT_S = 1.0  # seconds after the grace period for a step that does not return
 Ending = Literal["complete", "stopped", "hopeless"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Job:
-    """What to run, where its answers go, and when to stop.
+class RunOptions:
+    """What a run does with its answers, and when it stops.
 
-    output: None prints to read, "-" writes JSONL to stdout. window: requests in the engine at once.
-    grace: seconds that running requests have after a signal. max_error_rate: failed by answered
-    lines above which the run ends. again: the command line that resumes it.
+    output: None prints text for a person, "-" writes JSONL to stdout. window: requests in the
+    engine at once. grace: seconds for running requests after a signal. max_error_rate: the share of
+    failed lines above which the run ends. again: the command line that resumes the run.
     """
 
     output: str | None
@@ -55,11 +55,10 @@ class Job:
 
 
 class Interrupts:
-    """SIGINT and SIGTERM inside the block: the first asks the run to end, the second ends it with
-    KeyboardInterrupt.
+    """Handles SIGINT and SIGTERM inside the block: the first signal asks the run to end, the second
+    raises KeyboardInterrupt.
 
-    If the run has not ended `grace` seconds after the first, `late` is called in a thread of its
-    own.
+    If the run has not ended `grace` seconds after the first signal, a thread calls `late`.
     """
 
     def __init__(self, grace: float, late: Callable[[], None] = lambda: None):
@@ -70,7 +69,9 @@ class Interrupts:
         self._timer: threading.Timer | None = None
 
     def __enter__(self) -> "Interrupts":
-        if threading.current_thread() is threading.main_thread():  # no other may set handlers
+        if (
+            threading.current_thread() is threading.main_thread()
+        ):  # only the main thread may set handlers
             self._old = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
         return self
 
@@ -88,8 +89,8 @@ class Interrupts:
         if self.signal is not None:
             raise KeyboardInterrupt
         self.signal, self._deadline = number, time.monotonic() + self._grace
-        said = f"finishing what runs, at most {self._grace:g} s; a second signal stops at once"
-        # Not print: its lock may be held by what was interrupted.
+        said = f"finishing requests, at most {self._grace:g} s; a second signal stops at once"
+        # Not print: the interrupted code may hold its lock.
         os.write(2, f"serve_batch: {said}\n".encode())
         self._timer = threading.Timer(self._grace + LAST_MOMENT_S, self._late)
         self._timer.daemon = True
@@ -97,25 +98,27 @@ class Interrupts:
 
 
 class Run:
-    """One run's loop, once there is an engine. Its counters are in `stats`."""
+    """The loop of a run whose engine has been made. Its counters are in `stats`."""
 
-    def __init__(self, llm: Any, job: Job, journal: Journal, intake: Intake, stats: BatchStats):
-        self.llm, self.job, self.journal, self.intake = llm, job, journal, intake
+    def __init__(
+        self, llm: Any, options: RunOptions, journal: Journal, intake: Intake, stats: BatchStats
+    ):
+        self.llm, self.options, self.journal, self.intake = llm, options, journal, intake
         self.stats = stats
-        self.progress = Progress(_progress_mode(job), stats)
-        self.reader = ReadAhead(intake, job.window)
-        # A device that does not return is left as it is: what was answered is in the file.
-        self.interrupts = Interrupts(job.grace, lambda: os._exit(self.stopped()))
+        self.progress = Progress(_progress_mode(options), stats)
+        self.reader = ReadAhead(intake, options.window)
+        # A step that does not return is abandoned: the file has all finished answers.
+        self.interrupts = Interrupts(options.grace, lambda: os._exit(self.stopped()))
         self._pending: dict[str, tuple[BatchRequest, float]] = {}
 
     def serve(self) -> Ending:
-        """Answer lines until there are no more, or the run is to stop: then what runs is finished
-        first.
+        """Answer lines until there are no more, or until the run must stop: then requests in the
+        engine are finished first.
 
-        An ordered run also stops reading while 8 windows of lines wait for one that is slow: memory
-        stays bounded.
+        An ordered run also stops reading while 8 windows of lines wait behind a slow one, so that
+        memory stays bounded.
         """
-        pending, window, stats = self._pending, self.job.window, self.stats
+        pending, window, stats = self._pending, self.options.window, self.stats
         while True:
             while len(pending) < window and self.journal.held < 8 * window and not self._must_stop:
                 line = self.reader.next(wait=None if pending else POLL_S)
@@ -123,7 +126,7 @@ class Run:
                     break
                 self._admit(line)
             if pending and self.interrupts.is_late:
-                for request_id in pending:  # what runs is not answered
+                for request_id in pending:  # running requests are not answered
                     self.llm.abort(request_id)
                 return "stopped"
             if pending:
@@ -138,15 +141,17 @@ class Run:
             self.progress.update(self.llm)
 
     def answered(self) -> str:
-        """Return what there is of a run that does not reach its end, and how to go on."""
-        path = self.job.output
+        """Return a sentence about the answers of a run that did not finish, and how to resume
+        it.
+        """
+        path = self.options.output
         if path in (None, "-"):
             return f"{self.stats.done} lines were answered"
         done = self.journal.found.answered if self.journal.is_regular else self.stats.done
-        return f"{done} lines were answered in {path}; to go on: {shlex.join(self.job.again)}"
+        return f"{done} lines were answered in {path}; to resume: {shlex.join(self.options.again)}"
 
     def stopped(self) -> int:
-        """Say so; the exit status."""
+        """Print that the run was stopped. Return the exit status."""
         print(f"serve_batch: interrupted: {self.answered()}", file=sys.stderr, flush=True)
         return 128 + (self.interrupts.signal or signal.SIGINT)
 
@@ -156,7 +161,7 @@ class Run:
 
     @property
     def _is_hopeless(self) -> bool:
-        here, most = self.stats.ok + self.stats.failed, self.job.max_error_rate
+        here, most = self.stats.ok + self.stats.failed, self.options.max_error_rate
         return most is not None and here >= ENOUGH_LINES and self.stats.failed > most * here
 
     def _admit(self, line: Line) -> None:
@@ -166,7 +171,7 @@ class Run:
         if line.error is not None:
             self._fail(request, line.error)
             return
-        # A remote engine's own process makes the prompt.
+        # The process of a remote engine makes the prompt.
         is_remote = getattr(self.llm, "is_remote", False)
         try:
             began = time.perf_counter()
@@ -174,7 +179,7 @@ class Run:
             request_id = f"line-{request.number}"
             self.llm.add_request(prompt, request.params, request_id=request_id)
             self._pending[request_id] = request, began
-        except Exception as e:  # whatever one line provokes is that line's error
+        except Exception as e:  # an error of one line must not end the run
             self._fail(request, e)
 
     def _step(self) -> None:
@@ -202,11 +207,11 @@ class Run:
 
     def _fail(self, request: BatchRequest, error: BaseException | str) -> None:
         self.stats.fail(request.number, error)
-        self.journal.write(request, error_line(request, error, self.job.error_style))
+        self.journal.write(request, error_line(request, error, self.options.error_style))
 
 
 def run_batch(
-    job: Job,
+    options: RunOptions,
     source: Source,
     manifest: Mapping[str, Any],
     make_llm: Callable[[], Any],
@@ -215,18 +220,17 @@ def run_batch(
     stats: BatchStats | None = None,
     stdout: IO[bytes] | None = None,
 ) -> int:
-    """Everything from an opened source to the exit status. stdout: where answers go that go to no
-    file.
+    """Run a batch file from an opened source. Return the exit status. stdout: the stream for
+    answers if no file takes them.
 
-    stats: counters to count in, for whoever watches them from outside; they begin when the engine
-    is there. Nothing of an output file is changed before that. Raises BatchError (with what is
-    answered already, and how to resume, in its message) and OSError where the output cannot be
-    written.
+    stats: counters that others may watch; they begin when the engine is ready, and nothing in an
+    output file is changed before. Raises BatchError, whose message says what was answered and how
+    to resume, and OSError if the output cannot be written.
     """
     stats = BatchStats() if stats is None else stats
-    with contextlib.closing(Journal(job.output, manifest, ordered=job.ordered)) as journal:
+    with contextlib.closing(Journal(options.output, manifest, ordered=options.ordered)) as journal:
         grows = source.path if "bytes" in source.identity() else None
-        journal.open(job.existing, grows, retry_failed=job.retry_failed)
+        journal.open(options.existing, grows, retry_failed=options.retry_failed)
         llm = make_llm()
         settings = make_settings(llm)
         journal.begin(stdout or sys.stdout.buffer)
@@ -235,12 +239,12 @@ def run_batch(
         stats.earlier_ok = journal.found.answered - stats.earlier_failed
         stats.earlier_errors = journal.found.errors()
         stats.watch(llm)
-        intake = Intake(source, settings, shard=job.shard, earlier=journal.found)
-        return _to_its_end(Run(llm, job, journal, intake, stats), source)
+        intake = Intake(source, settings, shard=options.shard, earlier=journal.found)
+        return _to_its_end(Run(llm, options, journal, intake, stats), source)
 
 
 def _to_its_end(run: Run, source: Source) -> int:
-    job, journal, stats, reader = run.job, run.journal, run.stats, run.reader
+    options, journal, stats, reader = run.options, run.journal, run.stats, run.reader
     with run.interrupts:
         try:
             ending = run.serve()
@@ -260,8 +264,8 @@ def _to_its_end(run: Run, source: Source) -> int:
             run.progress.close()
     stats.ended = time.perf_counter()
     stats.watch(run.llm)
-    print(stats.table(), file=sys.stderr if job.output == "-" else sys.stdout, flush=True)
-    summary = job.summary or (f"{job.output}.summary.json" if journal.is_regular else None)
+    print(stats.table(), file=sys.stderr if options.output == "-" else sys.stdout, flush=True)
+    summary = options.summary or (f"{options.output}.summary.json" if journal.is_regular else None)
     if summary is not None:
         status = ending if reader.error is None else "input error"
         write_json(summary, {"status": status, **stats.record()})
@@ -272,14 +276,14 @@ def _to_its_end(run: Run, source: Source) -> int:
         return run.stopped()
     if ending == "hopeless":
         share = f"{stats.failed} of {stats.ok + stats.failed} lines failed"
-        said = f"{share}, above --max-error-rate {job.max_error_rate}"
+        said = f"{share}, above --max-error-rate {options.max_error_rate}"
         print(f"serve_batch: {said}: {run.answered()}", file=sys.stderr)
         return HOPELESS
     return FAILED_LINES if stats.all_failed else OK
 
 
 def _cut_by(request: BatchRequest, output: RequestOutput) -> list[CutBy]:
-    """Whose limit ended each answer that a limit of tokens ended."""
+    """Return whose limit ended each answer that has reached a limit of tokens."""
     most, body = request.params.max_tokens, request.body
     by: CutBy = "line" if body is not None and "max_tokens" in body.sampling() else "run"
     return [
@@ -289,15 +293,15 @@ def _cut_by(request: BatchRequest, output: RequestOutput) -> list[CutBy]:
     ]
 
 
-def _progress_mode(job: Job) -> Literal["bar", "lines", "none"]:
+def _progress_mode(options: RunOptions) -> Literal["bar", "lines", "none"]:
     terminal = sys.stderr.isatty()
-    if job.output is None and terminal and sys.stdout.isatty():
-        return "none"  # answers and a bar would overwrite each other
+    if options.output is None and terminal and sys.stdout.isatty():
+        return "none"  # answers and a progress bar would overwrite each other
     return "bar" if terminal else "lines"
 
 
 def sentence(error: BaseException) -> str:
-    """Return an error in one line: our own as they are, others with their type."""
+    """Return an error as one line: jpaged's own errors as they are, others with their type."""
     text = " ".join(str(error).split())
     if isinstance(error, OSError) and error.strerror:
         text = error.strerror + (f": {error.filename}" if error.filename else "")

@@ -1,8 +1,8 @@
-"""Where the lines of a run come from: files of lines, plain or compressed, and pipes. Never more
-than a line at once.
+"""Reads the lines of a run from files (plain or compressed) and pipes, and never holds more than
+one line.
 
-A source is iterated once and yields (number, line): numbers from 1, blank lines counted but left
-out. A line is its bytes, or the LineError that stands for it.
+A source is iterated once and yields (number, line). Numbers begin at 1; blank lines are counted but
+not yielded. A line is its bytes, or the LineError that it has caused.
 """
 
 import contextlib
@@ -20,23 +20,28 @@ import xxhash
 from jpaged.errors import JpagedError
 from jpaged.openai.protocol import BodyError
 
-SAMPLES, SAMPLE = 32, 1 << 16  # of a file, that its digest is made of: so many, of so many bytes
-PIECE = 1 << 16  # bytes of an over-long line that are read, and dropped, at once
-COMPRESSED = 1 << 12  # of .zst, decompressed at once: repetitive text grows a thousandfold
+SAMPLES, SAMPLE = (
+    32,
+    1 << 16,
+)  # the digest of a file is made of this many samples, of this many bytes
+PIECE = 1 << 16  # bytes of an over-long line that are read and dropped at once
+COMPRESSED = (
+    1 << 12
+)  # bytes of .zst that are decompressed at once; repetitive text grows a thousandfold
 
 
 class BatchError(JpagedError):
-    """A run that cannot start or go on; the message is the one sentence that the user sees."""
+    """A run cannot start or go on. The message is the one sentence that the user reads."""
 
 
 class LineError(BodyError):
-    """One line that cannot run: why, and which field."""
+    """A line cannot run. It says why, and which field is to blame."""
 
 
 class Source:
-    """Lines of one input: (number, bytes or the error that stands for them)."""
+    """The lines of one input: (number, bytes or an error)."""
 
-    text = False  # whether a line is a prompt as it stands
+    text = False  # whether each line is a prompt, as plain text
 
     def __init__(self, path: str):
         self.path = path
@@ -45,7 +50,7 @@ class Source:
         raise NotImplementedError
 
     def total(self) -> int | None:
-        """Return how many lines there are, if that is known without reading them."""
+        """Return the number of lines, if it is known without reading them."""
         return None
 
     def fraction(self) -> float | None:
@@ -53,7 +58,7 @@ class Source:
         return None
 
     def identity(self) -> dict[str, Any]:
-        """Return what tells this input from another, for the manifest."""
+        """Return what distinguishes this input from others, for the manifest."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -61,21 +66,21 @@ class Source:
 
 
 class LineSource(Source):
-    """Lines of a file (plain, .gz or .zst) or of stdin ("-").
+    """The lines of a file (plain, .gz or .zst) or of stdin ("-").
 
-    Lines of more than max_line_bytes are dropped as they are read, a piece at a time. Raises
-    BatchError where the input cannot be opened; iterating raises OSError, EOFError or the
-    decompressor's error where it is damaged.
+    A line of more than max_line_bytes is dropped while it is read, piece by piece. Raises
+    BatchError if the input cannot be opened. Iterating raises OSError, EOFError or the
+    decompressor's error if it is damaged.
     """
 
     def __init__(self, path: str, *, max_line_bytes: int, text: bool = False):
         super().__init__(path)
         self.text = text
         self._longest = max_line_bytes
-        self._taken = 0  # bytes of the lines that were read
+        self._taken = 0  # bytes of the lines read so far
         self._newline = True  # whether the last of them was a whole one
         try:
-            # Not sys.stdin: its lock, held by the thread that reads, would stop the exit.
+            # Not sys.stdin: the thread that reads would hold its lock and block the exit.
             file: Any = 0 if path == "-" else path
             self._raw: IO[bytes] = open(file, "rb", closefd=path != "-")  # noqa: SIM115
             info = os.fstat(self._raw.fileno())
@@ -108,7 +113,7 @@ class LineSource(Source):
                 yield number, line
 
     def _skip_line(self) -> int:
-        """Read, and drop, what is left of an over-long line; how many bytes."""
+        """Read and drop the rest of an over-long line. Return the number of bytes."""
         length = 0
         while not self._newline and (piece := self._file.readline(PIECE)):
             length += len(piece)
@@ -129,11 +134,11 @@ class LineSource(Source):
             return {"kind": "a pipe"}
         if not self._compressed:
             return {"kind": "lines", **file_identity(self.path)}
-        # The last character of its text is known once all of it was read.
+        # Whether the text ends in a newline is known once all of it has been read.
         return {"kind": "compressed lines", **file_identity(self.path), "newline": self._newline}
 
     def close(self) -> None:
-        if self.path != "-":  # a thread may wait for stdin, and closing would wait for the thread
+        if self.path != "-":  # closing stdin would wait for a thread that reads it
             self._raw.close()
 
 
@@ -149,8 +154,8 @@ def _open_zst(raw: IO[bytes], path: str) -> Any:
 
 
 class _Zstd(io.RawIOBase):
-    """Decompressed bytes of frames that follow each other; EOFError where the last one is cut
-    short.
+    """The decompressed bytes of consecutive frames. Raises EOFError if the last frame is
+    incomplete.
     """
 
     def __init__(self, raw: IO[bytes], zstandard: Any):
@@ -179,7 +184,7 @@ class _Zstd(io.RawIOBase):
 
 
 def file_identity(path: str, size: int | None = None) -> dict[str, Any]:
-    """Size and digest of a file, or of its first `size` bytes."""
+    """Return the size and digest of a file, or of its first `size` bytes."""
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size if size is None else size
         digest = xxhash.xxh3_64()

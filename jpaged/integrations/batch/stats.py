@@ -1,4 +1,4 @@
-"""What a run counts: one object that progress, summary, metrics and report read."""
+"""BatchStats: the counters of a run, which progress, summary, metrics and report read."""
 
 import dataclasses
 import functools
@@ -14,16 +14,16 @@ from jpaged.integrations.batch.timeline import Timeline
 from jpaged.openai.responses import Failure
 from jpaged.request.outputs import RequestOutput
 
-SAMPLES = 3  # answers that are kept for a person to read
-TIMED = ("prefill_tokens", "decode_tokens")  # of these, those whose course is kept
-# Whose limit cut an answer off: its line's max_tokens, the run's or a default, the context's.
+SAMPLES = 3  # answers that are kept as examples
+TIMED = ("prefill_tokens", "decode_tokens")  # counters whose values over time are kept
+# Whose limit cut an answer off: max_tokens of its line, of the run or by default, or the context.
 CutBy = Literal["line", "run", "context"]
 RAISE: dict[CutBy, str] = {
     "line": "the max_tokens of the lines themselves",
     "run": "--max-tokens",
     "context": "--max-model-len",
 }
-COUNTERS = (*TIMED, "preemptions", "num_compiles", "compile_time_s")  # of LLM.stats
+COUNTERS = (*TIMED, "preemptions", "num_compiles", "compile_time_s")  # entries of LLM.stats
 
 
 _floats, _counts = functools.partial(array, "f"), functools.partial(array, "I")
@@ -31,10 +31,11 @@ _floats, _counts = functools.partial(array, "f"), functools.partial(array, "I")
 
 @dataclasses.dataclass
 class Answered:
-    """A column each of what is known of every answered line, in the order of their ends: 16 bytes a
-    line.
+    """Columns with what is known of every answered line, in the order in which they finished: 16
+    bytes a line.
 
-    latency: seconds from the engine's taking it to its end. finished: seconds since the run began.
+    latency: seconds from the line's start in the engine to its end. finished: seconds since the run
+    began.
     """
 
     latency: array = dataclasses.field(default_factory=_floats)
@@ -48,16 +49,16 @@ class Answered:
 
 @dataclasses.dataclass
 class BatchStats:
-    """Counters of one run. Lines that an earlier run answered are counted apart; `total` is of all
-    of them.
+    """The counters of one run. Lines that an earlier run answered are counted separately; `total`
+    includes all.
 
-    total: lines to answer, None where nothing is known; total_is_exact: else it is estimated from
-    the bytes read. running: requests in the engine now. errors: failed lines by code; first_lines:
-    the first line numbers of each; first_messages: and what the first of them said. earlier_errors:
-    lines that failed in earlier runs by code: how many, and the first of them. cut_by: answers that
-    a limit of tokens cut off, by whose it was. ignored:
-    unknown fields left out. samples: the first lines that were answered, to read. engine:
-    LLM.stats() as it was last read; engine_began: and as the run began.
+    total: lines to answer, None if unknown; total_is_exact: whether it is not an estimate from the
+    bytes read. running: requests in the engine now. errors: failed lines by code; first_lines: the
+    first line numbers by code; first_messages: the message of the first one by code.
+    earlier_errors: failed lines of earlier runs by code: how many, and the first line numbers.
+    cut_by: answers that a limit of tokens cut off, by whose limit it was. ignored: unknown fields
+    that were left out. samples: the first answered lines, as examples. engine: LLM.stats() as last
+    read; engine_began: the same when the run began.
     """
 
     began: float = dataclasses.field(default_factory=time.perf_counter)
@@ -88,7 +89,7 @@ class BatchStats:
 
     @property
     def done(self) -> int:
-        """Lines that have an output line, of earlier runs too."""
+        """Return how many lines have an output line, including those of earlier runs."""
         return self.ok + self.failed + self.earlier_ok + self.earlier_failed
 
     @property
@@ -100,7 +101,7 @@ class BatchStats:
         return max((time.perf_counter() if self.ended is None else self.ended) - self.began, 1e-9)
 
     def counted(self, name: str) -> float:
-        """Return how far one of the engine's COUNTERS has come in this run."""
+        """Return how much one of COUNTERS has grown in this run."""
         return self.engine.get(name, 0) - self.engine_began.get(name, 0)
 
     @property
@@ -109,30 +110,32 @@ class BatchStats:
 
     @property
     def cached_percent(self) -> float:
-        """How many percent of the prompts' tokens the prefix cache had."""
+        """Return the percentage of prompt tokens that were found in the prefix cache."""
         return 100 * self.tokens_cached / max(self.tokens_in, 1)
 
     @property
     def told_total(self) -> str:
-        """`total` for a person, marked where it is an estimate."""
+        """Return `total` as text, marked if it is an estimate."""
         return f"{'' if self.total_is_exact else '~'}{self.total}"
 
     @property
     def seconds_left(self) -> float | None:
-        """At this run's pace; None before its first line, or where the total is not known."""
+        """Return the remaining seconds at this run's pace; None before its first line, or if the
+        total is unknown.
+        """
         here = self.ok + self.failed
         if self.total is None or not here:
             return None
         return self.seconds / here * max(self.total - self.done, 0)
 
     def watch(self, llm: Any) -> None:
-        """Read the engine's counters: those that it starts with, the first time."""
+        """Read the engine's counters; the first call also keeps them as those at the start."""
         self.engine = llm.stats()
         self.engine_began = self.engine_began or {k: self.engine.get(k, 0) for k in COUNTERS}
         self.timeline.add([self.counted(name) for name in TIMED], at=self.seconds)
 
     def add(self, output: RequestOutput, latency: float) -> None:
-        """A line is answered; latency in seconds."""
+        """Count an answered line. latency: in seconds."""
         prompt = len(output.prompt_token_ids)
         completion = sum(len(done.token_ids) for done in output.outputs)
         self.ok += 1
@@ -146,7 +149,7 @@ class BatchStats:
         self.answered.completion_tokens.append(completion)
 
     def fail(self, number: int, error: BaseException | str) -> None:
-        """A line is an error."""
+        """Count a failed line."""
         code = Failure.of(error).code
         self.failed += 1
         self.first_messages.setdefault(code, str(error))
@@ -155,11 +158,11 @@ class BatchStats:
             first.append(number)
 
     def where(self, code: str) -> str:
-        """Return the first lines of a kind of error."""
+        """Return the first line numbers with an error of this code."""
         return lines_of(self.errors[code], self.first_lines[code])
 
     def record(self) -> dict[str, Any]:
-        """Return all of it as JSON, for summary.json; latencies and lengths as percentiles."""
+        """Return all counters as JSON for summary.json; latencies and lengths as percentiles."""
         names = ("done", "ok", "failed", "earlier_ok", "earlier_failed")
         lines = {name: getattr(self, name) for name in names}
         if self.total is not None:
@@ -187,7 +190,7 @@ class BatchStats:
         }
 
     def table(self) -> str:
-        """Return the summary that a person reads."""
+        """Return the summary as text for a person."""
         seconds, tokens = self.seconds, self.tokens_in + self.tokens_out
         rates = f"{self.tokens_out / seconds:.1f} tok/s out, {tokens / seconds:.1f} tok/s in all"
         rows = {"requests": f"{self.ok + self.failed} ({self.ok} ok, {self.failed} failed)"}
@@ -216,10 +219,10 @@ class BatchStats:
             rows["preemptions"] = str(self.preemptions)
         if lost := self.engine.get("replicas_lost"):
             again = self.engine["requests_retried"]
-            rows["replicas"] = f"{lost} died; {again} requests were run again on others"
+            rows["replicas"] = f"{lost} died; {again} requests were run again on other replicas"
         if compiles := int(self.counted("num_compiles")):
             took = self.counted("compile_time_s")
-            # Steps compile beside each other and beside those that run: no share of the run's time.
+            # Steps compile in parallel with each other and the run: this is no share of its time.
             rows["compiled"] = f"{compiles} steps, {took:.1f} s of work in all"
         rows |= self.trouble()
         text = _rows_of(rows)
@@ -238,13 +241,13 @@ class BatchStats:
         return ", ".join(f"{RAISE[limit]} ({count} answers)" for limit, count in by)
 
     def _nothing_ran(self) -> str:
-        said = "no line was run: those that this run came to have a row already"
+        said = "no line was run: all lines have a row already"
         if not self.earlier_failed:
             return said
         return f"{said}; --retry-failed runs the {self.earlier_failed} failed ones again"
 
     def trouble(self) -> dict[str, str]:
-        """Rows of a table: each kind of error, and what was ignored."""
+        """Return rows of a table: each kind of error, and the fields that were ignored."""
         rows = {}
         for i, (code, count) in enumerate(self.errors.most_common()):
             rows["errors" if i == 0 else " " * i] = f"{count} {code} ({self.where(code)})"
@@ -259,7 +262,7 @@ def _rows_of(rows: dict[str, str]) -> str:
 
 
 def lines_of(count: int, first: list[int]) -> str:
-    """Return the first of so many line numbers."""
+    """Return the first of these line numbers as text. count: how many there are."""
     return f"line {', '.join(map(str, first))}{', ...' if count > len(first) else ''}"
 
 

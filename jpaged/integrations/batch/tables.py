@@ -1,5 +1,5 @@
-"""Parquet files and Hugging Face data sets as lines: a row is the bare object of its columns, nulls
-left out.
+"""Reads Parquet files and Hugging Face data sets as lines: a row becomes the bare object of its
+columns, without nulls.
 """
 
 import datetime
@@ -11,17 +11,17 @@ from typing import Any
 
 from jpaged.integrations.batch.source import BatchError, LineError, Source, file_identity
 
-ROWS = 256  # of a Parquet file that are turned into Python objects at once
+ROWS = 256  # rows of a Parquet file that are turned into Python objects at once
 
 
 class Table(Source):
-    """What the two have in common: columns, and rows as JSON lines."""
+    """The common part of both: columns, and rows as JSON lines."""
 
     def __init__(self, path: str, *, columns: list[str] | None, split: str | None):
         super().__init__(path)
         self._split = split
         pairs = [name.rpartition("=") for name in columns or []]
-        # The field of a line that a column is.
+        # The field of a line for each column.
         self._fields = {column: field or column for field, _, column in pairs}
         self._number = 0
 
@@ -41,14 +41,16 @@ class Table(Source):
         raise NotImplementedError
 
     def _check(self, there: list[str]) -> list[str] | None:
-        """Return the columns to read, None for all."""
+        """Return the columns to read, None for all. Raises BatchError for a column that is
+        missing.
+        """
         if missing := sorted(set(self._fields) - set(there)):
             raise BatchError(f"--columns {missing[0]}: {self.path} has {', '.join(there)}")
         return list(self._fields) or None
 
 
 class ParquetSource(Table):
-    """A Parquet file or a folder of them in the order of their names, read a row group at a
+    """A Parquet file, or a folder of them in the order of their names, read one row group at a
     time.
     """
 
@@ -65,7 +67,7 @@ class ParquetSource(Table):
         self._open = parquet.ParquetFile
         try:
             files = [self._open(p) for p in self._paths]
-        except (OSError, ValueError) as e:  # pyarrow's errors are of these kinds
+        except (OSError, ValueError) as e:  # the types of pyarrow's errors
             raise BatchError(f"cannot read {path}: {' '.join(str(e).split())}") from None
         self._total = sum(file.metadata.num_rows for file in files)
         self._names = [self._check(file.schema_arrow.names) for file in files]
@@ -86,7 +88,7 @@ class ParquetSource(Table):
 
 class DatasetSource(Table):
     """A data set of the `datasets` library: a folder that save_to_disk wrote, or hf:NAME (or
-    hf:FOLDER), streamed.
+    hf:FOLDER), which is streamed.
     """
 
     def __init__(self, path: str, *, columns: list[str] | None = None, split: str | None = None):
@@ -138,12 +140,14 @@ def as_line(row: Mapping[str, Any]) -> bytes | LineError:
     try:
         return json.dumps(_without_nulls(row), ensure_ascii=False, default=_plain).encode()
     except (TypeError, ValueError) as e:
-        return LineError(f"a column holds what JSON does not: {e}", code="invalid_value")
+        return LineError(
+            f"a column holds a value that JSON cannot express: {e}", code="invalid_value"
+        )
 
 
 def _without_nulls(value: Any) -> Any:
-    """Columns are null where a row does not say, and so are the fields of objects that other rows
-    have.
+    """Return a value without nulls: a column is null where a row has no value, and so are fields of
+    objects that only other rows have.
     """
     if isinstance(value, Mapping):
         return {k: _without_nulls(v) for k, v in value.items() if v is not None}

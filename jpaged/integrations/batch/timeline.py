@@ -1,4 +1,4 @@
-"""How a run's counters went over time, in bounded memory."""
+"""Timeline: the values of a run's counters over time, in bounded memory."""
 
 import itertools
 import time
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 class Timeline:
-    """Samples of growing counters; past `most` of them every second one is dropped, and half as
-    many are taken.
+    """Samples of growing counters. When there are more than `most`, every second one is dropped and
+    the interval doubles.
 
-    names: of the counters. times: seconds since the run began, of each row of `rows`.
+    names: of the counters. times: seconds since the run began, one for each row of `rows`.
     """
 
     def __init__(self, names: Sequence[str], *, most: int = 400, every_s: float = 0.25):
@@ -19,8 +19,8 @@ class Timeline:
         self._began = time.perf_counter()
 
     def add(self, values: Sequence[float], *, at: float | None = None, last: bool = False) -> None:
-        """Note the counters' values now, or at a time; too soon after the one before is left out,
-        unless `last`.
+        """Note the counters' values now, or at a time. A sample too soon after the last is dropped,
+        unless it is the `last` one.
         """
         at = time.perf_counter() - self._began if at is None else at
         if self.times and not last and at - self.times[-1] < self._every_s:
@@ -32,8 +32,8 @@ class Timeline:
             self._every_s *= 2
 
     def rates(self, *, points: int = 120) -> tuple[list[float], dict[str, list[float]]]:
-        """(edges, name -> rate per second between an edge and the next), merged to at most so many
-        intervals.
+        """Return (edges, name -> rate per second between consecutive edges), merged to at most
+        `points` intervals.
         """
         stride = max(-(-(len(self.times) - 1) // points), 1)
         kept = sorted({*range(0, len(self.times), stride), len(self.times) - 1} - {-1})

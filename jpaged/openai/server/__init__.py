@@ -1,10 +1,11 @@
-"""An OpenAI-compatible server over AsyncLLM, with Starlette and uvicorn: pip install
+"""An OpenAI-compatible server over AsyncLLM, made with Starlette and uvicorn: pip install
 'jpaged[server]'.
 
-app.py: the routes. generation.py: a request from its body to its answer. bodies.py: what only a
-server takes. events.py: an answer in pieces. response_bodies.py, response_items.py: the same for
-/v1/responses. wire.py: connections, bodies and errors. metrics.py,
-page.html: what it shows of itself. settings.py: its limits. run.py: its command line.
+app.py has the routes. generation.py takes a request for completions from its body to its answer.
+bodies.py has the bodies that only a server accepts. events.py writes an answer as a stream.
+response_bodies.py and response_items.py do the same for /v1/responses. wire.py handles connections,
+bodies and errors. metrics.py and page.html show what the server does. settings.py has its limits,
+run.py its command line.
 """
 
 try:

@@ -1,4 +1,6 @@
-"""A whole answer as JSON, in parts: a long one takes many short turns, not one long one."""
+"""Writes a whole answer as JSON in parts: a long answer takes many short turns of the event loop,
+not one long one.
+"""
 
 import dataclasses
 from collections.abc import Iterator
@@ -14,12 +16,13 @@ from jpaged.openai.server.events import total_usage
 from jpaged.openai.server.wire import encode
 from jpaged.request.outputs import RequestOutput
 
-PART_BYTES = 1 << 17  # about what is made in one turn: some milliseconds
-ITEMS_AT_ONCE = 16  # of a long list that are encoded by one call, which nothing interrupts
+PART_BYTES = 1 << 17  # about as much as one turn makes, which takes some milliseconds
+ITEMS_AT_ONCE = 16  # items of a long list that one call encodes without interruption
 
 
 class WholeAnswer:
-    """The body of an answer that is no stream, the choices of all prompts one after the other.
+    """The body of an answer that is not a stream, with the choices of all prompts one after the
+    other.
 
     is_ended: whether `next` has returned the last part.
     """
@@ -30,7 +33,7 @@ class WholeAnswer:
         self.is_ended = False
 
     def next(self, llm: Any) -> bytes:
-        """Return the next part. llm: the LLM, whose tokenizer is asked for."""
+        """Return the next part. llm: the LLM, whose tokenizer is needed."""
         if self._pieces is None:
             self._pieces = self._body(llm)
         part, size = list[bytes](), 0
@@ -52,7 +55,8 @@ class WholeAnswer:
             **asked.how,
         )
         head["usage"] = total_usage(outputs, generated=not only_prompt)
-        # Of one prompt they stand beside the choices, of several with the first choice of each.
+        # The fields of a single prompt stand beside the choices; of several prompts, in the first
+        # choice of each.
         of_prompt = [self._of_prompt(output) for output in outputs]
         if len(outputs) == 1:
             head |= of_prompt[0]
@@ -73,7 +77,7 @@ class WholeAnswer:
     def _choices(
         self, llm: Any, make: Any, of_prompt: list[dict[str, Any]], *, only_prompt: bool
     ) -> Iterator[bytes]:
-        """The JSON of the choices; one at a time is made."""
+        """Yield the JSON of the choices, which are made one at a time."""
         asked, index = self._asked, 0
         for i, output in enumerate(self._outputs):
             for done in output.outputs:
@@ -92,8 +96,8 @@ class WholeAnswer:
                 index += 1
 
     def _of_prompt(self, output: RequestOutput) -> dict[str, Any]:
-        """Return what an answer says of a prompt, where it was asked; its logprobs are made as they
-        are written.
+        """Return the fields about a prompt that the request asked for; its logprobs are made while
+        they are written.
         """
         parts: dict[str, Any] = {}
         if output.prompt_logprobs is not None:
@@ -104,8 +108,8 @@ class WholeAnswer:
 
 
 def json_pieces(value: Any) -> Iterator[bytes]:
-    """The JSON of a value, in pieces. An iterator is a list; those and long lists are made a few
-    items at a time.
+    """Yield the JSON of a value in pieces. An iterator is written as a list; iterators and long
+    lists are encoded a few items at a time.
     """
     if isinstance(value, dict):
         separator = b"{"
@@ -125,7 +129,7 @@ def json_pieces(value: Any) -> Iterator[bytes]:
 
 
 def read_parts(choice: dict[str, Any], reader: Reader) -> None:
-    """Tell the parts of a message apart."""
+    """Split the message of a choice into its parts."""
     message = choice["message"]
     if message["content"] is None:
         return

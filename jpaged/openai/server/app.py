@@ -31,16 +31,16 @@ log = logging.getLogger("jpaged")
 
 HTML = b"text/html; charset=utf-8"
 PLAIN = b"text/plain; version=0.0.4; charset=utf-8"
-LEFT = 499  # in metrics: the client left before there was an answer
+LEFT = 499  # status in metrics: the client disconnected before there was an answer
 Handler = Callable[[Exchange], Awaitable[None]]
-Prepared = tuple[bytes, tuple[str, ...]]  # an answer, and the fields that were ignored
+Prepared = tuple[bytes, tuple[str, ...]]  # an answer, and the names of the fields that were ignored
 
 
 class Server:
-    """What a server answers with; `app` is the ASGI application, which closes the model at its end.
+    """All that a server needs; `app` is the ASGI application, which closes the model when it ends.
 
-    llm: the model, from then on this server's. `handle` of each route may raise what
-    ApiError.of tells a client of.
+    llm: the model, which belongs to this server from now on. A route's `handle` may raise any
+    error; ApiError.of decides what the client reads of it.
     """
 
     def __init__(self, llm: AsyncLLM, settings: ServerSettings):
@@ -68,8 +68,8 @@ class Server:
         for path, handle in (("/health", self._health), ("/", self._show)):
             routes.append(Route(path, self._endpoint(handle, path, is_open=True), methods=["GET"]))
         missing: Any = {
-            404: self._told(404, "there is no such path"),
-            405: self._told(405, "this path does not take this method"),
+            404: self._told(404, "this server has no such path"),
+            405: self._told(405, "this path does not support this method"),
         }
         self.app = Starlette(routes=routes, lifespan=self._lifespan, exception_handlers=missing)
 
@@ -81,7 +81,7 @@ class Server:
             await self.llm.close()
 
     def _endpoint(self, handle: Handler, path: str, *, is_open: bool = False) -> Any:
-        """Return an ASGI application of one path. is_open: without a key."""
+        """Return an ASGI application for one path. is_open: whether it needs no API key."""
         return Endpoint(self, handle, path, is_open)
 
     def _told(self, status: int, message: str) -> Any:
@@ -132,7 +132,7 @@ class Server:
     async def _prepared(
         self, exchange: Exchange, function: Callable[[Any, dict[str, Any]], Prepared]
     ) -> bytes:
-        """Return what a function makes of a body, in a thread."""
+        """Return the result of a function of the body, which runs in a thread."""
         with contextlib.closing(self._generation.room.hold()) as held:
             await exchange.read(held)
             body = await self._generation.prepare(len(exchange.text), self._json, exchange.text)
@@ -145,7 +145,7 @@ class Server:
 
 
 class Endpoint:
-    """One path as an ASGI application: a handler, and what becomes of its errors."""
+    """An ASGI application for one path: a handler, whose errors become answers."""
 
     def __init__(self, server: Server, handle: Handler, path: str, is_open: bool):
         self._server, self._handle, self._path, self._is_open = server, handle, path, is_open
@@ -161,10 +161,10 @@ class Endpoint:
             await self._handle(exchange)
         except Gone:
             pass
-        except asyncio.CancelledError:  # by the server, which ends
+        except asyncio.CancelledError:  # by the server, which is shutting down
             said = "this server is stopping"
             await _fail(exchange, ApiError(503, said, kind="server_error", code="stopping"))
-        except Exception as e:  # whatever a request provokes is its own error
+        except Exception as e:  # an error of one request must not end the server
             error = ApiError.of(e)
             if error.status == 500:
                 log.exception("a request to %s failed", self._path)
@@ -182,7 +182,7 @@ async def _fail(exchange: Exchange, error: ApiError) -> None:
 
 
 class _Answer:
-    """An error as the response that Starlette wants of a handler."""
+    """An error in the form in which Starlette takes a response from a handler."""
 
     def __init__(self, error: ApiError, server: Server):
         self._error, self._server = error, server

@@ -1,4 +1,4 @@
-"""Asked: a request that was understood."""
+"""Asked: a request whose body has been read and checked."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,9 +12,11 @@ from jpaged.sampling_params import SamplingParams
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Asked:
-    """A request that was understood. echo: the texts of the prompts, where they are repeated.
-    reader: makes what reads a chat's answer. prompt_sizes: tokens of the prompts, where a stream
-    reports them as it goes on.
+    """A request whose body has been read and checked.
+
+    echo: the texts of the prompts, if they are to be repeated. reader: makes the reader of a chat's
+    answer. prompt_sizes: tokens of the prompts, if every event of a stream reports the usage so
+    far.
     """
 
     body: Served

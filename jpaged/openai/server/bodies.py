@@ -1,4 +1,6 @@
-"""Bodies that only a server takes: streams, lists of prompts, echo, and those of /tokenize."""
+"""Bodies that only a server accepts: with streams, lists of prompts or echo, and those of /tokenize
+and /detokenize.
+"""
 
 import functools
 import re
@@ -21,13 +23,13 @@ from jpaged.sampling_params import SamplingParams
 TOOL_NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
 
 
-# The bodies of the routes that answer with completions; response_bodies.py adds its own.
+# The bodies of the routes that generate text; response_bodies.py adds that of /v1/responses.
 ROUTES: dict[str, type[Body]] = {}
 
 
 class OfRoute(Body):
-    """A body of one of ROUTES. A field that another route has, and this one has not, is refused by
-    name unless it asks for nothing: whoever sends it wants another answer than he would get.
+    """A body of one of ROUTES. A field that only another route has is refused by name, unless its
+    value asks for nothing: the client expects an effect that it would not get.
     """
 
     @classmethod
@@ -49,7 +51,7 @@ class OfRoute(Body):
 
 @functools.cache
 def _of_others(kind: type[Body]) -> dict[str, tuple[str, Any]]:
-    """The fields that other routes have and a body of this kind has not: by name, the route and
+    """Return the fields that other routes have and this kind of body lacks: by name, the route and
     the field's default there.
     """
     known = {*kind.model_fields, *kind.harmless, *kind.not_built}
@@ -62,10 +64,11 @@ def _of_others(kind: type[Body]) -> dict[str, tuple[str, Any]]:
 
 
 class StreamOptions(Body):
-    """What a stream has beside its pieces.
+    """OpenAI's stream_options.
 
-    include_usage: an event at its end says what was used. continuous_usage_stats: and every event,
-    what its completion has used so far (vLLM's). include_obfuscation: nothing is obfuscated.
+    include_usage: a last event reports the tokens used. continuous_usage_stats: every event reports
+    the tokens of its completion so far (vLLM's). include_obfuscation: accepted; nothing is
+    obfuscated.
     """
 
     include_usage: bool = False
@@ -74,7 +77,7 @@ class StreamOptions(Body):
 
 
 class Served(OfRoute, GenerationRequest):
-    """What a server adds to a request of a batch file."""
+    """The fields that a server adds to a request of a batch file."""
 
     within: ClassVar[Mapping[str, type[Body]]] = {"stream_options": StreamOptions}
 
@@ -93,19 +96,19 @@ class Served(OfRoute, GenerationRequest):
 
     @property
     def wants_continuous_usage(self) -> bool:
-        """As vLLM has it: only beside include_usage."""
+        """Whether every event reports its usage; as in vLLM, only together with include_usage."""
         options = self.stream_options
         return self.wants_usage and options is not None and options.continuous_usage_stats
 
     def prompts_for(self, llm: Any, params: SamplingParams) -> list[Any]:
-        """Return the prompts, as LLM.add_request takes them. Raises RequestError."""
+        """Return the prompts in the form that LLM.add_request takes. Raises RequestError."""
         return [self.prompt_for(llm, params)]
 
 
 class ServedChat(Served, ChatCompletionRequest):
-    """The body of POST /v1/chat/completions: tools may be called here.
+    """The body of POST /v1/chat/completions, in which tools may be called.
 
-    tool_choice: "auto", "none", "required" (one call or more), or the function that is to be called
+    tool_choice: "auto", "none", "required" (at least one call), or the function that must be called
     once.
     """
 
@@ -120,7 +123,7 @@ class ServedChat(Served, ChatCompletionRequest):
 
     @property
     def _template(self) -> dict[str, Any]:
-        """The fields of a Chat beside its messages."""
+        """Return the fields of a Chat other than its messages."""
         asked = dict(self.template)
         return {"template_kwargs": asked.pop("chat_template_kwargs", None), **asked}
 
@@ -129,9 +132,17 @@ class ServedChat(Served, ChatCompletionRequest):
         for tool in self.tools or ():
             name, schema = tool["function"].get("name"), tool["function"].get("parameters") or {}
             if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
-                refuse(f"tools: {short(name)} is no name of a function", "tools", "invalid_value")
+                refuse(
+                    f"tools: {short(name)} is not a valid name of a function",
+                    "tools",
+                    "invalid_value",
+                )
             if not isinstance(schema, dict):
-                refuse(f"tools: parameters of {name} must be a schema", "tools", "invalid_value")
+                refuse(
+                    f"tools: the parameters of {name} must be a JSON schema",
+                    "tools",
+                    "invalid_value",
+                )
         choice, names = self.tool_choice, [tool["function"]["name"] for tool in self.tools or ()]
         if self._chosen is not None:
             if self._chosen not in names:
@@ -142,12 +153,15 @@ class ServedChat(Served, ChatCompletionRequest):
         elif choice == "required" and not names:
             refuse('tool_choice="required" needs tools', "tool_choice", "invalid_value")
         if self.must_call and (self.forms or self.structured):
-            refuse("a call of a tool cannot have another form as well", "tool_choice")
+            refuse(
+                "tool_choice asks for a call: it cannot be combined with another form",
+                "tool_choice",
+            )
         return self
 
     @property
     def _chosen(self) -> str | None:
-        """The function that tool_choice names."""
+        """Return the name of the function that tool_choice requires, or None."""
         choice = self.tool_choice
         function = choice.get("function") if isinstance(choice, dict) else None
         name = function.get("name") if isinstance(function, dict) else None
@@ -155,7 +169,7 @@ class ServedChat(Served, ChatCompletionRequest):
 
     @property
     def callable_tools(self) -> list[dict[str, Any]]:
-        """Those that the answer may call."""
+        """Return the tools that the answer may call."""
         if self.tool_choice == "none":
             return []
         chosen = self._chosen
@@ -167,13 +181,15 @@ class ServedChat(Served, ChatCompletionRequest):
 
     @property
     def may_call_again(self) -> bool:
-        """Whether more than one call may come: a function that is named is called once."""
+        """Return whether there may be more than one call: a function that tool_choice names is
+        called once.
+        """
         return self.parallel_tool_calls and self._chosen is None
 
 
 def _many_prompts(value: Any) -> Any:
-    """Return one prompt as a list of one. Lists of texts and of token ids are many, a list of ids
-    one.
+    """Return a list of prompts. A list of texts or of lists of ids has many prompts; a text, or a
+    list of ids, is one.
     """
     if isinstance(value, list) and value and all(isinstance(v, str | list) for v in value):
         return value
@@ -183,8 +199,8 @@ def _many_prompts(value: Any) -> Any:
 class ServedCompletion(Served, CompletionRequest):
     """The body of POST /v1/completions.
 
-    echo: the prompt's text before the completion, with logprobs the prompt's too; then max_tokens
-    may be 0, for these alone.
+    echo: the answer begins with the text of the prompt, and the logprobs with those of the prompt.
+    max_tokens may then be 0, to get the prompt alone.
     """
 
     prompt: Annotated[  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -195,7 +211,7 @@ class ServedCompletion(Served, CompletionRequest):
     @model_validator(mode="after")
     def _echo_has_its_logprobs_at_once(self) -> Self:
         if self.echo and self.stream and self.logprobs is not None:
-            refuse("echo with logprobs cannot be a stream", "stream")
+            refuse("echo with logprobs does not work with stream=true", "stream")
         if self.max_tokens == 0 and not (self.echo and not self.stream):
             refuse("max_tokens=0 needs echo=true and no stream", "max_tokens", "invalid_value")
         return self
@@ -207,7 +223,7 @@ class ServedCompletion(Served, CompletionRequest):
     def sampling(self) -> dict[str, Any]:
         fields = super().sampling()
         if self.only_prompt:
-            fields["max_tokens"] = 1  # drawn, and left out of the answer
+            fields["max_tokens"] = 1  # one token is drawn, and left out of the answer
         if self.echo and self.logprobs is not None:
             fields.setdefault("prompt_logprobs", self.logprobs)
         return fields
@@ -230,7 +246,9 @@ class Tokenize(Body):
 
 
 class TokenizeChat(ServedChat):
-    """The body of POST /tokenize with a chat: counted as it would be answered."""
+    """The body of POST /tokenize with a conversation, which is tokenized in the same way as for an
+    answer.
+    """
 
     return_token_strs: bool = False
 

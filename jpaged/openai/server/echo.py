@@ -1,4 +1,4 @@
-"""A prompt repeated before its completions: its text, and its tokens' log-probabilities."""
+"""Repeats a prompt before its completions: its text, and the log-probabilities of its tokens."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from jpaged.request.outputs import RequestOutput
 
 
 def text_of(llm: Any, prompt: Any, *, last: int | None = None) -> str:
-    """Return the text of a prompt, or of so many of its last tokens."""
+    """Return the text of a prompt, or of its last `last` tokens."""
     if isinstance(prompt, dict):
         prompt = prompt.get("prompt") or prompt.get("prompt_token_ids")
     return prompt if isinstance(prompt, str) else _decoded(llm, prompt[-(last or 0) :])
@@ -34,7 +34,7 @@ def put_prompt(
     *,
     only_prompt: bool,
 ) -> None:
-    """Put the prompt before a choice of a completion, or in its place."""
+    """Put the prompt before the text of a choice, or in place of it."""
     choice["text"] = text if only_prompt else text + (choice["text"] or "")
     if only_prompt:
         choice["finish_reason"] = "length"
@@ -46,7 +46,7 @@ def put_prompt(
     scored = zip(output.prompt_token_ids[1:], (output.prompt_logprobs or [])[1:], strict=True)
     for token, entries in scored:
         assert entries is not None
-        # The least likely first: of two tokens with one text the likelier is kept.
+        # The likeliest comes last: of two tokens with the same text, it is the one that is kept.
         ranked = sorted(entries.items(), key=lambda item: item[1].logprob)
         tokens.append(form.token(token, entries[token]))
         logprobs.append(responses.finite(entries[token].logprob))

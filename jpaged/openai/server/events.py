@@ -1,4 +1,4 @@
-"""An answer in pieces: what a stream of server-sent events says of the chunks of completions."""
+"""Writes the chunks of completions as server-sent events."""
 
 import time
 from collections import Counter
@@ -16,11 +16,11 @@ CONTENT = {"content"}
 
 
 class Events:
-    """Chunks as events, of one answer.
+    """Turns the chunks of one answer into events.
 
-    echo: the text before each completion of a prompt, by the prompt's place. with_usage: an event
-    with the tokens of all prompts ends the stream. prompt_sizes: tokens of the prompts, where every
-    event says what its completion has used so far. reader: makes what reads a chat's answer.
+    echo: the text before the completions of each prompt, by the prompt's index. with_usage: whether
+    a last event reports the tokens of all prompts. prompt_sizes: tokens of the prompts, if every
+    event reports the usage so far. reader: makes the reader of a chat's answer.
     """
 
     def __init__(
@@ -44,23 +44,23 @@ class Events:
             "created": int(time.time()),
             "model": model,
         }
-        # All events begin alike: written once.
+        # All events begin alike, so that part is encoded once.
         self._head = b"data: " + encode(head)[:-1] + b',"choices":['
         self._same_tail = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
-        # And those with nothing but text end alike too.
+        # Events with nothing but text also end alike.
         self._opening = b',"finish_reason":null,"logprobs":null,'
         self._opening += b'"delta":{"content":' if is_chat else b'"text":'
         self._closing = b"}}" if is_chat else b"}"
         self._is_plain = form.top is None and not form.token_ids
         self._make_reader = reader
-        self._readers: dict[int, Reader] = {}  # of the choices that have had an event
+        self._readers: dict[int, Reader] = {}  # by choice, once it has had an event
         self._echoed: set[int] = set()
-        self._offsets: dict[int, int] = {}  # in the characters of their tokens
+        self._offsets: dict[int, int] = {}  # by choice, in characters of its tokens
         self._prompt_sizes = prompt_sizes
-        self._drawn: Counter[int] = Counter()  # tokens of the choices, where events tell of them
+        self._drawn: Counter[int] = Counter()  # tokens by choice, if events report usage
 
     def pieces(self, prompt: int, chunk: CompletionChunk) -> bytes:
-        """Return the events of a chunk: none where it has nothing to say yet."""
+        """Return the events of a chunk: none if there is nothing to send yet."""
         choice, begun = prompt * self._n + chunk.index, b""
         if choice not in self._readers:
             self._readers[choice] = self._make_reader()
@@ -69,7 +69,9 @@ class Events:
         if self._prompt_sizes is not None:
             self._drawn[choice] += len(chunk.token_ids_delta)
         is_text = self._is_text_alone(choice, chunk)
-        if is_text and type(self._readers[choice]) is Plain:  # as nearly all: nothing to look for
+        if (
+            is_text and type(self._readers[choice]) is Plain
+        ):  # the usual case: there are no parts to find
             return begun + self._text_event(choice, chunk.text_delta or "")
         deltas = self._deltas(choice, chunk)
         if is_text and all(delta.keys() == CONTENT for delta in deltas):
@@ -94,18 +96,18 @@ class Events:
         return begun
 
     def _echoes(self, choice: int) -> bool:
-        """Return whether the prompt is to come before the next text of a choice."""
+        """Return whether the prompt must come before the next text of a choice."""
         return self._echo is not None and choice not in self._echoed
 
     def _is_text_alone(self, choice: int, chunk: CompletionChunk) -> bool:
-        """Return whether there is nothing to say of a piece but its text and what a reader finds in
-        it.
+        """Return whether an event of this chunk has nothing but text and the parts that a reader
+        finds in it.
         """
         has_more = chunk.finish_reason is not None or chunk.text_delta is None
         return self._is_plain and not has_more and not self._echoes(choice)
 
     def _text_event(self, choice: int, text: str) -> bytes:
-        """As _event, of a piece with text alone; nothing where there is none."""
+        """Return an event that has text alone; b"" for an empty text."""
         middle = b'{"index":%d%b%b%b' % (choice, self._opening, encode(text), self._closing)
         return self._head + middle + self._tail(choice) if text else b""
 
@@ -115,7 +117,7 @@ class Events:
         return deltas + reader.finish() if chunk.finish_reason else deltas
 
     def _piece(self, choice: int, chunk: CompletionChunk) -> dict[str, Any]:
-        """Return what an event says beside the text."""
+        """Return the fields of an event other than its text."""
         piece: dict[str, Any] = {"logprobs": self._logprobs(choice, chunk)}
         piece["finish_reason"] = chunk.finish_reason
         if chunk.finish_reason is not None:
@@ -125,7 +127,7 @@ class Events:
         return piece
 
     def end(self, outputs: list[RequestOutput]) -> bytes:
-        """Return what comes after the last chunk."""
+        """Return the events after the last chunk."""
         if not self._with_usage:
             return DONE
         usage = encode(total_usage(outputs))
@@ -136,7 +138,7 @@ class Events:
         return self._head + encode(whole) + self._tail(choice)
 
     def _tail(self, choice: int) -> bytes:
-        """Return what an event of a choice ends with."""
+        """Return the end of every event of a choice."""
         if self._prompt_sizes is None:
             return self._same_tail
         prompt, drawn = self._prompt_sizes[choice // self._n], self._drawn[choice]
@@ -158,7 +160,7 @@ class Events:
 
 
 def as_output(chunk: CompletionChunk) -> CompletionOutput:
-    """Return a chunk as the completion that it would be alone."""
+    """Return a chunk as if it were a whole completion."""
     return completion(
         chunk.index,
         chunk.token_ids_delta,
@@ -170,7 +172,9 @@ def as_output(chunk: CompletionChunk) -> CompletionOutput:
 
 
 def total_usage(outputs: list[RequestOutput], *, generated: bool = True) -> Usage:
-    """Tokens of several prompts. generated: whether those drawn are part of the answer."""
+    """Return the tokens of several prompts together. generated: whether the drawn tokens are part
+    of the answer.
+    """
     usages = [responses.usage(output) for output in outputs]
     prompt = sum(u["prompt_tokens"] for u in usages)
     answer = sum(u["completion_tokens"] for u in usages) if generated else 0

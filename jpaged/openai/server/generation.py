@@ -1,4 +1,4 @@
-"""A request for completions, from its body to its answer."""
+"""Generation: takes a request for completions from its body to its answer."""
 
 import asyncio
 import dataclasses
@@ -50,17 +50,17 @@ from jpaged.sampling_params import SamplingParams
 log = logging.getLogger("jpaged")
 
 IGNORED = b"x-jpaged-ignored-fields"
-MOST_LOGGED = 256  # names of unknown fields, over a server's life
-LONG_BODY = 1 << 17  # characters, from which on a body is read and tokenized beside few others
-MOST_LONG = 2  # such bodies at once
-MOST_A_TURN = 256  # tokens and alternatives of a stream's pieces that are written in one turn
-MOST_COMPILING = 2  # forms at once; the other threads that prepare requests are for those without
-PLACES_A_RESERVED_ONE = 8  # a key of several leaves one place in so many to the others
+MOST_LOGGED = 256  # names of unknown fields that are logged while the server runs
+LONG_BODY = 1 << 17  # characters; a longer body is read and tokenized beside few others
+MOST_LONG = 2  # long bodies that are read at once
+MOST_A_TURN = 256  # tokens and alternatives of a stream that one turn of the event loop writes
+MOST_COMPILING = 2  # forms compiled at once; the other threads prepare requests without a form
+PLACES_A_RESERVED_ONE = 8  # with several keys, each key leaves one place in so many to the others
 MOST_STOPS, MOST_STOP_CHARACTERS, MOST_STOP_IDS, MOST_OF_A_SALT = 64, 4096, 1024, 256
 
 
 class Generation:
-    """Answers requests for completions, as many at once as the settings let in."""
+    """Answers requests for completions, as many at once as the settings allow."""
 
     def __init__(self, llm: AsyncLLM, settings: ServerSettings, metrics: Metrics):
         self._llm, self._settings, self._metrics = llm, settings, metrics
@@ -69,16 +69,16 @@ class Generation:
         self._format = Format.of(
             llm.tokenizer, settings.tool_style, thinks=settings.enable_reasoning
         )
-        self._choices = 0  # admitted, and not ended
-        self._ignored: set[str] = set()  # unknown fields that the log has
-        self._choices_of: Counter[str] = Counter()  # of them, by party
+        self._choices = 0  # completions that were admitted and have not ended
+        self._ignored: set[str] = set()  # unknown fields that were logged
+        self._choices_of: Counter[str] = Counter()  # those completions by party
         self._parties = Parties(settings)
         self._compiling = asyncio.Semaphore(MOST_COMPILING)
         self._reading_long = asyncio.Semaphore(MOST_LONG)
         self._writing = asyncio.Semaphore(1)
 
     async def serve(self, exchange: Exchange, kind: type[Served]) -> None:
-        """Read, run and answer one request. Raises its error, and Gone."""
+        """Read, run and answer one request. Raises the request's error, or Gone."""
         with closing(self.room.hold()) as held:
             await exchange.read(held)
             with closing(self._llm.expect()) as coming:
@@ -120,38 +120,38 @@ class Generation:
     async def prepare[T, *Args](
         self, length: int, function: Callable[[LLM, *Args], T], *args: *Args
     ) -> T:
-        """Return function(LLM, *args), called in a thread. length: of the body that it is about: of
-        long ones few are read at once, so that threads are left for others.
+        """Return function(LLM, *args), called in a thread. length: of the request's body; only a
+        few long bodies are processed at once, so that threads stay free for short ones.
         """
         async with self._reading_long if length > LONG_BODY else nullcontext():
             return await self._llm.prepare(function, *args)
 
     @property
     def models(self) -> list[str]:
-        """The names that are served, the model's own first, then its adapters'."""
+        """Return the names that are served: the model's own first, then those of its adapters."""
         return [*self._settings.models, *sorted(self._llm.adapters)]
 
     def check_model(self, name: str | None) -> str:
-        """Return the name to answer under, which may be an adapter's; ApiError for one that is not
-        served.
+        """Return the name to answer under, which may be an adapter's. Raises ApiError for a name
+        that is not served.
         """
         names = self.models
         if name is not None and name not in names:
-            said = f"model {name[:80]!r} is not served here; there is {', '.join(names)}"
+            said = f"model {name[:80]!r} is not served here; served are {', '.join(names)}"
             raise ApiError(404, said, code="model_not_found", param="model")
         return name or names[0]
 
     def _read(self, llm: Any, kind: type[Served], text: str) -> Served:
         raw = json_object(text, max_depth=self._settings.max_json_depth)
         biases, most = raw.get("logit_bias"), llm.engine_config.max_logit_bias
-        if isinstance(biases, dict) and len(biases) > most:  # counted before they are understood
+        if isinstance(biases, dict) and len(biases) > most:  # checked before they are parsed
             said = f"logit_bias has {len(biases)} entries, above max_logit_bias={most}"
             raise BodyError(said, param="logit_bias")
         return kind.read_known(raw)
 
     def report_ignored(self, exchange: Exchange, names: Sequence[str]) -> None:
-        """Tell of unknown fields that a request was read without: the client by a header of the
-        answer, the operator by a metric, and by a line of the log for a name that is new.
+        """Report unknown fields that a request was read without: to the client in a header of the
+        answer, to the operator in a metric, and in a line of the log for every new name.
         """
         if not names:
             return
@@ -168,18 +168,18 @@ class Generation:
             if params.max_tokens is None:
                 params = dataclasses.replace(params, max_tokens=most)
             elif params.max_tokens > most:
-                said = f"max_tokens={params.max_tokens}: this server gives {most} at most"
+                said = f"max_tokens={params.max_tokens}: this server allows {most} at most"
                 raise RequestError(said)
         _check_sizes(body, params)
         config = self._llm.engine_config
-        if params.n > config.max_n or params.n < 1:  # before anything is made n times
+        if params.n > config.max_n or params.n < 1:  # checked before anything is made n times
             raise RequestError(f"n={params.n}: must be from 1 to {config.max_n}")
         return params
 
     @contextmanager
     def _admitted(self, count: int, party: Party) -> Iterator[None]:
-        """Hold places for so many completions; ApiError where there are not as many. A key that is
-        one of several leaves some places to the others.
+        """Hold places for so many completions. Raises ApiError if they are not free. With several
+        keys, each key leaves some places to the others.
         """
         if count > self._settings.max_choices:
             most = self._settings.max_choices
@@ -189,14 +189,14 @@ class Generation:
         if self._choices_of[party.name] + count > most_of_party:
             self._metrics.rejected += 1
             raise overloaded(
-                f"{self._choices_of[party.name]} completions of this key run and wait here, "
+                f"{self._choices_of[party.name]} completions of this key are running or waiting, "
                 f"{most_of_party} at most",
                 self._metrics.seconds_to_wait(count),
             )
         if self._choices + count > most:
             self._metrics.rejected += 1
             raise overloaded(
-                f"{self._choices} completions run and wait here, {most} at most",
+                f"{self._choices} completions are running or waiting, {most} at most",
                 self._metrics.seconds_to_wait(self._choices + count - most),
             )
         self._choices += count
@@ -231,7 +231,7 @@ class Generation:
         await exchange.begin(200, [(b"content-type", JSON)])
         await exchange.write(part)
         while not answer.is_ended:
-            async with self._writing:  # of long answers one at a time, so that others have turns
+            async with self._writing:  # one long answer at a time, so that others get turns
                 part = await self._llm.prepare(answer.next)
             await exchange.write(part, more=not answer.is_ended)
 
@@ -248,12 +248,13 @@ class Generation:
                     watch.chunk(prompt, item)
                     written.append(events.pieces(prompt, item))
                     worth += len(item.token_ids_delta) * (1 + (asked.form.top or 0))
-                    if worth > MOST_A_TURN:  # the event loop has others to serve
+                    if worth > MOST_A_TURN:  # let the event loop serve others
                         worth = 0
                         await asyncio.sleep(0)
                 else:
                     outputs.append(watch.ended(_output(item)))
-            # Not before the first news: they may be an error, which is a status of its own then.
+            # The answer begins with the first piece and not before: an error until then has its own
+            # HTTP status.
             if exchange.status is None:
                 await exchange.begin(200, [(b"content-type", EVENTS)])
             if len(outputs) == len(asked.prompts):
@@ -265,7 +266,9 @@ class Generation:
 
 
 def _events(llm: Any, asked: Asked) -> Events | ResponseEvents:
-    """Return what makes events of the answer's pieces. llm: its tokenizer is asked for."""
+    """Return the object that makes events of the answer's pieces. llm: the LLM, whose tokenizer is
+    needed.
+    """
     if isinstance(asked.body, ServedResponse):
         return _response(llm, asked, asked.body.asked)
     return Events(
@@ -289,19 +292,21 @@ def _response(llm: Any, asked: Asked, body: ResponseBody) -> ResponseEvents:
 
 
 def _check_sizes(body: Served, params: SamplingParams) -> None:
-    """RequestError for what would take everybody's time at each token, or memory a completion."""
+    """Raise RequestError for values that would slow every step for all requests, or take memory for
+    each completion.
+    """
     stops = params.stop_strings
     if len(stops) > MOST_STOPS or sum(map(len, stops)) > MOST_STOP_CHARACTERS:
         most = f"{MOST_STOPS} of {MOST_STOP_CHARACTERS} characters in all"
-        raise RequestError(f"stop: {len(stops)} strings are more than this server takes, {most}")
+        raise RequestError(f"stop: {len(stops)} strings; this server accepts {most}")
     if (count := len(params.stop_token_ids or ())) > MOST_STOP_IDS:
-        raise RequestError(f"stop_token_ids: {count} are more than {MOST_STOP_IDS}")
+        raise RequestError(f"stop_token_ids: {count} ids; this server accepts {MOST_STOP_IDS}")
     if len(body.cache_salt or "") > MOST_OF_A_SALT:
-        raise BodyError(f"cache_salt: longer than {MOST_OF_A_SALT}", param="cache_salt")
+        raise BodyError(f"cache_salt: longer than {MOST_OF_A_SALT} characters", param="cache_salt")
 
 
 def _has_form(body: Served, params: SamplingParams) -> bool:
-    """Return whether a form is to be compiled, which may take seconds."""
+    """Return whether a form must be compiled, which may take seconds."""
     return params.structured is not None or (
         isinstance(body, ServedChat) and bool(body.callable_tools)
     )
@@ -320,8 +325,8 @@ def _understood(
     format: Format,
     salt: str | None,
 ) -> Asked:
-    """The rest of what is to be known before a request runs: takes as long as its prompts do. salt:
-    of the party, by which its cached prefixes are kept from others.
+    """Return the request with its prompts tokenized, which takes time in proportion to them. salt:
+    the party's, which keeps its cached prefixes from others.
     """
     form = AnswerForm(
         top=params.logprobs,
@@ -335,23 +340,27 @@ def _understood(
     if isinstance(body, ServedChat):
         end = text_of(llm, prompts[0], last=8)
         reader = partial(format.reader, end, tools=bool(body.callable_tools))
-        if format.style == "harmony":  # its parts are told apart by special tokens
+        if format.style == "harmony":  # special tokens separate its parts
             params = dataclasses.replace(params, skip_special_tokens=False)
             if params.structured is not None:
                 told = form_of_channels(params.structured)
                 params = dataclasses.replace(params, structured=told)
         params = _held_to_calls(llm, body, params, format, end)
     if params.structured is not None and find_spec("llguidance") is None:
-        refused = "an answer of a given form: this server has no jpaged[structured]"
+        refused = "this server has no llguidance for structured output: jpaged[structured]"
         raise BodyError(refused, code="unsupported_field")
     if params.structured is not None:
-        llm.session.builder.matcher(params.structured)  # the request will find it compiled
+        llm.session.builder.matcher(
+            params.structured
+        )  # compile it here, so that the request finds it compiled
     if adapter is not None:
         prompts = [with_adapter(adapter, prompt) for prompt in prompts]
     if salt is not None:
         prompts = [with_salt(salt, prompt) for prompt in prompts]
     sizes = None
-    if body.wants_continuous_usage:  # tokenized here, once, since each event says the size
+    if (
+        body.wants_continuous_usage
+    ):  # tokenized once, here, since every event reports the prompt's tokens
         tokenized = [llm.session.inputs.prompt(prompt) for prompt in prompts]
         prompts, sizes = tokenized, [len(prompt.ids) for prompt in tokenized]
     return Asked(
@@ -370,8 +379,9 @@ def _understood(
 def _held_to_calls(
     llm: Any, body: ServedChat, params: SamplingParams, format: Format, end: str
 ) -> SamplingParams:
-    """With the grammar of the calls that an answer may have: as a rule where it can be, and where
-    that is demanded. end: of the prompt. Raises BodyError.
+    """Return the SamplingParams with a grammar of the calls that the answer may contain, if there
+    is one. Raises BodyError if the request needs it and there is none. end: the last text of the
+    prompt.
     """
     tools, must = body.callable_tools, body.must_call
     if not tools:
@@ -387,7 +397,7 @@ def _held_to_calls(
         is_thinking=format.is_thinking(end),
     )
     if grammar is None:
-        said = "tools: the chat template of this model has none that could be called"
+        said = "tools: the chat template of this model does not support tool calls"
         raise BodyError(said, param="tools", code="unsupported_field")
     if params.structured is not None:
         return params
@@ -409,12 +419,12 @@ def _whole_response(llm: Any, asked: Asked, output: RequestOutput) -> bytes:
 
 
 def _output(item: Any) -> RequestOutput:
-    """Return what a request has come to; its error is raised."""
+    """Return the output of a request, or raise its error."""
     if isinstance(item, BaseException):
         raise item
     if item.error is not None:
         raise item.error
     if any(done.finish_reason == "abort" for done in item.outputs):
-        said = "the request was ended by this server's operator"
+        said = "the server's operator aborted this request"
         raise ApiError(503, said, kind="server_error", code="aborted")
     return item

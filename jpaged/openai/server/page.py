@@ -1,5 +1,5 @@
-"""The page of a server: one file, which loads nothing from elsewhere and may run only its own
-script.
+"""The page of a server: one file that loads nothing from elsewhere, and in which only its own
+script may run.
 """
 
 import base64
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 class Page:
-    """The page, and the header that holds a browser to what is in it."""
+    """The page, and the header that restricts a browser to its content."""
 
     def __init__(self) -> None:
         text = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
@@ -27,7 +27,7 @@ class Page:
 
 
 def _hash_of(tag: str, text: str) -> str:
-    """Return what allows the one element of this name and no other."""
+    """Return the policy's value that allows the only element of this tag, and no other."""
     [content] = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
     digest = hashlib.sha256(content.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"

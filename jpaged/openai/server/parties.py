@@ -1,4 +1,6 @@
-"""Parties: who asks a server, for shares of it and for what is kept apart."""
+"""Parties: tells the clients of a server apart, to share its capacity fairly and to isolate cached
+prefixes.
+"""
 
 import dataclasses
 import hmac
@@ -10,11 +12,11 @@ from jpaged.openai.server.settings import ServerSettings
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Party:
-    """Who shares a server with others.
+    """A client of a server, or all clients that share a key.
 
-    name: tells nothing of the key or the address that it stands for. salt: of its cached prefixes,
-    None where all parties share them. is_known: whether it is one of several keys, to each of which
-    a part of the server is kept open.
+    name: does not reveal the key or address that it stands for. salt: of its cached prefixes, None
+    if all parties share them. is_known: whether it is one of several keys, for each of which a part
+    of the server is reserved.
     """
 
     name: str
@@ -23,10 +25,10 @@ class Party:
 
 
 class Parties:
-    """The parties of a server: its keys where it has several, else the addresses of clients.
+    """The parties of a server: its keys if it has several, otherwise the addresses of clients.
 
-    Names are keyed digests under a secret of this process: neither a log nor a client can tell a
-    key from them, and no client can choose a salt that is another's.
+    Names are keyed digests under a secret of this process. So neither a log nor a client can infer
+    a key from a name, and no client can choose the salt of another.
     """
 
     def __init__(self, settings: ServerSettings):
@@ -35,7 +37,7 @@ class Parties:
         self._shares = settings.share_prefix_cache
 
     def of(self, key: str | None, address: str | None) -> Party:
-        """Return the party of a request that came with a key of this server, from an address."""
+        """Return the party of a request with this key, from this address."""
         if self._by_key and key is not None:
             name = self._digest(f"key {key}")
             return Party(name=name, salt=None if self._shares else name, is_known=True)
@@ -46,7 +48,9 @@ class Parties:
 
 
 def _network(address: str | None) -> str:
-    """Return what one client has of addresses: one of IPv4, a /64 of IPv6."""
+    """Return the range of addresses that one client has: a single IPv4 address, or an IPv6 network
+    of /64.
+    """
     try:
         parsed = ipaddress.ip_address(address or "")
     except ValueError:

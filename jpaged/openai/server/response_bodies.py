@@ -1,4 +1,4 @@
-"""The body of POST /v1/responses, and the chat that it comes to."""
+"""The body of POST /v1/responses, and its translation to a chat."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -24,21 +24,21 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "skip_special_tokens": (True,),
     "logprobs_mode": ("raw",),
-    # What would be kept from one request to the next.
+    # Fields that need state between requests.
     "previous_response_id": (),
     "conversation": (),
     "store": (False,),
 }
-MOST_METADATA = 16  # OpenAI's own
+MOST_METADATA = 16  # OpenAI's limit
 KEPT = ("previous_response_id", "conversation", "store")
 HARMLESS = protocol.HARMLESS - {"metadata", *KEPT} | {"prompt_cache_options"}
-# vLLM's fields that a chat has by the same name.
+# vLLM's fields, which have the same names in a chat.
 PASSED = (
     *("seed", "top_k", "min_p", "stop", "stop_token_ids", "min_tokens", "ignore_eos"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
     *("chat_template_kwargs", "cache_salt", "priority"),
 )
-# Whose fault an error of the chat is here.
+# The field here to blame for an error in a field of the chat.
 BLAMED = {
     "messages": "input",
     "response_format": "text",
@@ -49,7 +49,7 @@ BLAMED = {
 
 
 class TextFormat(Strict):
-    """As response_format, with the fields of a schema beside its type."""
+    """The same as response_format, with the fields of the schema beside the type."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -60,12 +60,12 @@ class TextFormat(Strict):
     @model_validator(mode="after")
     def _schema_where_it_belongs(self) -> Self:
         if (self.type == "json_schema") != (self.name is not None and self.schema_ is not None):
-            raise ValueError("type json_schema goes with name and schema, and no other does")
+            raise ValueError("type json_schema needs name and schema, and no other type takes them")
         return self
 
     @property
     def of_a_chat(self) -> dict[str, Any]:
-        """As response_format."""
+        """Return it as a chat's response_format."""
         if self.type != "json_schema":
             return {"type": self.type}
         return {"type": self.type, "json_schema": {"name": self.name, "schema": self.schema_}}
@@ -82,7 +82,7 @@ class Reasoning(Strict):
 
 
 def _function(tool: Any) -> Any:
-    """Return a tool with all that it says; what is null is not said."""
+    """Return a tool without its null fields."""
     if not isinstance(tool, dict) or tool.get("type") != "function":
         raise ValueError("must be a list of functions")
     return {name: value for name, value in tool.items() if value is not None}
@@ -90,7 +90,7 @@ def _function(tool: Any) -> Any:
 
 def _few(metadata: Any) -> Any:
     if isinstance(metadata, dict) and len(metadata) > MOST_METADATA:
-        raise ValueError(f"has {len(metadata)} entries, {MOST_METADATA} at most")
+        raise ValueError(f"has {len(metadata)} entries; at most {MOST_METADATA} are allowed")
     return metadata
 
 
@@ -98,17 +98,17 @@ Functions = Annotated[list[Annotated[dict[str, Any], BeforeValidator(_function)]
 
 
 class StreamOptions(Body):
-    """What a stream has beside its events. include_obfuscation: nothing is obfuscated."""
+    """OpenAI's stream_options. include_obfuscation: accepted; nothing is obfuscated."""
 
     include_obfuscation: bool = False
 
 
 class ResponseBody(OfRoute):
-    """What is asked. input: a text, or items: messages, calls of functions and their outputs, and
-    reasoning, as answers have them.
+    """The body of POST /v1/responses. input: a text, or a list of items: messages, function calls,
+    their outputs, and reasoning, in the form that answers have.
     """
 
-    harmless: ClassVar[frozenset[str]] = HARMLESS.union(PASSED)  # the chat has the latter
+    harmless: ClassVar[frozenset[str]] = HARMLESS.union(PASSED)  # the chat's body has PASSED
     not_built: ClassVar[Mapping[str, tuple[Any, ...]]] = {**ServedChat.not_built, **NOT_BUILT}
     within: ClassVar[Mapping[str, type[Body]]] = {"stream_options": StreamOptions}
 
@@ -140,7 +140,7 @@ class ResponseBody(OfRoute):
 
     @property
     def chat(self) -> dict[str, Any]:
-        """The body of a chat that asks for the same."""
+        """Return the body of a chat that asks for the same."""
         body: dict[str, Any] = {
             "model": self.model,
             "messages": self._messages,
@@ -180,7 +180,7 @@ ROUTES["/v1/responses"] = ResponseBody
 
 
 class ServedResponse(ServedChat):
-    """The same as a chat. asked: as it came."""
+    """A chat that was made from a body of /v1/responses. asked: that body."""
 
     _asked: ResponseBody = PrivateAttr()
 
@@ -210,8 +210,8 @@ def _message(role: str, content: str) -> dict[str, Any]:
 
 
 def _add(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
-    """Take in an item. What an assistant thought, said and called one after the other is one
-    message. Raises KeyError and ValueError for what is none.
+    """Add an item to the messages. Consecutive reasoning, text and calls of the assistant become
+    one message. Raises KeyError or ValueError for an invalid item.
     """
     last = messages[-1] if messages else {}
     kind = item.get("type", "message")
@@ -247,7 +247,7 @@ PARTS = ("input_text", "output_text", "reasoning_text", "summary_text", "text", 
 
 
 def _text(content: Any) -> str:
-    """Return the text of a content, which may come in parts."""
+    """Return the text of a content, which may be a list of parts."""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [content]
@@ -264,7 +264,7 @@ def _text(content: Any) -> str:
 
 
 def _choice(choice: Any) -> Any:
-    """tool_choice as a chat has it."""
+    """Return tool_choice in the form of a chat."""
     if isinstance(choice, dict) and choice.get("type") == "function":
         return {"type": "function", "function": {"name": choice.get("name")}}
     return choice

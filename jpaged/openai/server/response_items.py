@@ -1,4 +1,4 @@
-"""The answer to POST /v1/responses: its items, whole, and as events while they grow."""
+"""Writes the answer to POST /v1/responses: its items as a whole, or as events while they grow."""
 
 import secrets
 import time
@@ -13,22 +13,22 @@ from jpaged.request.outputs import CompletionChunk, RequestOutput
 from jpaged.sampling_params import SamplingParams
 
 Kind = Literal["reasoning", "message", "function_call"]
-Event = tuple[str, dict[str, Any]]  # its type, and what it says
+Event = tuple[str, dict[str, Any]]  # its type and its fields
 
 PREFIX = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
 PART = {"reasoning": "reasoning_text", "message": "output_text"}
 
 
 class Items:
-    """What a model thinks, says and calls, one item after the other. output: those so far."""
+    """The items of an answer: reasoning, messages and calls, in order. output: the items so far."""
 
     def __init__(self) -> None:
         self.output: list[dict[str, Any]] = []
-        self._open: Kind | None = None  # of the last one, while it grows
+        self._open: Kind | None = None  # the kind of the last item, while it grows
         self._pieces: list[str] = []
 
     def push(self, delta: Delta) -> list[Event]:
-        """Take in a piece."""
+        """Add a piece, and return its events."""
         events: list[Event] = []
         if text := delta.get("reasoning_content"):
             events += self._grow("reasoning", text)
@@ -44,7 +44,9 @@ class Items:
         return events
 
     def finish(self, *, is_whole: bool) -> list[Event]:
-        """Nothing more comes: because it is whole, or cut off. An answer has an item at least."""
+        """End the answer. is_whole: whether the last item is complete, or was cut off. An answer
+        has at least one item.
+        """
         begun = [] if self.output else self._begin("message", {})
         return begun + self._end("completed" if is_whole else "incomplete")
 
@@ -63,7 +65,7 @@ class Items:
         item["status"] = "in_progress"
         self.output.append(item)
         self._open, self._pieces = kind, []
-        # As it is now: it grows.
+        # A copy, since the item grows.
         added = {"output_index": len(self.output) - 1, "item": dict(item)}
         events = [*ended, ("response.output_item.added", added)]
         if kind != "function_call":
@@ -109,9 +111,9 @@ class Items:
 
 
 class ResponseEvents:
-    """One answer, as server-sent events of its pieces or as a whole.
+    """One answer of /v1/responses, as server-sent events or as a whole.
 
-    count: tokens of a text, to tell those of the reasoning.
+    count: returns the tokens of a text, to count those of the reasoning.
     """
 
     def __init__(
@@ -131,7 +133,7 @@ class ResponseEvents:
         self._number = 0
 
     def pieces(self, prompt: int, chunk: CompletionChunk) -> bytes:
-        """Return the events of a chunk: none where it has nothing to say yet."""
+        """Return the events of a chunk: none if there is nothing to send yet."""
         events = self._begun()
         deltas = self._reader.push(chunk.text_delta) if chunk.text_delta else []
         if chunk.finish_reason:
@@ -141,7 +143,7 @@ class ResponseEvents:
         return self._written(events)
 
     def end(self, outputs: list[RequestOutput]) -> bytes:
-        """Return what comes after the last chunk."""
+        """Return the events after the last chunk."""
         [done] = outputs[0].outputs
         is_whole = done.finish_reason != "length"
         events = self._begun() + self._items.finish(is_whole=is_whole)
@@ -150,7 +152,7 @@ class ResponseEvents:
         return self._written([*events, (f"response.{status}", {"response": response})])
 
     def whole(self, output: RequestOutput) -> dict[str, Any]:
-        """The body of an answer that is no stream."""
+        """Return the body of an answer that is not a stream."""
         [done] = output.outputs
         is_whole = done.finish_reason != "length"
         for delta in [*self._reader.push(done.text or ""), *self._reader.finish()]:
@@ -159,7 +161,7 @@ class ResponseEvents:
         return self._response("completed" if is_whole else "incomplete", [output])
 
     def _begun(self) -> list[Event]:
-        """Return what comes before the first piece."""
+        """Return the events before the first piece."""
         if self._number:
             return []
         response = {"response": self._response("in_progress", None)}

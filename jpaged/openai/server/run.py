@@ -3,8 +3,8 @@
     jpaged serve Qwen/Qwen3-0.6B --port 8000        # also: python -m jpaged.openai MODEL
     JPAGED_API_KEY=... jpaged serve path/to/folder --host 0.0.0.0 --max-num-seqs 64
 
-SIGTERM and SIGINT stop it once the requests that run have ended, at most --drain-s seconds later; a
-second one stops it at once. Routes, limits and metrics: docs/server.md.
+On SIGTERM or SIGINT it finishes the running requests, for at most --drain-s seconds, and stops; a
+second signal stops it at once. docs/server.md describes routes, limits and metrics.
 """
 
 import argparse
@@ -33,7 +33,7 @@ MOST_OF_A_HEAD = 65536
 
 
 class Listener(uvicorn.Server):
-    """uvicorn's, which says where it listens, and which a second signal stops at once."""
+    """A uvicorn server that prints its address, and that a second signal stops at once."""
 
     def __init__(self, server: Server, host: str, port: int, *, quiet: bool = False):
         settings = server.settings
@@ -57,13 +57,13 @@ class Listener(uvicorn.Server):
 
     @property
     def port(self) -> int:
-        """Where it listens, once it has started."""
+        """The port it listens on, once it has started."""
         return self.servers[0].sockets[0].getsockname()[1]
 
     async def startup(self, sockets: Any = None) -> None:
         try:
             await super().startup(sockets)
-        except OSError as e:  # another process listens since the address was taken
+        except OSError as e:  # another process began to listen after the address was bound
             await self.lifespan.shutdown()
             raise ConfigError(cannot_listen(self.config.host, self.config.port, e)) from e
         if self.started and self._said is not None:
@@ -74,31 +74,36 @@ class Listener(uvicorn.Server):
     def handle_exit(self, sig: int, frame: Any) -> None:
         self.force_exit, self.should_exit = self.should_exit, True
         if self.force_exit:
-            # What is torn down now is logged as if it had failed, with tracebacks.
+            # Otherwise what is cancelled now would be logged as failed, with tracebacks.
             logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
 
 
 def make_parser() -> Parser:
     """Return the parser of `jpaged serve`."""
     parser = Parser(prog="jpaged serve", description=__doc__)
-    what = "checkpoint folder, or OWNER/NAME of the Hub (default: the embedded demo model)"
+    what = "checkpoint folder, OWNER/NAME of the Hub, or jpaged-demo-hybrid (default: jpaged-demo)"
     parser.add_argument("model", help=what, nargs="?")
     group = parser.add_argument_group("server")
     add = group.add_argument
-    address = "address to listen on; 0.0.0.0 is every one of this machine (default: 127.0.0.1)"
+    address = "address to listen on; 0.0.0.0 is all addresses of this machine (default: 127.0.0.1)"
     add("--host", help=address, default="127.0.0.1")
-    add("--port", help="0 is a free one (default: 8000)", type=_port, default=8000)
-    keys = f"that a request must carry; may be given again (default: {KEY_VARIABLE}, else none)"
+    add(
+        "--port",
+        help="port to listen on; 0 takes a free one (default: 8000)",
+        type=_port,
+        default=8000,
+    )
+    keys = f"API key that requests must carry; may be repeated (default: {KEY_VARIABLE}, else none)"
     add("--api-key", help=keys, action="append", metavar="KEY")
-    names = "that requests may ask for, the first in answers (default: the model's own)"
+    names = "model name that requests may use; answers carry the first (default: the model's own)"
     add("--served-model-name", help=names, nargs="+", metavar="NAME")
-    lora = "adapters as PEFT writes them, for requests whose model is NAME (default: none)"
+    lora = "folder of a PEFT adapter, for requests whose model is NAME (default: none)"
     add("--adapter", help=lora, nargs="+", metavar="NAME=FOLDER")
-    hosts = "that a request's Host may be where there is no key, beside this machine's; * is any"
+    hosts = "Host header to accept where there is no key, beside this machine's names; * is any"
     add("--allowed-host", help=hosts, nargs="+", metavar="HOST", default=[])
-    seed = "of requests without one, which are counted into it (default: 0)"
+    seed = "seed of requests without one, together with their number (default: 0)"
     add("--seed", help=seed, type=int, default=0)
-    early = "compile every shape of a step before it listens (default: off)"
+    early = "compile all step shapes before listening (default: off)"
     add("--warmup", help=early, action=argparse.BooleanOptionalAction, default=False)
     add_flags(parser.add_argument_group("limits and behaviour"), ServerSettings)
     add_engine_groups(parser)
@@ -113,7 +118,7 @@ def name_of(model: str | None) -> str:
 
 def _port(text: str) -> int:
     if not 0 <= (port := int(text)) < 65536:
-        raise argparse.ArgumentTypeError(f"{port} is no port: it must be from 0 to 65535")
+        raise argparse.ArgumentTypeError(f"{port} is not a port: it must be from 0 to 65535")
     return port
 
 
@@ -122,15 +127,16 @@ def cannot_listen(host: str, port: int, error: OSError) -> str:
 
 
 def take_address(host: str, port: int) -> list[socket.socket]:
-    """Sockets bound to every address of a host, before a model is loaded for nothing; they listen
-    later. Raises ConfigError where an address is in use, or is not this machine's.
+    """Return sockets that are bound to every address of a host, so that an address in use is found
+    before the model is loaded. They listen later. Raises ConfigError if an address is in use, or
+    does not belong to this machine.
     """
     with contextlib.ExitStack() as stack:
         try:
             passive = socket.AI_PASSIVE
             infos = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=passive)
             if port == 0:
-                del infos[1:]  # a free port of each address would be another one
+                del infos[1:]  # each address would get a different free port
             sockets = [
                 stack.enter_context(_bound(*which)) for which in dict.fromkeys(map(_address, infos))
             ]
@@ -146,7 +152,7 @@ def _address(info: Any) -> tuple[int, Any]:
 
 
 def _bound(family: int, address: Any) -> socket.socket:
-    """Return a socket of an address that nobody listens on."""
+    """Return a socket bound to an address on which nobody listens."""
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -160,7 +166,7 @@ def _bound(family: int, address: Any) -> socket.socket:
 
 
 def make_server(args: argparse.Namespace) -> Server:
-    """Load the model. Raises ConfigError and CheckpointError."""
+    """Load the model and return its server. Raises ConfigError and CheckpointError."""
     key = os.environ.get(KEY_VARIABLE)
     keys = args.api_key or ([key] if key else [])
     settings = ServerSettings(
@@ -170,7 +176,7 @@ def make_server(args: argparse.Namespace) -> Server:
         **given_settings(args, ServerSettings),
     )
     if not keys and not _is_local(args.host):
-        said = f"no --api-key: whoever reaches {args.host}:{args.port} is served"
+        said = f"no --api-key: anybody who can reach {args.host}:{args.port} is served"
         print(f"jpaged serve: {said}", file=sys.stderr, flush=True)
     model = args.model
     if model is None:
@@ -191,8 +197,8 @@ def _is_local(host: str) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve until a signal; the exit status: 0, 1 with one sentence on stderr, or 130 where Ctrl-C
-    came before it listened.
+    """Serve until a signal. Returns the exit status: 0, 1 after one sentence on stderr, or 130 if
+    Ctrl-C came before it listened.
     """
     args = make_parser().parse_args(argv)
     sockets: list[socket.socket] = []

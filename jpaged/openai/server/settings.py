@@ -1,4 +1,4 @@
-"""ServerSettings: whom a server serves, and how much of itself it gives to anybody."""
+"""ServerSettings: whom a server serves, and how many resources a client may use."""
 
 import dataclasses
 import math
@@ -9,49 +9,50 @@ from jpaged.errors import ConfigError
 
 
 def _knob[T](default: T, help: str) -> T:
-    """Return a field: its default and what it is, which the command line shows as well."""
+    """Return a field with a default and a description, which the command line shows too."""
     return dataclasses.field(default=default, metadata={"help": help})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """Names, keys and limits of a server; sizes in bytes, times in seconds.
+    """Names, keys and limits of a server; sizes are in bytes, times in seconds.
 
-    models: names that it answers to, the first of them in answers. api_keys: of which a request
-    must carry one; none: whoever reaches the port is served. hosts: names that a request's Host may
-    have where there is no key, beside this machine's own; "*" is any, and an address that stands
-    for all of a machine's ("0.0.0.0", "::") is any address, but no other name.
+    models: the names that it answers to; answers carry the first. api_keys: the keys, one of which
+    a request must carry; if there are none, anybody who can reach the port is served. hosts: the
+    names that a request's Host header may have if there are no keys, beside this machine's own; "*"
+    allows any name. An address that stands for all of a machine's addresses ("0.0.0.0", "::")
+    allows any address, but no other name.
     """
 
     models: tuple[str, ...]
     api_keys: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
     share_prefix_cache: bool = _knob(
-        False, "whether several keys find each other's prompts in the prefix cache"
+        False, "whether requests of different keys share the prefix cache"
     )
     max_waiting: int = _knob(
-        256, "completions that may wait beside those that run; more are answered 429"
+        256, "completions that may wait while others run; further ones are answered with 429"
     )
-    max_choices: int = _knob(128, "completions that one request may ask for: prompts times n")
+    max_choices: int = _knob(128, "completions per request: prompts times n")
     max_output_tokens: int | None = _knob(
-        None, "tokens that a completion may ask for; one that does not say gets as many at most"
+        None, "limit of max_tokens, and its value where a request sets none"
     )
-    max_body_bytes: int = _knob(4 << 20, "size of a request's body")
-    max_json_depth: int = _knob(64, "lists and objects of a body within each other")
+    max_body_bytes: int = _knob(4 << 20, "bytes of a request's body")
+    max_json_depth: int = _knob(64, "depth of nested lists and objects in a body")
     max_connections: int = _knob(
-        512, "connections; one more closes the one that has been idle for longest"
+        512, "connections; a further one closes the one that has been idle longest"
     )
-    head_timeout_s: float = _knob(10.0, "for a client to send the head of a request")
-    body_timeout_s: float = _knob(30.0, "for a client to send the body")
-    stall_timeout_s: float = _knob(30.0, "that a client may leave what is sent to it unread")
-    request_timeout_s: float = _knob(3600.0, "from a request's body to the end of its answer")
+    head_timeout_s: float = _knob(10.0, "time for a client to send the head of a request")
+    body_timeout_s: float = _knob(30.0, "time for a client to send the body")
+    stall_timeout_s: float = _knob(30.0, "time for which a client may not read what is sent to it")
+    request_timeout_s: float = _knob(3600.0, "time from a request's body to the end of its answer")
     tool_style: Literal["hermes", "llama", "harmony", "none"] | None = _knob(
-        None, "how the model writes calls of tools; None: by its chat template"
+        None, "how the model writes tool calls; None: as its chat template says"
     )
     enable_reasoning: bool = _knob(
-        True, "tell <think>reasoning</think> apart from content, where the template knows it"
+        True, "separate <think>reasoning</think> from content, if the template has it"
     )
-    drain_s: float = _knob(30.0, "after SIGTERM for running requests to finish")
+    drain_s: float = _knob(30.0, "time after SIGTERM for running requests to finish")
 
     def __post_init__(self) -> None:
         at_least(1, self, "max_choices", "max_body_bytes", "max_json_depth", "max_connections")
@@ -70,5 +71,5 @@ class ServerSettings:
 
     @property
     def max_bodies_bytes(self) -> int:
-        """The most bytes that all bodies being read may take together."""
+        """The bytes that all bodies may take together while they are read."""
         return 16 * self.max_body_bytes

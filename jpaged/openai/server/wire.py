@@ -1,4 +1,6 @@
-"""Connections, bodies and errors: what passes between a server and clients that may mean it ill."""
+"""Connections, bodies and errors: the traffic between a server and clients, which may be
+hostile.
+"""
 
 import asyncio
 import hmac
@@ -25,16 +27,16 @@ Headers = Iterable[tuple[bytes, bytes]]
 JSON, EVENTS = b"application/json", b"text/event-stream; charset=utf-8"
 DISCARD_S = 1.0
 WORD = re.compile(r"[\w.-]{1,60}", re.ASCII)
-MOST_NAMES = 8  # of fields, in a header
+MOST_NAMES = 8  # names of fields in a header, at most
 COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 OWN_HOSTS = ("localhost", "127.0.0.1", "::1")
 EVERY_ADDRESS = ("0.0.0.0", "::", "")
 EXTRA_CONNECTIONS = 16
-HIDDEN = "the server failed at this request; its log says why"
+HIDDEN = "internal error while serving this request; the server's log says why"
 
 
 class ApiError(Exception):
-    """An answer that is an error: its HTTP status, and OpenAI's fields of it."""
+    """An answer that is an error: an HTTP status, and OpenAI's fields of an error."""
 
     def __init__(
         self,
@@ -52,11 +54,11 @@ class ApiError(Exception):
 
     @classmethod
     def of(cls, error: BaseException) -> "ApiError":
-        """Return what a client is told of any error; not what is wrong within."""
+        """Return the answer to any error. Internal errors are not described to the client."""
         if isinstance(error, cls):
             return error
         if isinstance(error, TimeoutError):
-            said = "the request took longer than this server lets it"
+            said = "the request took longer than this server allows"
             return cls(504, said, kind="timeout_error", code="timeout")
         failure = Failure.of(error)
         message = failure.message if failure.status < 500 else HIDDEN
@@ -74,11 +76,11 @@ def overloaded(message: str, retry_after_s: int = 1) -> ApiError:
 
 
 class Gone(Exception):
-    """The client has left, or takes nothing: nobody is to be answered."""
+    """The client has disconnected, or does not read what it is sent. There is nobody to answer."""
 
 
 def encode(value: Any) -> bytes:
-    """JSON in UTF-8; escaped where a text cannot be written as it is."""
+    """Return JSON in UTF-8. Text that UTF-8 cannot encode is escaped."""
     try:
         return COMPACT.encode(value).encode()
     except UnicodeEncodeError:
@@ -86,27 +88,28 @@ def encode(value: Any) -> bytes:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Names of fields as a header may have them: those that are words, and how many others."""
+    """Return names of fields for a header: those that are plain words, and the number of the
+    others.
+    """
     words = [name for name in names if WORD.fullmatch(name)][:MOST_NAMES]
     others = len(names) - len(words)
     return ", ".join([*words, *([f"and {others} more"] if others else [])])
 
 
 class Exchange:
-    """One request as it came, and the answer as it goes out. `status` is None until it begins.
-    text: of the body, from `read` until whoever has understood it lets go of it. headers: of the
-    answer, whatever it is.
+    """One HTTP request and its answer. status: of the answer, None until it begins. text: of the
+    body, from `read` until it has been parsed. headers: added to any answer.
     """
 
     def __init__(self, scope: Any, receive: Receive, send: Send, settings: ServerSettings):
         self.scope, self.settings = scope, settings
         self._receive, self._send = receive, send
         self.status: int | None = None
-        self._unread = scope["method"] == "POST"  # whether there is more of the body
+        self._unread = scope["method"] == "POST"  # whether a part of the body has not been read
         self.text = ""
         self.headers: list[tuple[bytes, bytes]] = []
         self.error_code: str | None = None
-        self.key: str | None = None  # that the request came with, once it is checked
+        self.key: str | None = None  # the request's key, once it is checked
 
     def header(self, name: bytes) -> bytes:
         return next((value for key, value in self.scope["headers"] if key == name), b"")
@@ -118,7 +121,7 @@ class Exchange:
         return client[0] if client else None
 
     def check_room(self) -> None:
-        """ApiError where all connections that there may be are busy with others."""
+        """Raise ApiError if all connections that the server allows are busy with other requests."""
         if self.scope["state"].get("is_extra"):
             said = "all connections of this server are in use"
             raise ApiError(
@@ -126,23 +129,27 @@ class Exchange:
             )
 
     def check_host(self) -> None:
-        """ApiError where there is no key and the request names another host.
+        """Raise ApiError if there is no key and the Host header names another host.
 
-        A page elsewhere may give its own name the address of this machine, and is then no page
-        elsewhere to a browser; but the browser still says which name it asked for.
+        A malicious page can make its own name resolve to this machine's address; to a browser, this
+        server is then part of that page. But the browser still sends the name in the Host header.
         """
         if not self.settings.api_keys and not is_own_host(
             self.header(b"host").decode("latin-1"), self.settings.hosts
         ):
-            said = "this server has no key and does not answer to this Host; --allowed-host adds it"
+            said = (
+                "without a key this server does not accept this Host header; --allowed-host adds it"
+            )
             raise ApiError(403, said, code="host_not_allowed", headers={"Connection": "close"})
 
     def check_key(self) -> None:
-        """ApiError unless the request carries one of the keys. Takes as long for any wrong one."""
+        """Raise ApiError unless the request carries one of the keys. It takes the same time for
+        every wrong key.
+        """
         keys = self.settings.api_keys
         kind, _, credential = self.header(b"authorization").partition(b" ")
         sent = credential.strip() if kind.lower() == b"bearer" else b""
-        # All of them, whichever it is.
+        # Compare all of them, also after a match, so that the time reveals nothing.
         right = [key for key in keys if hmac.compare_digest(sent, key.encode())]
         self.key = right[0] if right else None
         if keys and not right:
@@ -154,17 +161,17 @@ class Exchange:
             )
 
     async def read(self, held: "Held") -> None:
-        """Have the body in `text`. Raises ApiError where it is too large, too slow or no JSON, and
+        """Read the body into `text`. Raises ApiError if it is too large, too slow or not JSON, and
         Gone.
         """
         kind = self.header(b"content-type").partition(b";")[0].strip().lower()
-        if kind != JSON:  # a page elsewhere may send other types without asking
+        if kind != JSON:  # a page of another site may send other types without asking
             raise ApiError(415, "a body must have Content-Type: application/json")
         if self.header(b"content-encoding").lower() not in (b"", b"identity"):
-            raise ApiError(415, "a body must come as it is, without a Content-Encoding")
+            raise ApiError(415, "a body must not have a Content-Encoding")
         length = self.header(b"content-length")
-        if length and self.header(b"transfer-encoding"):  # a proxy may have gone by the other one
-            said = "a body has a Content-Length or a Transfer-Encoding, not both"
+        if length and self.header(b"transfer-encoding"):  # a proxy may have used the other one
+            said = "a request must not have both a Content-Length and a Transfer-Encoding"
             raise ApiError(400, said, headers={"Connection": "close"})
         most = self.settings.max_body_bytes
         large = ApiError(413, f"the body is longer than {most} bytes", code="body_too_large")
@@ -177,7 +184,7 @@ class Exchange:
                     message = await self._receive()
                     if message["type"] == "http.disconnect":
                         raise Gone
-                    # Counted as it comes: the header may be missing.
+                    # Counted as it arrives, since the header may be missing.
                     chunk = message.get("body", b"")
                     self._unread = bool(message.get("more_body"))
                     if len(body) + len(chunk) > most:
@@ -193,7 +200,7 @@ class Exchange:
             raise BodyError(said, code="invalid_encoding") from None
 
     async def while_connected[T](self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of some work. If the client leaves, cancel it and raise Gone."""
+        """Return the result of `work`. If the client disconnects, cancel it and raise Gone."""
 
         async def leave() -> None:
             while (await self._receive())["type"] != "http.disconnect":
@@ -224,8 +231,8 @@ class Exchange:
         await self._out({"type": "http.response.body", "body": body, "more_body": more})
 
     async def write_piece(self, body: bytes) -> None:
-        """The same of a piece of a stream, of which there are as many as tokens. A chunk changes
-        nothing of what ASGI and h11 know of an answer, so it goes past them.
+        """Write a piece of a stream. There are as many as tokens, so this bypasses ASGI and h11,
+        whose view of the answer a chunk does not change.
         """
         state = self.scope["state"]
         if state["flow"].write_paused or self.scope["http_version"] != "1.1":
@@ -236,13 +243,13 @@ class Exchange:
     async def answer(
         self, body: bytes, status: int = 200, kind: bytes = JSON, headers: Headers = ()
     ) -> None:
-        """A whole answer."""
+        """Send a whole answer."""
         length = (b"content-length", str(len(body)).encode())
         await self.begin(status, [(b"content-type", kind), length, *headers])
         await self.write(body, more=False)
 
     async def fail(self, error: ApiError) -> None:
-        """Answer with an error; at the end of what has begun, if that is a stream of events."""
+        """Answer with an error. If a stream of events has begun, the error is its last event."""
         self.error_code = error.details["code"] or str(error.status)
         if self.status is None:
             headers = [(k.lower().encode(), v.encode()) for k, v in error.headers.items()]
@@ -252,8 +259,8 @@ class Exchange:
             await self.write(b"data: " + error.body + b"\n\n", more=False)
 
     async def _discard(self) -> None:
-        """Read what is left of a body for a moment: a client that cannot send it to its end does
-        not see the answer.
+        """Read the rest of a body for a moment: a client that cannot finish sending does not read
+        the answer.
         """
         left = 4 * self.settings.max_body_bytes
         with suppress(TimeoutError):
@@ -265,21 +272,21 @@ class Exchange:
 
     async def _out(self, message: Any) -> None:
         state = self.scope["state"]
-        if not state["flow"].write_paused:  # it does not wait: no clock is needed
+        if not state["flow"].write_paused:  # writing does not wait, so no timeout is needed
             return await self._send(message)
         try:
             async with asyncio.timeout(self.settings.stall_timeout_s):
                 await self._send(message)
         except TimeoutError:
-            # Closing would wait until the client has read the rest.
+            # Closing would wait for the client to read the rest.
             state["transport"].abort()
             await asyncio.sleep(0)
             raise Gone from None
 
 
 def is_own_host(header: str, hosts: tuple[str, ...]) -> bool:
-    """Return whether a Host header names this machine, or one of the hosts. An absent one does:
-    browsers always send it.
+    """Return whether a Host header names this machine or one of the hosts. A missing header is
+    accepted, since browsers always send one.
     """
     name = header.strip().lower()
     if not name or "*" in hosts:
@@ -288,14 +295,14 @@ def is_own_host(header: str, hosts: tuple[str, ...]) -> bool:
     if name in OWN_HOSTS or name in (host.lower() for host in hosts):
         return True
     try:
-        ipaddress.ip_address(name)  # no name that somebody could give another address
+        ipaddress.ip_address(name)  # an address, not a name that could resolve to another address
     except ValueError:
         return False
     return any(host in EVERY_ADDRESS for host in hosts)
 
 
 class Room:
-    """Bytes of bodies that have come and are not understood yet, of all connections together."""
+    """The bytes of all bodies that have arrived and are not parsed yet."""
 
     def __init__(self, most: int):
         self.most, self.used = most, 0
@@ -305,13 +312,13 @@ class Room:
 
 
 class Held:
-    """What one body takes of a room until it is closed."""
+    """The share of a Room that one body holds until `close`."""
 
     def __init__(self, room: Room):
         self._room, self._count = room, 0
 
     def take(self, count: int) -> None:
-        """Reserve this many more bytes; ApiError where there is no room for them."""
+        """Reserve this many more bytes. Raises ApiError if there is no room."""
         room = self._room
         if room.used + count > room.most:
             raise overloaded("this server is reading too many bodies")
@@ -319,29 +326,30 @@ class Held:
         self._count += count
 
     def close(self) -> None:
-        """Give all back."""
+        """Give all bytes back."""
         self._room.used -= self._count
         self._count = 0
 
 
 class Connection(H11Protocol):
-    """uvicorn's, with a limit to how many there are and to how long a head may take.
+    """uvicorn's connection, with limits on the number of connections and on the time for a
+    request's head.
 
-    h11 bounds the size of a head. What has sent no whole head in time is closed, at the first
-    request of a connection and at every later one. Only connections whose request has come whole
-    are busy: where there are as many as there may be, the one that has not been busy for longest
-    makes room. Where all are busy, a few more are taken, for /health; other requests on them are
-    answered 503.
+    h11 bounds the size of a head. A connection that has not sent a whole head in time is closed,
+    for its first request and for every later one. A connection is busy only once a whole request
+    has arrived. At the limit, the connection that has not been busy for longest is closed to make
+    room. If all are busy, a few more are accepted for /health; other requests on them are answered
+    with 503.
     """
 
-    settings: ServerSettings  # set on the class of a server's own
+    settings: ServerSettings  # set on a subclass for each server
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._head_timer: asyncio.TimerHandle | None = None
         self.idle_since = self.loop.time()
         is_extra = len(self.connections) > self.settings.max_connections and not self._make_room()
-        # Requests find these in their scope.
+        # Requests find these values in their scope.
         more = {"transport": transport, "flow": self.flow, "is_extra": is_extra}
         self.app_state = {**self.app_state, **more}
         if len(self.connections) > self.settings.max_connections + EXTRA_CONNECTIONS:
@@ -351,30 +359,30 @@ class Connection(H11Protocol):
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is a request on it that has come whole and is not answered yet."""
+        """Whether a whole request has arrived on it that is not answered yet."""
         cycle = self.cycle
         return cycle is not None and not cycle.response_complete and not cycle.more_body
 
     def _make_room(self) -> bool:
-        """Close the connection that has not been busy for longest; return whether there is one."""
+        """Close the connection that has not been busy for longest. Return whether there was one."""
         everyone: Any = self.connections
         others = (c for c in everyone if c is not self and not c.is_busy)
         idle = min(others, key=lambda c: c.idle_since, default=None)
         if idle is None:
             return False
-        self.connections.discard(idle)  # not counted any more, though it is yet to be torn down
+        self.connections.discard(idle)  # no longer counted, although it is not torn down yet
         idle.transport.abort()
         return True
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP. uvicorn calls this while it handles what h11 has raised."""
+        """Answer data that is not HTTP. uvicorn calls this while it handles h11's exception."""
         broken = sys.exception()
         status = broken.error_status_hint if isinstance(broken, h11.RemoteProtocolError) else 400
         if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.disconnected = True  # the rest of its body is lost: it answers nobody
+            self.cycle.disconnected = True  # the rest of its body is lost, so it cannot be answered
             self.cycle.message_event.set()
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
-            self.transport.close()  # an answer has begun
+            self.transport.close()  # an answer has begun already
             return
         said = f"not a valid HTTP request: {broken}" if broken is not None else msg
         body = ApiError(status, said, code="invalid_http").body
@@ -408,7 +416,7 @@ class Connection(H11Protocol):
         self._expect_head()
 
     def _expect_head(self) -> None:
-        """Start the clock of a head that is to come, stop it when it is there."""
+        """Start the timer for a head that is expected, and stop it when the head has arrived."""
         waits = self.cycle is None or self.cycle.response_complete
         if not waits and self._head_timer is not None:
             self._head_timer.cancel()

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import xxhash
 
-from jpaged.engine.cache import contents
+from jpaged.engine.cache import prefix_cache
 from jpaged.engine.cache.block_manager import BlockManager
-from jpaged.engine.cache.blocks import BlockGroup, GroupSize
-from jpaged.engine.cache.contents import Content
+from jpaged.engine.cache.content import Content
+from jpaged.engine.cache.kinds import CacheKind, GroupSize
 from jpaged.engine.cache.prefix_cache import Match
 from jpaged.engine.integrity import check_blocks
 from jpaged.engine.sequence import Sequence
@@ -24,7 +24,7 @@ def manager(num_blocks: int, block_size: int, **options: Any) -> BlockManager:
     return BlockManager([GroupSize(num_blocks)], block_size, **options)
 
 
-def group(blocks: BlockManager) -> BlockGroup:
+def group(blocks: BlockManager) -> CacheKind:
     return blocks.groups[0]
 
 
@@ -156,7 +156,7 @@ def test_unwritten_blocks_are_not_found():
 @pytest.fixture
 def colliding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every chain hashes to the same 64 bits."""
-    monkeypatch.setattr(contents.xxhash, "xxh64_intdigest", lambda data: 7)
+    monkeypatch.setattr(prefix_cache.xxhash, "xxh64_intdigest", lambda data: 7)
 
 
 @pytest.mark.usefixtures("colliding")

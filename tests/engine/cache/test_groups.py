@@ -5,7 +5,7 @@ import random
 import pytest
 
 from jpaged.engine.cache.block_manager import BlockManager
-from jpaged.engine.cache.blocks import GONE, GroupSize
+from jpaged.engine.cache.kinds import GONE, GroupSize
 from jpaged.engine.commit import commit
 from jpaged.engine.integrity import check_blocks
 from jpaged.engine.plan import Plan, StepResult
@@ -196,7 +196,7 @@ def decoding(
     blocks = BlockManager(sizes, block_size)
     scheduler = Scheduler(blocks, max_num_seqs=1, max_num_batched_tokens=2048)
     seq = sequence([i % 1000 for i in range(num_tokens - 1)])
-    scheduler.queues.add(seq)
+    scheduler.queues.waiting.add(seq)
     while len(seq) < num_tokens + 2:
         (plan,) = schedule([scheduler])
         commit(scheduler.queues, plan, drawn(plan))

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from jpaged.engine.cache.block_manager import BlockManager
-from jpaged.engine.cache.blocks import GONE, GroupSize
+from jpaged.engine.cache.kinds import GONE, GroupSize
 from jpaged.engine.integrity import check_blocks
 from jpaged.engine.sequence import Sequence
 from jpaged.errors import UnsupportedError

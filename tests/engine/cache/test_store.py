@@ -10,8 +10,8 @@ import pytest
 
 from jpaged.engine.adapters import AdapterVersion
 from jpaged.engine.cache.block_manager import BlockManager
-from jpaged.engine.cache.blocks import GroupSize
-from jpaged.engine.cache.contents import Content
+from jpaged.engine.cache.content import Content
+from jpaged.engine.cache.kinds import GroupSize
 from jpaged.engine.cache.store import HostStore, Slot
 from jpaged.engine.integrity import check_store
 from jpaged.engine.sequence import Sequence

@@ -151,7 +151,7 @@ def test_what_is_no_output_is_left_alone(files: Files, capsys: pytest.CaptureFix
     assert files.run("--resume") == 1 and "has no" in capsys.readouterr().err
     assert (
         files.run() == 1
-        and "--resume goes on with it, --overwrite starts again" in capsys.readouterr().err
+        and "--resume continues it, --overwrite starts again" in capsys.readouterr().err
     )
     assert files.output.read_bytes() == data
     assert files.run("--overwrite") == 2
@@ -352,7 +352,7 @@ def test_what_is_not_merged(files: Files, capsys: pytest.CaptureFixture[str]) ->
     ended = json.loads(manifest.read_text())
     del ended["complete"]
     manifest.write_text(json.dumps(ended))
-    assert "out.1-of-3.jsonl has not ended" in refused()
+    assert "out.1-of-3.jsonl has not finished" in refused()
     one = str(files.output.with_name("out.0-of-3.jsonl"))
     assert "are no whole run" in refused(one, one, str(files.output.with_name("out.2-of-3.jsonl")))
     files.run("--shard", "0/2")

@@ -136,4 +136,4 @@ def test_a_finished_run_without_errors(tmp_path: Path, capsys: pytest.CaptureFix
     for flags in ([], ["--resume"]):
         assert serve(source, "--output", output, *flags) == 0
     out = capsys.readouterr().out
-    assert out.endswith("no line was run: those that this run came to have a row already\n")
+    assert out.endswith("no line was run: all lines have a row already\n")
