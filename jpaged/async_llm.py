@@ -28,9 +28,10 @@ from jpaged.request.inputs import (
     match_sampling_params,
 )
 from jpaged.request.outputs import CompletionChunk, LiveCompletions, RequestOutput
+from jpaged.request.scores import ScoreOptions, ScoreResult
 from jpaged.sampling_params import SamplingParams
 from jpaged.session import OnPause, OnUnfinished, OnUpdate
-from jpaged.types import Messages, ModelLike, PyTree, Structured, Tokenizer
+from jpaged.types import IntArrays, Messages, ModelLike, PyTree, Structured, Tokenizer
 
 PROMPT_THREADS = 4  # that render and tokenize; the tokenizer lets go of Python's lock meanwhile
 
@@ -198,16 +199,29 @@ class AsyncLLM:
         return_greedy: bool = False,
         structured: Structured | None = None,
         prompt_lens: List[int] | None = None,
-    ) -> list[np.ndarray] | tuple[list[np.ndarray], list[np.ndarray]]:
-        """Return the logprobs of sequences, in one batch with what runs: see LLM.score."""
-        score = partial(
-            self._llm.score,
+        start: List[int] | np.ndarray | None = None,
+        top_k: int | None = None,
+        at: IntArrays | None = None,
+        entropy: bool = False,
+    ) -> ScoreResult:
+        """Return the scores of sequences, in one batch with what runs: see LLM.score."""
+        options = ScoreOptions(
             temperature=temperature,
             return_greedy=return_greedy,
             structured=structured,
             prompt_lens=prompt_lens,
+            start=start,
+            top_k=top_k,
+            at=at,
+            entropy=entropy,
         )
-        return await self._beside(score, token_lists)
+        return await self._beside(self._llm.session.score, token_lists, options)
+
+    async def hidden(
+        self, token_lists: PromptsLike, *, max_len: int | None = None
+    ) -> list[jax.Array]:
+        """Return the final hidden states of each sequence, on the device: see LLM.hidden."""
+        return await self._beside(self._llm.session.hidden, token_lists, max_len)
 
     async def add_adapter(self, name: str, source: PyTree) -> int:
         """Serve an adapter to prompts that name it; return its version: see LLM.add_adapter."""

@@ -179,7 +179,8 @@ def test_recompute_with(weights: list[Params], how: dict[str, Any]) -> None:
 
 
 def test_adapters_go_on_over_new_weights(weights: list[Params]) -> None:
-    llm = LLM(weights[0], **SETTINGS | {"max_loras": 2, "max_lora_rank": 8})
+    settings: dict[str, Any] = SETTINGS | {"max_loras": 2, "max_lora_rank": 8}
+    llm = LLM(weights[0], **settings)
     llm.add_adapter("a", make_lora(0, model=ONE_LAYER))
     name = llm.add_request({"prompt_token_ids": PROMPTS[1], "adapter": "a"}, GREEDY)
     for _ in range(6):

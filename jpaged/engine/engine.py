@@ -271,11 +271,11 @@ class Engine:
             for replica in self.replicas:
                 queues = replica.queues
                 for seq in reversed(list(queues.running)):  # the oldest is to be the first again
-                    if recompute or seq.is_partly_scored:
+                    if recompute or seq.is_being_scored:
                         queues.preempt(seq)
             for request in self.requests.values():
                 for seq in request.sequences:
-                    if seq.is_partly_scored:
+                    if seq.is_being_scored:
                         seq.score_again()
 
     def report(self) -> Report:

@@ -14,6 +14,7 @@ from jpaged.config import EngineConfig
 from jpaged.engine.cache.block_manager import GroupSize
 from jpaged.engine.packing import PAD_TOKEN, Batch, unpack
 from jpaged.engine.plan import StepResult
+from jpaged.engine.scoring import States
 from jpaged.engine.shapes import Shape, StepShapes, moved_blocks, padded_blocks
 from jpaged.models.config import ModelConfig
 from jpaged.models.eagle import Head
@@ -40,7 +41,8 @@ DraftOf = tuple[ModelConfig, Forward | Head]  # a draft model (or head) and its 
 class Handle(NamedTuple):
     """A step in flight. outs: what comes back of it; done: ready when the step is. weight_version:
     of the weights that it ran with, its draw included. undrawn: the hidden states and inputs of a
-    draw that has not started. compared: over processes, whether all run this step.
+    draw that has not started. compared: over processes, whether all run this step. states: the
+    hidden states of all tokens, where some are to stay on the device.
     """
 
     batch: Batch
@@ -49,6 +51,7 @@ class Handle(NamedTuple):
     weight_version: int
     undrawn: tuple[Array, Array] | None = None
     compared: Array | None = None
+    states: Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,10 +174,11 @@ class Runner:
                 step, arrays = self._step(bucket, batch.num_tokens, batch.padded_tokens)
                 if bucket.sampler is None:
                     masks = () if batch.masks_TW is None else (self._put_masks(batch.masks_TW),)
-                    kv, hidden, packed, scored = step(arrays, state.kv, state.rows, packed, *masks)
+                    args = arrays, state.kv, state.rows, packed, *masks
+                    kv, hidden, packed, scored, states = step(*args)
                     self._state = DeviceState(kv=kv, rows=state.rows)
                     outs, undrawn = () if scored is None else (scored,), (hidden, packed)
-                    return Handle(batch, outs, hidden, version, undrawn)
+                    return Handle(batch, outs, hidden, version, undrawn, states=states)
                 if bucket.phase == "draft":
                     kv, out = step(arrays, state.kv, state.rows, packed)
                     self._state = DeviceState(kv=kv, rows=state.rows)
@@ -205,7 +209,8 @@ class Runner:
                 rows, out = step(arrays, hidden, rows, packed, *masks)
                 rows = self._taken_back(rows) if sample.is_full else rows
                 self._state = DeviceState(kv=state.kv, rows=rows)
-                return Handle(batch, (out, *handle.outs), handle.done, version)
+                outs = (out, *handle.outs)
+                return Handle(batch, outs, handle.done, version, states=handle.states)
         except (jax.errors.JaxRuntimeError, MemoryError) as e:
             if (error := memory_error(e, self.config)) is None:
                 raise
@@ -294,7 +299,28 @@ class Runner:
             if (error := memory_error(e, self.config)) is None:
                 raise
             raise error from e
-        return unpack(handle.batch, self.config, outs, weight_version=handle.weight_version)
+        results = unpack(handle.batch, self.config, outs, weight_version=handle.weight_version)
+        if (states := handle.states) is None:
+            return results
+        tokens = handle.batch.bucket.tokens
+        return [
+            dataclasses.replace(result, states=(states, replica * tokens))
+            for replica, result in enumerate(results)
+        ]
+
+    def join_states(self, parts: list[States], rows: int) -> Array:
+        """Return the hidden states of a sequence, [rows, E]: those of its chunks, then zeros. They
+        do not cross the host; each device has a copy.
+        """
+        sharding, count = self.placement.replicated, 0
+        whole = kv_cache.zeros((rows, self.model.hidden_size), self.steps.form.dtype, sharding)
+        with self.transfers.sending():
+            for part in parts:
+                place = np.array([part.first, count, part.rows], np.int32)
+                join = self.steps.join_states(rows, part.array.shape[0])
+                whole = join(whole, part.array, self.transfers.put_whole(place))
+                count += part.rows
+        return whole
 
     @property
     def shares_blocks(self) -> bool:
