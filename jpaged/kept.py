@@ -86,7 +86,7 @@ def session(
     """
     others = (config, mesh, engine_config, tokenizer, any_tokenizer, draft)
     group, user = None, threading.Lock()
-    if not (_turns.is_mine or isinstance(params, str | Path)):
+    if not isinstance(params, str | Path):
         # Two trees have it in common only if they are one, or of the same arrays.
         trees = [
             id(x) if x is None or type(x) is Params else [*map(id, jax.tree.leaves(x))]
@@ -94,7 +94,8 @@ def session(
         ]
         group = (trees, config, mesh, engine_config, id(tokenizer))
     with user, contextlib.ExitStack() as turn:
-        turn.enter_context(_turns.held(group))
+        if not turn.enter_context(_turns.held(group)):
+            group = None  # a call within a call
         lease = _lease(params, others, group, user)
         if lease is None:
             # The arrays in a tree were replaced while a call with this tree runs: wait for it.

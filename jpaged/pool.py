@@ -80,6 +80,7 @@ class Pool:
         self._engine: Engine | None = None
         self._runner: Runner | None = None  # the engine's
         self.size: Size | None = None  # of the pool that there is
+        self._asked: Size | None = None  # what `reserve` has made room for as far as there is any
         self._needs: Needs | None = None  # of compiled steps, once they were asked
 
     @property
@@ -153,7 +154,9 @@ class Pool:
         if self.is_enough(sizes):
             return
         held, config = self.size, self.config
-        blocks, states = self._needed(sizes)
+        longest = sorted(sizes, reverse=True)[: config.max_num_seqs]
+        blocks, states = max(sum(longest), LEAST_BLOCKS), self._states_of(len(longest))
+        needed = Size(blocks, states)
         assert self._served is not None, "bind weights first"
         most = self._largest(self._served)
         if most.num_states is not None and states is not None:
@@ -165,23 +168,20 @@ class Pool:
             if held is not None:
                 log.info("the KV pool grows from %s to %s: steps compile again", held, size)
             self.start(size)
+        # More than there is room for is not asked for again.
+        self._asked = needed.grown(size)
 
     def is_enough(self, sizes: List[int]) -> bool:
         """Return whether `reserve` would leave the pool as it is."""
-        held = self.size
-        if not self.grows or held is None:
-            return not self.grows
-        if self.config.num_blocks is not None:
+        held, config = self.size, self.config
+        if not self.grows or (held is not None and config.num_blocks is not None):
             return True
-        blocks, states = self._needed(sizes)
-        return blocks <= held.num_blocks and (states or 0) <= (held.num_states or 0)
-
-    def _needed(self, sizes: List[int]) -> tuple[int, int | None]:
-        """Return the blocks and the states of sequences of so many blocks each."""
-        config = self.config
+        if held is None or self._asked is None:
+            return False
         longest = sorted(sizes, reverse=True)[: config.max_num_seqs]
         states = self._states_of(len(longest)) if self._has_state else config.num_states
-        return max(sum(longest), LEAST_BLOCKS), states
+        few = sum(longest) <= self._asked.num_blocks
+        return few and (states or 0) <= (self._asked.num_states or 0)
 
     def _states_of(self, sequences: int) -> int | None:
         """Return the states that so many sequences are given, or num_states."""

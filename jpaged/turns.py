@@ -90,13 +90,13 @@ class Turns:
         return place is not None and place._is_owned()
 
     @contextlib.contextmanager
-    def held(self, group: object = None) -> Iterator[None]:
+    def held(self, group: object = None) -> Iterator[bool]:
         """Hold it inside the block, with others of this group; a thread that holds it already, as
-        of any group, goes on at once.
+        of any group, goes on at once. Yield whether it had not held it before.
         """
         mine = getattr(self._mine, "place", None)
         if mine is not None and mine._is_owned():
-            yield
+            yield False
             return
         place: Any = threading.RLock()  # Any: typeshed does not know `_is_owned`
         with place:
@@ -109,7 +109,7 @@ class Turns:
                             pass  # it is done
                         self._places.pop(before, None)
                 self._mine.place = place
-                yield
+                yield True
             finally:
                 self._places.pop(place, None)
 

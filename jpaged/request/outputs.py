@@ -280,16 +280,14 @@ def completion(
         stop_reason=stop_reason,
         allowed_logprobs=allowed_logprobs,
         score=score,
-        weight_versions=_spans(versions),
+        weight_versions=[WeightSpan(versions[0], 0, len(versions))]
+        if versions and versions[0] == versions[-1]
+        else _spans(versions),
     )
 
 
 def _spans(versions: collections.abc.Sequence[int]) -> list[WeightSpan]:
     """Return the spans of equal versions, which never fall."""
-    if not versions:
-        return []
-    if versions[0] == versions[-1]:
-        return [WeightSpan(versions[0], 0, len(versions))]
     spans, start = list[WeightSpan](), 0
     for version, drawn in itertools.groupby(versions):
         end = start + len(list(drawn))
