@@ -28,9 +28,9 @@ class Facts:
 
     config: as the caller wrote it, or resolved. speculative: the setting itself, before a config
     has it. model, draft: architectures of the model and of what guesses for it (a smaller model or
-    an EAGLE-3 head). has_draft_weights: whether the caller passed weights of a draft.
+    a head). has_draft_weights: whether the caller passed weights of a draft.
 
-    has_state: whether layers of the model, or of a draft, keep a state a sequence.
+    has_state: whether layers of the model keep a state a sequence.
 
     devices: how many share the model. replicas: copies of it. processes: how many hold the mesh.
     available: the devices that there are. mesh_axes: the names of the mesh's axes. heads: query
@@ -445,9 +445,13 @@ def heads_split_over_the_devices(heads: tuple[int, int], devices: int) -> str | 
 
 @_rule("speculative.method", "speculative.model")
 def ngram_takes_no_model(speculative: Speculative) -> str | None:
-    """`speculative` names a model with `method="draft"` and `method="eagle"` only."""
+    """`speculative` names a model with `method="draft"`, `method="eagle"` and `method="mtp"`
+    only.
+    """
     if speculative.model is not None and not speculative.has_model:
-        return f"speculative: model={speculative.model!r}: only with method='draft' or 'eagle'"
+        return (
+            f"speculative: model={speculative.model!r}: only with method='draft', 'eagle' or 'mtp'"
+        )
     return None
 
 
@@ -459,15 +463,15 @@ def states_are_of_models_that_keep_them(config: EngineConfig, has_state: bool) -
     return None
 
 
-@_rule("speculative", "model", error=UnsupportedError)
-def states_cannot_go_back(config: EngineConfig, has_state: bool) -> str | None:
-    """`speculative` takes a model, and a draft, without a state a sequence: a state cannot go back
-    to before a guess that was wrong.
+@_rule("speculative.model", "draft", error=UnsupportedError)
+def drafts_keep_no_states(draft: ModelConfig) -> str | None:
+    """A draft model keeps no state a sequence: what it guesses would change its states, which no
+    step writes again. The model that it guesses for may keep them.
     """
-    if has_state and config.speculative is not None:
+    if draft.has_state:
         return (
-            f"speculative: method={config.speculative.method!r}: this model keeps a state a "
-            "sequence, which cannot go back to before a guess that was wrong; leave speculative out"
+            f"speculative: a draft model of {draft.family} keeps a state a sequence, which its own "
+            "guesses would change: method='ngram' or 'mtp' guesses for such models"
         )
     return None
 
@@ -508,26 +512,33 @@ def guesses_over_processes_are_not_adaptive(config: EngineConfig, processes: int
 
 @_rule("speculative.method", "tensor_parallel_size", error=UnsupportedError)
 def heads_guess_on_one_device(config: EngineConfig, devices: int) -> str | None:
-    """`method="eagle"` takes a model that is on one device; replicas may be many."""
-    if devices > 1 and config.speculative is not None and config.speculative.method == "eagle":
+    """`method="eagle"` and `method="mtp"` take a model that is on one device; replicas may be
+    many.
+    """
+    asked = config.speculative
+    if devices > 1 and asked is not None and asked.method in ("eagle", "mtp"):
         return (
-            f"speculative: method='eagle' on {devices} devices that share the model: only on one; "
-            "method='draft' or 'ngram' runs there"
+            f"speculative: method={asked.method!r} on {devices} devices that share the model: only "
+            "on one; method='draft' or 'ngram' runs there"
         )
     return None
 
 
 @_rule("draft", "speculative.method")
 def draft_weights_need_a_method(config: EngineConfig, has_draft_weights: bool) -> str | None:
-    """`generate(draft=...)` takes `speculative` with `method="draft"` or `method="eagle"`."""
+    """`generate(draft=...)` takes `speculative` with `method="draft"`, `method="eagle"` or
+    `method="mtp"`.
+    """
     if has_draft_weights and not (config.speculative and config.speculative.has_model):
-        return "draft weights need speculative={'method': 'draft' or 'eagle'}"
+        return "draft weights need speculative={'method': 'draft', 'eagle' or 'mtp'}"
     return None
 
 
 @_rule("speculative.method", "speculative.model", "draft")
 def draft_methods_need_a_model(config: EngineConfig, has_draft_weights: bool) -> str | None:
-    """`method="draft"` and `method="eagle"` come with a folder or with weights."""
+    """`method="draft"` and `method="eagle"` come with a folder or with weights; so does
+    `method="mtp"` where the model's own weights did not come from a folder.
+    """
     asked = config.speculative
     if asked and asked.has_model and asked.model is None and not has_draft_weights:
         return (
@@ -541,12 +552,28 @@ def draft_methods_need_a_model(config: EngineConfig, has_draft_weights: bool) ->
 def eagle_takes_a_head(config: EngineConfig, draft: ModelConfig) -> str | None:
     """`method="eagle"` takes an EAGLE-3 head."""
     asked = config.speculative
-    if asked and asked.method == "eagle" and not draft.is_head:
+    if asked and asked.method == "eagle" and not _is(draft, "EAGLE-3 head"):
         return (
             f"speculative: method='eagle': {asked.model or 'weights'} of {draft.family} is no "
-            "EAGLE-3 head; a model guesses with method='draft'"
+            "EAGLE-3 head; a model guesses with method='draft', an MTP head with 'mtp'"
         )
     return None
+
+
+@_rule("speculative.method", "speculative.model", "draft", error=UnsupportedError)
+def mtp_takes_an_mtp_head(config: EngineConfig, draft: ModelConfig) -> str | None:
+    """`method="mtp"` takes an MTP head, as `load_params(FOLDER, mtp=True)` reads it."""
+    asked = config.speculative
+    if asked and asked.method == "mtp" and not _is(draft, "MTP head"):
+        return (
+            f"speculative: method='mtp': {asked.model or 'weights'} of {draft.family} is no MTP "
+            "head: load_params(FOLDER, mtp=True) reads one"
+        )
+    return None
+
+
+def _is(config: ModelConfig, title: str) -> bool:
+    return config.draft_head is not None and config.draft_head.title == title
 
 
 @_rule("speculative.method", "speculative.model", "draft")
@@ -554,9 +581,9 @@ def draft_takes_a_model(config: EngineConfig, draft: ModelConfig) -> str | None:
     """`method="draft"` takes a model that is no head."""
     asked = config.speculative
     if asked and asked.method == "draft" and draft.is_head:
+        title, method = draft.draft_head.title, "mtp" if _is(draft, "MTP head") else "eagle"
         return (
-            f"speculative: method='draft': {asked.model or 'weights'} is an EAGLE-3 head: use "
-            "'eagle'"
+            f"speculative: method='draft': {asked.model or 'weights'} is an {title}: use {method!r}"
         )
     return None
 
@@ -567,7 +594,8 @@ def drafts_share_the_vocabulary(draft: ModelConfig, model: ModelConfig) -> str |
     if draft.vocab_size == model.vocab_size:
         return None
     if draft.is_head:
-        return f"EAGLE-3 head for vocab_size={draft.vocab_size}: the model has {model.vocab_size}"
+        title = draft.draft_head.title
+        return f"{title} for vocab_size={draft.vocab_size}: the model has {model.vocab_size}"
     return (
         f"draft model: vocab_size={draft.vocab_size}, the model has {model.vocab_size}: a draft "
         "needs the very same vocabulary"
@@ -588,11 +616,12 @@ def drafts_reach_as_far_as_the_model(config: EngineConfig, draft: ModelConfig) -
 
 @_rule("model")
 def models_are_no_heads(model: ModelConfig) -> str | None:
-    """An EAGLE-3 head is passed in `speculative`, not as the model."""
+    """A head is passed in `speculative`, not as the model."""
     if model.is_head:
+        title, method = model.draft_head.title, "mtp" if _is(model, "MTP head") else "eagle"
         return (
-            "an EAGLE-3 head is no model: pass it as speculative={'method': 'eagle', 'model': ...} "
-            "of the model that it guesses for"
+            f"an {title} is no model: pass it as speculative={{'method': {method!r}, "
+            "'model': ...} of the model that it guesses for"
         )
     return None
 
@@ -607,13 +636,13 @@ def heads_fit_the_hidden_size(draft: ModelConfig, model: ModelConfig) -> str | N
         return None
     if head.target_hidden_size != model.hidden_size:
         return (
-            f"EAGLE-3 head for target_hidden_size={head.target_hidden_size}: the model has "
+            f"{head.title} for target_hidden_size={head.target_hidden_size}: the model has "
             f"hidden_size={model.hidden_size}"
         )
     borrows = not (head.has_embed and head.has_lm_head)
     if borrows and draft.hidden_size != model.hidden_size:
         return (
-            f"EAGLE-3 head of hidden_size={draft.hidden_size} without an embedding or a head of "
+            f"{head.title} of hidden_size={draft.hidden_size} without an embedding or a head of "
             f"its own: those of the model are of hidden_size={model.hidden_size}"
         )
     return None
@@ -623,7 +652,8 @@ def heads_fit_the_hidden_size(draft: ModelConfig, model: ModelConfig) -> str | N
 def heads_read_plain_embeddings(draft: ModelConfig, model: ModelConfig) -> str | None:
     """The model that a head guesses for does not scale its embeddings."""
     if draft.is_head and model.embedding_scale != 1.0:
-        return f"an EAGLE-3 head for {model.family}, which scales its embeddings: use 'draft'"
+        title = draft.draft_head.title
+        return f"an {title} for {model.family}, which scales its embeddings: use 'draft'"
     return None
 
 

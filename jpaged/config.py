@@ -28,8 +28,9 @@ CHOICES = {  # of fields that may be None
 BATCHED, CPU_BATCHED = 8192, 1024  # what max_num_batched_tokens is where nobody chose it
 SPECULATIVE = (
     'guess tokens ahead and check them in one step, with equal outputs: {"method": "ngram", '
-    '"num_tokens": 8}, by a smaller model: {"method": "draft", "model": FOLDER}, or by an EAGLE-3 '
-    'head: {"method": "eagle", "model": FOLDER}'
+    '"num_tokens": 8}, by a smaller model: {"method": "draft", "model": FOLDER}, by an EAGLE-3 '
+    'head: {"method": "eagle", "model": FOLDER}, or by the head that the model\'s own files have: '
+    '{"method": "mtp"}'
 )
 
 
@@ -43,26 +44,25 @@ class Speculative:
     """How rows guess tokens ahead, which one step then checks: outputs are those without.
 
     method: "ngram" looks a row's last tokens up in its own text, "draft" asks a smaller model of
-    the same vocabulary, "eagle" an EAGLE-3 head of this model. num_tokens: guessed at most.
+    the same vocabulary, "eagle" an EAGLE-3 head of this model, "mtp" the head that the model's own
+    files have. num_tokens: guessed at most.
     adaptive: only where it saves time, by what was measured. model: the folder of a draft model or
-    head, None where its weights are passed (LLM takes them in its place, generate as draft=).
+    head, None where its weights are passed (LLM takes them in its place, generate as draft=); with
+    "mtp" None is the folder of the model.
     """
 
-    method: Literal["ngram", "draft", "eagle"] = "ngram"
+    method: Literal["ngram", "draft", "eagle", "mtp"] = "ngram"
     num_tokens: int = 8
     adaptive: bool = True
     model: str | None = None
 
     def __post_init__(self) -> None:
         at_least(1, self, "num_tokens")
-        if self.method in ("mtp", "medusa"):
-            raise UnsupportedError(
-                f"speculative: method={self.method!r} is not built: use 'ngram', 'draft' or 'eagle'"
-            )
-        if self.method not in ("ngram", "draft", "eagle"):
-            raise ConfigError(
-                f"speculative: method={self.method!r}: must be 'ngram', 'draft' or 'eagle'"
-            )
+        built = "'ngram', 'draft', 'eagle' or 'mtp'"
+        if self.method == "medusa":
+            raise UnsupportedError(f"speculative: method='medusa' is not built: use {built}")
+        if self.method not in ("ngram", "draft", "eagle", "mtp"):
+            raise ConfigError(f"speculative: method={self.method!r}: must be {built}")
         if isinstance(self.model, Path):
             object.__setattr__(self, "model", str(self.model))
         if self.model is not None and not isinstance(self.model, str):
@@ -107,11 +107,17 @@ class EngineConfig:
     max_model_len: int | None = _knob(
         None, "tokens of prompt and completion together; None: max_position_embeddings"
     )
-    max_num_seqs: int = _knob(256, "rows that run at once, of each replica")
+    max_num_seqs: int = _knob(
+        256,
+        "rows that run at once, of each replica; of a model that keeps a state a sequence no more "
+        "than there are states for, which a warning says",
+    )
     max_num_batched_tokens: int = _knob(BATCHED, "prefill tokens a step; default on a CPU: 1024")
     block_size: int = _knob(64, "P, tokens a KV block")
     num_blocks: int | None = _knob(
-        None, "N, KV blocks of a replica; None sizes the pool from memory"
+        None,
+        "N, KV blocks of a replica, of the layers that reach furthest back; those with a window "
+        "have a share of them; None sizes the pool from memory",
     )
     num_states: int | None = _knob(
         None,
@@ -314,6 +320,12 @@ class EngineConfig:
 def has_draft_model(config: EngineConfig) -> bool:
     """Return whether a second model guesses ahead."""
     return config.speculative is not None and config.speculative.has_model
+
+
+def reads_mtp_head(config: EngineConfig) -> bool:
+    """Return whether the files of the model have the head that guesses ahead."""
+    asked = config.speculative
+    return asked is not None and asked.method == "mtp" and asked.model is None
 
 
 def has_head_adapters(config: EngineConfig) -> bool:

@@ -1,5 +1,6 @@
 """DraftModel: the weights of what guesses for a model, which a session serves beside it."""
 
+from pathlib import Path
 from typing import Any
 
 from jax.typing import DTypeLike
@@ -9,7 +10,7 @@ from jpaged.combinations import Facts, check_combination
 from jpaged.config import EngineConfig, has_draft_model
 from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
-from jpaged.models.eagle import fitted
+from jpaged.models.head_modules import fitted
 from jpaged.models.params import Params
 from jpaged.models.quantized import experts_are_plain
 from jpaged.runtime.choices import Choices, choose
@@ -81,23 +82,30 @@ def draft_model(
     config: EngineConfig,
     placement: Placement,
     dtype: DTypeLike,
+    source: Path | None,
 ) -> DraftModel | None:
     """Return what guesses for a model by a resolved config; None where no model does. draft:
-    weights, None reads those of the config's folder. dtype: of the model. ConfigError where it
-    cannot guess for this model.
+    weights, None reads those of the config's folder. dtype, source: of the model. ConfigError where
+    it cannot guess for this model.
     """
-    devices, is_passed = placement.axis_size, draft is not None
-    check_combination(Facts(config=config, devices=devices, has_draft_weights=is_passed))
+    asked, is_passed = config.speculative, draft is not None
+    is_mtp = asked is not None and asked.method == "mtp"
+    folder = None if asked is None else asked.model or (source if is_mtp else None)
+    has_weights = is_passed or (is_mtp and folder is not None)
+    devices = placement.axis_size
+    check_combination(Facts(config=config, devices=devices, has_draft_weights=has_weights))
     if not has_draft_model(config):
         return None
-    assert config.speculative is not None
-    asked = config.speculative
+    assert asked is not None
     if draft is None:
-        assert asked.model is not None
+        assert folder is not None
         mesh: Any = placement.mesh
-        draft = load_params(asked.model, dtype=config.dtype, mesh=mesh)
+        if is_mtp:  # plain, as it is served
+            draft = load_params(folder, dtype=config.dtype, mesh=mesh, mtp=True, dequantize=True)
+        else:
+            draft = load_params(folder, dtype=config.dtype, mesh=mesh)
     check_combination(Facts(config=config, model=target, draft=draft.config))
-    if asked.method == "eagle":
+    if draft.config.is_head:
         # A head joins its hidden states with the model's: it is served in their dtype, and plain.
         weights = ServingWeights(placement, str(dtype))
     else:

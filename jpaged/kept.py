@@ -15,7 +15,7 @@ import jax
 from jax.sharding import Mesh
 
 from jpaged.checkpoint.load import load_params
-from jpaged.config import EngineConfig
+from jpaged.config import EngineConfig, reads_mtp_head
 from jpaged.models.config import ModelConfig
 from jpaged.models.params import Params
 from jpaged.runtime.mesh import serving_mesh
@@ -205,7 +205,10 @@ def _key(
             for x in jax.tree.leaves((weights, guesses))
         ]
     )
-    model, drafts = weights.config, None if guesses is None else guesses.config
+    model: Any = weights.config
+    drafts: Any = None if guesses is None else guesses.config
+    if guesses is None and reads_mtp_head(engine_config):
+        drafts = weights.source
     tokens = weights.source if tokenizer is None else id(tokenizer)
     return model, model.eos_token_ids, engine_config, mesh, form, drafts, tokens
 

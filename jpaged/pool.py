@@ -243,6 +243,16 @@ class Pool:
             choices=self._choices,
         )
         self._needs = plan.needs if plan.needs.is_measured else None
+        if plan.num_seqs < config.max_num_seqs:
+            assert plan.pool.states is not None
+            log.warning(
+                "%d sequences run at once, not max_num_seqs=%d: there is room for %d states of %d "
+                "bytes, and each needs two. A lower max_num_seqs takes less memory",
+                plan.num_seqs,
+                config.max_num_seqs,
+                plan.num_states,
+                plan.pool.states.nbytes,
+            )
         sizes = [plan.num_blocks, plan.num_states]
         blocks, states = map(least, sizes) if are_many(placement.mesh) else sizes
         return Size(blocks, states if self._has_state else None)

@@ -49,7 +49,7 @@ class ServedModel:
         self.placement = placement = place_params(params, config, mesh)
         dtype, is_plain = config.dtype or params["embed"]["weight"].dtype, experts_are_plain(params)
         resolved, choices = resolve(params.config, config, placement, dtype, is_plain)
-        self.draft = draft_model(draft, params.config, resolved, placement, dtype)
+        self.draft = draft_model(draft, params.config, resolved, placement, dtype, params.source)
         if self.draft is not None:
             choices = dataclasses.replace(choices, draft=self.draft.choices(resolved, placement))
         self.weights = ServingWeights(placement, config.dtype, config.quantization)

@@ -23,7 +23,7 @@
 
 namespace jpaged {
 
-// The slots of a tile, and those of the tile that comes next, by where their keys begin; values follow a key D later.
+// The slots of a tile, and those of the tile that comes next, by where their keys begin; a value follows its key, D later.
 template <typename Slot>
 struct Tile {
   const Slot *keys[kTile], *next[kTile];
@@ -38,10 +38,10 @@ inline void Locate(const Problem& p, const Item& item, int64_t head, int64_t fir
   int64_t begin = std::max(first, item.begin) - first, end = std::min(first + kTile, item.end) - first;
   std::fill(keys, keys + begin, zeros);
   std::fill(keys + end, keys + kTile, zeros);
-  int64_t stride = 2 * p.K * p.D, block = (first + begin) / p.P, inside = (first + begin) % p.P;
+  int64_t stride = p.K * (p.D + p.V), block = (first + begin) / p.P, inside = (first + begin) % p.P;
   for (int64_t i = begin; i < end; ++block, inside = 0) {
     int64_t index = p.first_block + p.table[item.row * p.M + block];
-    const Slot* slot = static_cast<const Slot*>(p.pool) + (index * p.P + inside) * stride + 2 * head * p.D;
+    const Slot* slot = static_cast<const Slot*>(p.pool) + (index * p.P + inside) * stride + head * (p.D + p.V);
     for (int64_t n = std::min(end, i + p.P - inside); i < n; ++i, slot += stride) keys[i] = slot;
   }
 }
@@ -94,18 +94,18 @@ struct ItemState {
   typename Tiles::Weight* weights;
   typename Tiles::Slot* zeros;
 
-  void Reset(int64_t rows, int64_t D, int64_t zeros_size) {
+  void Reset(int64_t rows, int64_t V, int64_t zeros_size) {
     int64_t padded = (rows + 3) / 4 * 4;  // whole register tiles of rows may be scored
     scores = Scratch<float>(memory[0], padded * kTile), alpha = Scratch<float>(memory[1], rows);
     top = Scratch<float>(memory[2], rows), total = Scratch<float>(memory[3], rows);
-    o = Scratch<float>(memory[4], rows * D);
+    o = Scratch<float>(memory[4], rows * V);
     zeros = Scratch<typename Tiles::Slot>(memory[5], zeros_size);
     if constexpr (std::is_same_v<typename Tiles::Weight, float>) {
       weights = scores;  // in place
     } else {
       weights = Scratch<typename Tiles::Weight>(memory[6], rows * kTile);
     }
-    std::memset(zeros, 0, zeros_size * sizeof(*zeros)), std::fill(o, o + rows * D, 0.0f);
+    std::memset(zeros, 0, zeros_size * sizeof(*zeros)), std::fill(o, o + rows * V, 0.0f);
     std::fill(top, top + rows, kMasked), std::fill(total, total + rows, 0.0f);
   }
 
@@ -118,16 +118,16 @@ void AttendBy(const Problem& p, const Item& item, const Item* after) {
   using L = typename Tiles::Lanes;
   using Slot = typename Tiles::Slot;
   static thread_local ItemState<Tiles> state;
-  int64_t of_head = item.count * p.G, rows = item.heads * of_head, D = p.D;
-  state.Reset(rows, D, 2 * item.heads * D);
+  int64_t of_head = item.count * p.G, rows = item.heads * of_head, V = p.V;
+  state.Reset(rows, V, item.heads * (p.D + V));
   Tiles tiles(p, item);
-  auto place = [&](int64_t head, int64_t token, int64_t g) {  // in q and o
-    return ((item.token + token) * p.H + (item.head + head) * p.G + g) * D;
+  auto place = [&](int64_t head, int64_t token, int64_t g) {  // among the heads of q and o
+    return (item.token + token) * p.H + (item.head + head) * p.G + g;
   };
   for (int64_t head = 0, row = 0; head < item.heads; ++head) {
     for (int64_t token = 0; token < item.count; ++token) {
       for (int64_t g = 0; g < p.G; ++g, ++row) {
-        tiles.SetQuery(row, p.q + place(head, token, g));
+        tiles.SetQuery(row, p.q + place(head, token, g) * p.D);
         if (p.sinks != nullptr) {  // a score before any other
           state.top[row] = p.sinks[(item.head + head) * p.G + g], state.total[row] = 1.0f;
         }
@@ -161,13 +161,15 @@ void AttendBy(const Problem& p, const Item& item, const Item* after) {
           }
         }
       }
-      tiles.Weigh(tile, head, state.weights + begin * kTile, state.alpha + begin, state.o + begin * D);
+      tiles.Weigh(tile, head, state.weights + begin * kTile, state.alpha + begin, state.o + begin * V);
     }
     std::memcpy(tile.keys, tile.next, sizeof(tile.keys));
   }
   for (int64_t head = 0, row = 0; head < item.heads; ++head) {
     for (int64_t token = 0; token < item.count; ++token) {
-      for (int64_t g = 0; g < p.G; ++g, ++row) tiles.Write(state.o + row * D, state.total[row], p.o + place(head, token, g));
+      for (int64_t g = 0; g < p.G; ++g, ++row) {
+        tiles.Write(state.o + row * V, state.total[row], p.o + place(head, token, g) * V);
+      }
     }
   }
 }

@@ -16,19 +16,20 @@ class F32Tiles {
   static constexpr int64_t kSlots = 8;
   static constexpr bool kAllHeads = false, kFetches = true;
 
-  F32Tiles(const Problem& p, const Item& item) : p_(p), item_(item), D_(p.D), rows_(item.count * p.G) {
+  F32Tiles(const Problem& p, const Item& item) : p_(p), item_(item), D_(p.D), V_(p.V), rows_(item.count * p.G) {
     static thread_local Memory q, k, v;
     q_ = Scratch<float>(q, item.heads * rows_ * D_);
-    k_ = Scratch<float>(k, kTile * D_), v_ = Scratch<float>(v, kTile * D_);
+    k_ = Scratch<float>(k, kTile * D_), v_ = Scratch<float>(v, kTile * V_);
   }
 
-  void SetQuery(int64_t row, const bf16* q) { Widen(q, q_ + row * D_); }
+  void SetQuery(int64_t row, const bf16* q) { Widen(q, D_, q_ + row * D_); }
 
   void Enter(const Tile<Slot>& tile) {
     if constexpr (sizeof(Slot) == 1) {
       for (int64_t slot = 0; slot < kTile; ++slot) {  // null where the slot is not seen
         bool is_seen = tile.keys[slot] != tile.zeros;
-        scales_[slot] = is_seen ? p_.scales + (tile.keys[slot] - static_cast<const Slot*>(p_.pool)) / D_ : nullptr;
+        int64_t head = (tile.keys[slot] - static_cast<const Slot*>(p_.pool)) / (D_ + V_);  // of all in the pool
+        scales_[slot] = is_seen ? p_.scales + 2 * head : nullptr;
       }
     }
   }
@@ -48,15 +49,15 @@ class F32Tiles {
                                                              &WeighRows<4, 2>, &WeighRows<5, 2>, &WeighRows<6, 2>};
     for (int64_t r = 0, n; r < rows_; r += n) {
       n = std::min<int64_t>(6, rows_ - r);
-      for (int64_t d = 0, width = n <= 2 ? 4 * L::kCount : 2 * L::kCount; d < D_; d += width) {
-        kBySize[n - 1](weights + r * kTile, v_ + d, D_, tile.slots, o + r * D_ + d, alpha + r);
+      for (int64_t d = 0, width = n <= 2 ? 4 * L::kCount : 2 * L::kCount; d < V_; d += width) {
+        kBySize[n - 1](weights + r * kTile, v_ + d, V_, tile.slots, o + r * V_ + d, alpha + r);
       }
     }
   }
 
   void Write(const float* o, float total, bf16* to) {
     typename L::Floats sum = L::Set(total);
-    for (int64_t d = 0; d < D_; d += 2 * L::kCount) {
+    for (int64_t d = 0; d < V_; d += 2 * L::kCount) {
       L::PutEvenOdd(to + d, L::Div(L::Load(o + d), sum), L::Div(L::Load(o + d + L::kCount), sum));
     }
   }
@@ -64,17 +65,17 @@ class F32Tiles {
  private:
   using Floats = typename L::Floats;
 
-  void Widen(const bf16* from, float* to) {
-    for (int64_t d = 0; d < D_; d += 2 * L::kCount) {
+  void Widen(const bf16* from, int64_t count, float* to) {
+    for (int64_t d = 0; d < count; d += 2 * L::kCount) {
       Floats even, odd;
       L::EvenOdd(from + d, even, odd);
       L::Store(to + d, even), L::Store(to + d + L::kCount, odd);
     }
   }
 
-  void Widen(const int8_t* from, float scale, float* to) {
+  void Widen(const int8_t* from, int64_t count, float scale, float* to) {
     Floats s = L::Set(scale);
-    for (int64_t d = 0; d < D_; d += 2 * L::kCount) {
+    for (int64_t d = 0; d < count; d += 2 * L::kCount) {
       Floats even, odd;
       L::EvenOdd(from + d, even, odd);
       L::Store(to + d, L::Mul(even, s)), L::Store(to + d + L::kCount, L::Mul(odd, s));
@@ -82,9 +83,9 @@ class F32Tiles {
   }
 
   // A value that is no number has a scale that is none.
-  void Widen(const E4m3* from, float scale, float* to) {
+  void Widen(const E4m3* from, int64_t count, float scale, float* to) {
     Floats s = L::Set(scale * L::kE4m3);
-    for (int64_t d = 0; d < D_; d += 2 * L::kCount) {
+    for (int64_t d = 0; d < count; d += 2 * L::kCount) {
       Floats even, odd;
       L::FromE4m3(from + d, even, odd);
       L::Store(to + d, L::Mul(even, s)), L::Store(to + d + L::kCount, L::Mul(odd, s));
@@ -96,15 +97,15 @@ class F32Tiles {
   void WidenTile(const Tile<Slot>& tile, int64_t head) {
     bool is_last = head + 1 == item_.heads;
     const Slot* const* next = is_last ? tile.next : tile.keys;
-    int64_t offset = 2 * head * D_, next_offset = is_last ? 0 : 2 * (head + 1) * D_;
+    int64_t size = D_ + V_, offset = head * size, next_offset = is_last ? 0 : (head + 1) * size;
     for (int64_t slot = 0; slot < tile.slots; ++slot) {
-      for (int64_t i = 0; i < 2 * D_; i += kCacheLine / sizeof(Slot)) PrefetchL2(next[slot] + next_offset + i);
+      for (int64_t i = 0; i < size; i += kCacheLine / sizeof(Slot)) PrefetchL2(next[slot] + next_offset + i);
       const Slot* key = tile.keys[slot] + offset;
       if constexpr (sizeof(Slot) == 1) {
         const float *of_slot = scales_[slot], zero[2] = {0.0f, 0.0f}, *pair = of_slot == nullptr ? zero : of_slot + 2 * head;
-        Widen(key, pair[0], k_ + slot * D_), Widen(key + D_, pair[1], v_ + slot * D_);
+        Widen(key, D_, pair[0], k_ + slot * D_), Widen(key + D_, V_, pair[1], v_ + slot * V_);
       } else {
-        Widen(key, k_ + slot * D_), Widen(key + D_, v_ + slot * D_);
+        Widen(key, D_, k_ + slot * D_), Widen(key + D_, V_, v_ + slot * V_);
       }
     }
   }
@@ -137,36 +138,36 @@ class F32Tiles {
     }
   }
 
-  // o[R][8 V] = alpha * o + weights . v over the first `slots` slots of a tile.
-  template <int R, int V>
-  static void WeighRows(const float* weights, const float* v, int64_t D, int64_t slots, float* o, const float* alpha) {
-    Floats acc[R][V];
+  // o[R][8 C] = alpha * o + weights . v over the first `slots` slots of a tile. V: the width of a value.
+  template <int R, int C>
+  static void WeighRows(const float* weights, const float* v, int64_t V, int64_t slots, float* o, const float* alpha) {
+    Floats acc[R][C];
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-      for (int i = 0; i < V; ++i) acc[r][i] = L::Mul(L::Load(o + r * D + L::kCount * i), L::Set(alpha[r]));
+      for (int i = 0; i < C; ++i) acc[r][i] = L::Mul(L::Load(o + r * V + L::kCount * i), L::Set(alpha[r]));
     }
-    for (int64_t slot = 0; slot < slots; ++slot, v += D) {
-      Floats values[V];
+    for (int64_t slot = 0; slot < slots; ++slot, v += V) {
+      Floats values[C];
 #pragma GCC unroll 4
-      for (int i = 0; i < V; ++i) values[i] = L::Load(v + L::kCount * i);
+      for (int i = 0; i < C; ++i) values[i] = L::Load(v + L::kCount * i);
 #pragma GCC unroll 6
       for (int r = 0; r < R; ++r) {
         Floats weight = L::Set(weights[r * kTile + slot]);
 #pragma GCC unroll 4
-        for (int i = 0; i < V; ++i) acc[r][i] = L::Fma(weight, values[i], acc[r][i]);
+        for (int i = 0; i < C; ++i) acc[r][i] = L::Fma(weight, values[i], acc[r][i]);
       }
     }
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-      for (int i = 0; i < V; ++i) L::Store(o + r * D + L::kCount * i, acc[r][i]);
+      for (int i = 0; i < C; ++i) L::Store(o + r * V + L::kCount * i, acc[r][i]);
     }
   }
 
   const Problem& p_;
   const Item& item_;
-  int64_t D_, rows_;  // rows: of a head
+  int64_t D_, V_, rows_;  // rows: of a head
   float *q_, *k_, *v_;
   const float* scales_[kTile];  // of a slot's keys and values, in turn
 };

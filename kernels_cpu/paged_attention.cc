@@ -16,7 +16,8 @@ ffi::Error PagedAttention(ffi::ThreadPool pool, Bf16<3> q, ffi::AnyBuffer kv, Fl
   p.table = table.typed_data(), p.contexts = contexts.typed_data(), p.starts = starts.typed_data();
   p.sinks = sinks.element_count() > 0 ? sinks.typed_data() : nullptr;
   p.T = q_shape[0], p.H = q_shape[1], p.D = q_shape[2], p.S = table.dimensions()[0], p.M = table.dimensions()[1];
-  p.P = kv_shape[1], p.K = kv_shape[2] / 2, p.G = p.H / p.K;
+  p.P = kv_shape[1], p.V = o->dimensions()[2];
+  p.K = kv_shape[2] * kv_shape[3] / (p.D + p.V), p.G = p.H / p.K;
   p.first_block = layer.typed_data()[0] * (kv_shape[0] / num_layers);
   p.window = window, p.scale = scale, p.soft_cap = soft_cap, p.decode = decode;
 
@@ -30,7 +31,7 @@ ffi::Error PagedAttention(ffi::ThreadPool pool, Bf16<3> q, ffi::AnyBuffer kv, Fl
   for (int64_t s = 0; s < p.S; ++s) {
     int64_t token = p.starts[s], count = p.starts[s + 1] - token;
     if (p.contexts[s] <= 0) continue;  // padding, whose tokens are zeros
-    std::memset(p.o + served * p.H * p.D, 0, (token - served) * p.H * p.D * sizeof(bf16));
+    std::memset(p.o + served * p.H * p.V, 0, (token - served) * p.H * p.V * sizeof(bf16));
     served = token + count;
     for (int64_t i = 0; i < count; i += most) {
       int64_t n = std::min(most, count - i), position = p.contexts[s] - count + i;
@@ -40,7 +41,7 @@ ffi::Error PagedAttention(ffi::ThreadPool pool, Bf16<3> q, ffi::AnyBuffer kv, Fl
       }
     }
   }
-  std::memset(p.o + served * p.H * p.D, 0, (p.T - served) * p.H * p.D * sizeof(bf16));
+  std::memset(p.o + served * p.H * p.V, 0, (p.T - served) * p.H * p.V * sizeof(bf16));
   int64_t all = items.size(), runs = decode ? std::min(all, 8 * pool.num_threads()) : all;
   ParallelFor(pool, runs, [&](int64_t run) {
     auto begin = [&](int64_t run) { return all * run / runs; };

@@ -4,8 +4,8 @@
 // A query's result does not depend on its batch or chunk: its KV tiles begin at multiples of 64, every sum along them runs
 // in one order, and a tile that it does not see leaves its state as it is.
 //
-// Shapes: q and o [T, H, D], pool [L*N, P, 2K, D] (K0, V0, K1, V1, ...), its scales [L*N, P, 2K], block table [S, M], G = H /
-// K.
+// Shapes: q [T, H, D] and o [T, H, V], pool [L*N, P, K, D + V] (K0, V0, K1, V1, ...), its scales [L*N, P, 2K], block table
+// [S, M], G = H / K. D and V are multiples of 32.
 #pragma once
 
 #include "kernels.h"
@@ -23,7 +23,7 @@ struct Problem {
   bf16* o = nullptr;
   const int32_t *table = nullptr, *contexts = nullptr, *starts = nullptr;
   const float* sinks = nullptr;  // one more score of each query head, or null
-  int64_t T = 0, S = 0, M = 0, H = 0, K = 0, G = 0, D = 0, P = 0, first_block = 0;
+  int64_t T = 0, S = 0, M = 0, H = 0, K = 0, G = 0, D = 0, V = 0, P = 0, first_block = 0;
   int64_t window = 0;             // 0: none
   float scale = 1, soft_cap = 0;  // soft_cap 0: none
   bool decode = false;            // one query a row

@@ -1,7 +1,7 @@
 """Paged attention on CPU for bf16 queries, and a pool of bf16 or 8 bits; see paged_attention.h.
 
 Shapes: T packed tokens, S rows, M blocks a row, L layers, N pool blocks, P block size, H query
-heads, K KV heads, D head dim.
+heads, K KV heads, D head dim, V width of a value.
 """
 
 from typing import Any
@@ -13,22 +13,32 @@ from jax import Array
 
 from kernels_cpu.library import unavailable
 from kernels_pallas.paged_attention.interface import (
+    AttentionOptions,
     Options,
     Shapes,
     prepare_nothing,
+    unknown_options,
 )
 from kernels_pallas.paged_attention.pool_layout import ScaledPool, plain_pool_layout
+
+OPTIONS = ("scale", "soft_cap", "window", "value_dim", "sinks")
 
 pool_layout, prepare = plain_pool_layout, prepare_nothing
 
 
-def unsupported(shapes: Shapes, device: Any) -> str | None:
-    """Why these shapes cannot run here, or None. Any block size and group of heads can."""
+def unsupported(shapes: Shapes, attention: AttentionOptions, device: Any) -> str | None:
+    """Return why these shapes and options cannot run here, or None. Any block size and group of
+    heads can.
+    """
     del device
+    if reason := unknown_options(attention, OPTIONS):
+        return reason
     if jnp.dtype(shapes.dtype) != jnp.bfloat16:
         return f"dtype {jnp.dtype(shapes.dtype).name}: only bfloat16"
     if shapes.head_dim % 32:
         return f"head_dim {shapes.head_dim}: only multiples of 32"
+    if attention.value_width(shapes.head_dim) % 32:
+        return f"values of {attention.value_dim}: only multiples of 32"
     return unavailable()
 
 
@@ -85,9 +95,9 @@ def _call(
     decode: bool,
 ) -> Array:
     """rows: the block table, the context lengths and the query_start_loc."""
-    call = jax.ffi.ffi_call(
-        "jpaged_paged_attention", jax.ShapeDtypeStruct(q_THD.shape, q_THD.dtype)
-    )
+    T, H, D = q_THD.shape
+    o_THV = jax.ShapeDtypeStruct((T, H, options.attention.value_width(D)), q_THD.dtype)
+    call = jax.ffi.ffi_call("jpaged_paged_attention", o_THV)
     attributes = {
         "scale": np.float32(options.attention.scale),
         "soft_cap": np.float32(options.attention.soft_cap or 0.0),

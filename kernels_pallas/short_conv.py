@@ -9,6 +9,8 @@ from jax import Array
 
 from kernels_pallas.packed_rows import PackedRows
 
+NAME = "xla"  # what compiles it on every device
+
 
 def packed(x_TC: Array, weight_CW: Array, pool: Array, rows: PackedRows) -> tuple[Array, Array]:
     """Return the sums f32 [T, C] over j of weight[:, j] * x[t - (W - 1) + j] and the pool.
@@ -42,6 +44,11 @@ def decode(x_SC: Array, weight_CW: Array, pool: Array, rows: PackedRows) -> tupl
         weight_C = weight_CW[..., tap].astype(jnp.float32)[None]
         y = y + window_SWC[:, tap].astype(jnp.float32) * weight_C
     return y, rows.written(pool, window_SWC[:, 1:])
+
+
+def advanced(x_TC: Array, pool: Array, rows: PackedRows) -> Array:
+    """Return the pool with the histories after these tokens, as `packed` does."""
+    return rows.written(pool, _last(x_TC, rows.read(pool), rows))
 
 
 def _shifted(x: Array, back: int) -> Array:

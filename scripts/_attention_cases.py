@@ -4,7 +4,7 @@ They stand here because both sides can import them: scripts import nothing of te
 import scripts/. What users install (jpaged, kernels_pallas, kernels_cpu) has no use for them.
 
 Shapes: T packed tokens, S rows, M blocks a row, L layers, N pool blocks, P block size, H query
-heads, K KV heads, G = H/K, D head dim.
+heads, K KV heads, G = H/K, D head dim, V width of a value.
 """
 
 import dataclasses
@@ -17,8 +17,8 @@ class Case:
     """One call of `prefill`, or of `decode` if `queries` is None.
 
     Row r has `contexts[r]` tokens, and its last `queries[r]` tokens are the queries. A context of 0
-    is a padding row. kv_dtype: int8 or float8_e4m3fn for a pool with scales. extra_tokens,
-    extra_blocks: padding of the packed tokens and of the block table.
+    is a padding row. V: where it is not D. kv_dtype: int8 or float8_e4m3fn for a pool with scales.
+    extra_tokens, extra_blocks: padding of the packed tokens and of the block table.
     """
 
     name: str
@@ -27,6 +27,7 @@ class Case:
     H: int = 4
     K: int = 2
     D: int = 32
+    V: int | None = None
     P: int = 8
     dtype: str = "float32"
     sliding_window: int | None = None
@@ -49,7 +50,11 @@ class Case:
     def options(self) -> Options:
         """What the call is compiled for."""
         attention = AttentionOptions(
-            scale=self.D**-0.5, soft_cap=self.soft_cap, window=self.sliding_window
+            scale=self.D**-0.5,
+            soft_cap=self.soft_cap,
+            window=self.sliding_window,
+            value_dim=self.V,
+            sinks=self.sinks,
         )
         return Options(attention=attention, num_layers=self.num_layers)
 
@@ -112,6 +117,18 @@ DECODE = (
     Case(name="decode_sinks", contexts=_EDGES, sinks=True),
     Case(name="decode_d512_bf16", contexts=(1, 17, 0, 66), P=16, K=1, D=512, dtype=_BF16),
     Case(
+        name="decode_d96_v64_sinks_bf16",
+        contexts=(1, 17, 0, 66, 130),
+        P=16,
+        H=6,
+        K=3,
+        D=96,
+        V=64,
+        sinks=True,
+        dtype=_BF16,
+    ),
+    Case(name="decode_d24_v40", contexts=_EDGES, D=24, V=40, sliding_window=9),
+    Case(
         name="decode_many_rows",
         contexts=tuple(37 * i % 90 for i in range(40)),
         P=16,
@@ -152,6 +169,17 @@ PREFILL = (
         sliding_window=20,
         dtype=_BF16,
     ),
+    Case(
+        name="prefill_d192_v128_window_bf16",
+        contexts=(5, 66),
+        queries=(5, 18),
+        P=16,
+        D=192,
+        V=128,
+        sliding_window=20,
+        dtype=_BF16,
+    ),
+    Case(name="prefill_d40_v24", contexts=_EDGES, queries=_EDGES, D=40, V=24),
     Case(
         name="prefill_sinks_window",
         contexts=(9, 0, 72, 135),
@@ -339,6 +367,20 @@ SCALED = tuple(
     for kv_dtype in ("int8", "float8_e4m3fn")
     for case in GPU
     if case.name in _IN_8_BITS
+)
+
+# The same with values of another width than keys.
+NARROW_IN_8_BITS = (
+    dataclasses.replace(
+        next(case for case in DECODE if case.name == "decode_d96_v64_sinks_bf16"),
+        name="decode_d96_v64_sinks_int8",
+        kv_dtype="int8",
+    ),
+    dataclasses.replace(
+        next(case for case in PREFILL if case.name == "prefill_d192_v128_window_bf16"),
+        name="prefill_d192_v128_window_fp8",
+        kv_dtype="float8_e4m3fn",
+    ),
 )
 
 # ---- Cases that only a device is quick enough for, and the cases that are timed there ----

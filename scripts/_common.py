@@ -1,4 +1,6 @@
-"""What the scripts share: flags, models, random weights, timing, records, tables, absent chips."""
+"""Functions that the scripts share: flags, models, random weights, timing, records, tables, absent
+chips.
+"""
 
 import argparse
 import contextlib
@@ -27,26 +29,26 @@ from jpaged.flags import Parser
 from jpaged.models.config import ModelConfig, RopeScaling
 from jpaged.models.params import param_shapes, param_table, random_params
 
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}  # of the dtypes that models have
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes, of the dtypes that models have
 
 # ---- flags ----
 
 
 def make_parser(name: str, doc: str | None, **settings: Any) -> Parser:
-    """Return a parser that shows a module's docstring as it is written."""
+    """Return a parser whose description is a module's docstring, line by line."""
     return Parser(prog=name, description=doc, **settings)
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("model").add_argument
     add("checkpoint", nargs="?", help="a checkpoint folder")
-    names = ", ".join(MODELS | LARGE)
+    names = ", ".join([*MODELS, *LARGE, *LARGE_FILES])
     add("--random", metavar="SIZE", help=f"random weights instead: {names} or a config.json")
 
 
 def check_model_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if (args.checkpoint is None) == (args.random is None):
-        parser.error("give a checkpoint folder or --random, one of the two")
+        parser.error("give either a checkpoint folder or --random")
 
 
 def check_positive(parser: argparse.ArgumentParser, args: argparse.Namespace, *names: str) -> None:
@@ -63,7 +65,7 @@ def check_positive(parser: argparse.ArgumentParser, args: argparse.Namespace, *n
 def qwen3(
     hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, head_dim: int, vocab: int
 ) -> ModelConfig:
-    """A dense Qwen3 of the given sizes, embeddings tied."""
+    """Return the config of a dense Qwen3 of these sizes, with tied embeddings."""
     return ModelConfig(
         family="qwen3",
         vocab_size=vocab,
@@ -87,7 +89,7 @@ MODELS = {
 }
 
 
-# By the names of their checkpoints: for plans, since no weight is loaded.
+# Sizes by the names of checkpoints, for plans, which load no weight.
 LARGE = {
     "Qwen2.5-3B": dataclasses.replace(
         qwen3(2048, 11008, 36, 16, 2, 128, 151936), family="qwen2", qk_norm=False, qkv_bias=True
@@ -105,6 +107,51 @@ LARGE = {
         rope_scaling=RopeScaling(kind="llama3", factor=8.0, original_max_position=8192),
     ),
 }
+# The same of models whose layers differ, as their config.json has them.
+LARGE_FILES: dict[str, dict[str, Any]] = {
+    "Qwen3.6-35B-A3B": {
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "model_type": "qwen3_5_moe_text",
+        "vocab_size": 248320,
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"] * 10,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "max_position_embeddings": 262144,
+        "tie_word_embeddings": False,
+    },
+    "Gemma-4-31B": {
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        "vocab_size": 262144,
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "num_hidden_layers": 60,
+        "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 10,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "num_global_key_value_heads": 4,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        "sliding_window": 1024,
+        "final_logit_softcapping": 30.0,
+        "max_position_embeddings": 262144,
+        "tie_word_embeddings": True,
+    },
+}
 
 
 def model_name(args: argparse.Namespace) -> str:
@@ -116,19 +163,23 @@ def model_config(args: argparse.Namespace) -> ModelConfig:
         return ModelConfig.coerce(args.checkpoint)
     if (known := (MODELS | LARGE).get(args.random)) is not None:
         return known
+    if (raw := LARGE_FILES.get(args.random)) is not None:
+        return ModelConfig.from_hf(raw)
     path = Path(args.random)
     return ModelConfig.from_hf(read_json(path / "config.json" if path.is_dir() else path))
 
 
 def load_model(args: argparse.Namespace, dtype: str | None) -> Any:
-    """The params that the flags name; dtype None: a checkpoint's own, random ones in bfloat16."""
+    """Return the params that the flags name. dtype: None keeps a checkpoint's own; random weights
+    are then in bfloat16.
+    """
     if args.checkpoint is not None:
         return jpaged.load_params(args.checkpoint, dtype=dtype)
     return random_params(model_config(args), dtype=dtype or "bfloat16")
 
 
 def abstract_params(config: ModelConfig, dtype: str, sharding: Any = None) -> Any:
-    """The parameter tree of a model in shapes alone."""
+    """Return the parameter tree of a model as shapes alone."""
 
     def leaf(shape: tuple[int, ...]) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
@@ -137,8 +188,8 @@ def abstract_params(config: ModelConfig, dtype: str, sharding: Any = None) -> An
 
 
 def num_weights(config: ModelConfig) -> int:
-    """Weights that a decode step of one row reads: the matrices, less the rows of an untied
-    embedding and the experts that it does not take.
+    """Return how many weights a decode step of one row reads: the matrices, without the embedding
+    if it is untied, and without the experts that the row does not take.
     """
     total = 0
     for name, spec in param_table(config).items():
@@ -150,7 +201,9 @@ def num_weights(config: ModelConfig) -> int:
 
 
 def random_ids(count: int, length: int, vocab_size: int) -> list[list[int]]:
-    """Prompts of random ids, without the lowest three: tokenizers give them to padding and ends."""
+    """Return prompts of random ids. The lowest three are left out, since tokenizers use them for
+    padding and ends.
+    """
     rng = random.Random(0)
     ids = range(min(3, vocab_size - 1), vocab_size)
     return [rng.choices(ids, k=length) for _ in range(count)]
@@ -160,16 +213,17 @@ def random_ids(count: int, length: int, vocab_size: int) -> list[list[int]]:
 
 
 def seconds_of(call: Callable[[], Any]) -> float:
-    """Seconds until all arrays of the call's result are there."""
+    """Return the seconds until all arrays of the call's result have been computed."""
     began = time.perf_counter()
     jax.block_until_ready(call())
     return time.perf_counter() - began
 
 
 def in_turn[T](calls: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
-    """What each call returns in rounds in which all take turns, so that all see the same machine.
+    """Return the results of each call in rounds in which all take turns, so that all run under the
+    same conditions.
 
-    A first round, which compiles, is left out; every other round goes backwards.
+    The first round, which compiles, is left out; every other round goes backwards.
     """
     results: dict[str, list[T]] = {name: [] for name in calls}
     for i in range(1 + rounds):
@@ -181,8 +235,8 @@ def in_turn[T](calls: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, l
 
 
 def read_bandwidth() -> float:
-    """GB/s at which a reduction reads 256 MB on the default device, best of five: a bound for
-    decode's weight reads.
+    """Return the GB/s at which a reduction reads 256 MB on the default device, the best of five.
+    This bounds decode's reads of weights.
     """
     x = jnp.ones((8, 1 << 23), jnp.float32)
     largest = jax.jit(lambda x: x.max(axis=1))
@@ -194,26 +248,28 @@ def read_bandwidth() -> float:
 
 
 def environment() -> dict[str, Any]:
-    """What a record says of the machine."""
+    """Return the facts about the machine that a record has."""
     return {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
 
 
 def json_line(record: Mapping[str, Any]) -> str:
-    """One line of JSON, floats to six digits."""
+    """Return one line of JSON, with floats to six digits."""
     short = {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in record.items()}
     return json.dumps(short)
 
 
 def number(value: float | None) -> str:
-    """Three significant digits, but all that are before the point and at most two behind it."""
+    """Return a number to three significant digits, with all digits before the point and at most two
+    after it.
+    """
     if value is None or math.isnan(value):
         return "-"
     return f"{value:,.{0 if abs(value) >= 99.5 else 1 if abs(value) >= 9.95 else 2}f}"
 
 
 def aligned(heads: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 0) -> list[str]:
-    """Lines of right-aligned columns, the first `left` of them left-aligned; a head may have
-    several lines.
+    """Return lines of right-aligned columns, the first `left` of which are left-aligned. A head may
+    have several lines.
     """
     stacked = [head.split("\n") for head in heads]
     depth = max(map(len, stacked))
@@ -228,16 +284,16 @@ def aligned(heads: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 
     return lines
 
 
-# ---- chips that are not there ----
+# ---- chips that this machine lacks ----
 
 H200 = ("NVIDIA H200", 132)  # its name, and how many cores it has
 CHIPS = {"cuda": ("sm_90a",), "tpu": ("v5e:2x2", "v6e:2x2")}
-# Of a process that compiles for TPUs that it has not; libtpu reads them when it is first used.
+# The environment of a process that compiles for TPUs that it lacks; libtpu reads it at first use.
 LIBTPU = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_MIN_LOG_LEVEL": "3"}
 
 
 def cannot_compile(platform: str) -> str | None:
-    """Why nothing can be compiled here for CUDA or TPUs, or None."""
+    """Return why nothing can be compiled here for CUDA or TPUs, or None."""
     if platform == "tpu":
         missing = importlib.util.find_spec("libtpu") is None
         return "libtpu is not installed: pip install libtpu" if missing else None
@@ -250,7 +306,7 @@ def cannot_compile(platform: str) -> str | None:
 
 
 def absent_devices(platform: str, chip: str, count: int = 1) -> Sequence[Any]:
-    """The devices of a chip's topology; of a card for CUDA, so many."""
+    """Return the devices of a chip's topology. count: of devices, for CUDA."""
     if platform == "tpu":
         return topologies.get_topology_desc(platform="tpu", topology_name=chip).devices
     target = Path(__file__).with_name("h200.textproto").read_text()
@@ -259,14 +315,16 @@ def absent_devices(platform: str, chip: str, count: int = 1) -> Sequence[Any]:
 
 
 def stay_on_cpu() -> None:
-    """Have jax look for no device but the CPU, and libtpu for no TPU. Before jax is first used."""
+    """Keep jax from looking for devices other than the CPU, and libtpu for TPUs. To be called
+    before jax is first used.
+    """
     os.environ |= LIBTPU
     jax.config.update("jax_platforms", "cpu")
 
 
 @contextlib.contextmanager
 def hopper(device: tuple[str, int] = H200) -> Iterator[None]:
-    """Lowering inside takes the target for a GPU of that name and number of cores."""
+    """Inside the block, lowering treats its target as a GPU of this name and number of cores."""
     abstract_device = jax.sharding.AbstractDevice(*device, "gpu")
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=abstract_device)
     with jax.sharding.use_abstract_mesh(mesh):
@@ -282,7 +340,7 @@ def absent_device(platform: str, chip: str) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def absent_mesh(platform: str, chip: str, shape: Mapping[str, int]) -> Iterator[Sequence[Any]]:
-    """The devices of a mesh of these axes, for lowering inside."""
+    """Yield the devices of a mesh of these axes, for lowering inside the block."""
     count = math.prod(shape.values())
     devices = absent_devices(platform, chip, count)[:count]
     if len(devices) < count:

@@ -7,13 +7,13 @@ one JSON line.
     python scripts/bench.py --random 60m --mode batch        # a batch file beside `generate`
     python scripts/bench.py --random 60m --requests 4 --n 8  # what samples of a prompt share
 
-The draws come in the order of nano-vllm's bench.py, so the prompts are the same. Runs after the
-first find their steps compiled; the best run counts. The prefix cache is off (the runs repeat their
-prompts) unless --prefix-caching. Every field of EngineConfig is a flag: what swapping saves, for
-one, shows with --num-blocks and --swap-space-gib.
+Random numbers are drawn in the order of nano-vllm's bench.py, so the prompts are the same. Runs
+after the first find their steps compiled; the best run counts. The prefix cache is off (the runs
+repeat their prompts) unless --prefix-caching is given. Every field of EngineConfig is a flag; what
+the store saves, for example, shows with --num-blocks and --swap-space-gib.
 
---mode batch takes turns between `LLM.generate` and a batch run of the same requests, which reads a
-JSONL file, parses, seeds, formats and writes each line, and flushes as answers finish.
+--mode batch alternates between `LLM.generate` and a batch run of the same requests, which reads a
+JSONL file, parses, seeds, formats and writes each line, and flushes when answers finish.
 """
 
 import argparse
@@ -47,14 +47,14 @@ from jpaged.models.forward import bind
 from jpaged.models.params import nest, param_table, random_params
 from jpaged.models.quantized import is_quantized
 
-# Totals of the engine that the record holds as they are.
+# Totals of the engine that are copied to the record.
 COUNTS = ("preemptions", "copied_blocks", "swap_out_bytes", "swap_in_bytes")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Ranges are inclusive. ids: of the random prompt tokens. max_len: the engine's
-    max_model_len. n: samples a prompt.
+    """A random workload. Ranges are inclusive. ids: the range of the random prompt tokens. max_len:
+    the engine's max_model_len. n: samples a prompt.
     """
 
     requests: int
@@ -66,8 +66,8 @@ class Workload:
     n: int = 1
 
     def requests_of(self, seed: int = 0) -> tuple[list[list[int]], list[int]]:
-        """Prompts, and how many tokens each is to generate. The order of the draws is
-        nano-vllm's.
+        """Return prompts, and how many tokens to generate for each. Random numbers are drawn in
+        nano-vllm's order.
         """
         r = random.Random(seed)
         prompts = [
@@ -107,14 +107,19 @@ WORKLOADS = {
 
 def add_workload_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("workload").add_argument
-    add("--workload", choices=WORKLOADS, default="peers", help="what the others here change")
+    add(
+        "--workload",
+        choices=WORKLOADS,
+        default="peers",
+        help="the workload; the flags below change it",
+    )
     add("--requests", type=int)
     add("--input", type=int, nargs=2, metavar=("FROM", "TO"), help="prompt tokens")
     add("--output", type=int, nargs=2, metavar=("FROM", "TO"), help="generated tokens")
 
 
 def workload(args: argparse.Namespace) -> Workload:
-    """The named workload with what the flags change of it."""
+    """Return the named workload with the changes of the flags."""
     flags = {"requests": args.requests, "input": args.input, "output": args.output}
     named = WORKLOADS[args.workload]
     return dataclasses.replace(named, **{k: v for k, v in flags.items() if v is not None})
@@ -138,7 +143,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def full_workload(args: argparse.Namespace, vocab_size: int) -> Workload:
-    """`workload`, with ids of the vocabulary and what else a model is asked for."""
+    """Return `workload` with ids of the vocabulary and the other properties of the model."""
     work = workload(args)
     top = min(work.ids[1] if args.max_id is None else args.max_id, vocab_size - 1)
     flags = {
@@ -151,7 +156,7 @@ def full_workload(args: argparse.Namespace, vocab_size: int) -> Workload:
 
 
 def make_llm(args: argparse.Namespace, config: ModelConfig, work: Workload) -> Any:
-    """The engine, from nothing to ready (its steps are compiled when they are first met)."""
+    """Return the engine, ready to run (steps compile when they are first needed)."""
     engine: dict[str, Any] = engine_settings(args) | {"max_model_len": work.max_len}
     is_random = args.checkpoint is None
     model = random_params(config, dtype=args.dtype) if is_random else args.checkpoint
@@ -159,7 +164,9 @@ def make_llm(args: argparse.Namespace, config: ModelConfig, work: Workload) -> A
 
 
 def timed(llm: Any, prompts: list[list[int]], work: Workload, outputs: list[int]) -> dict[str, Any]:
-    """One run: seconds, generated tokens, and how far each of the engine's counters went."""
+    """Run once. Return seconds, generated tokens, and the growth of each of the engine's
+    counters.
+    """
     before, began = llm.stats(), time.perf_counter()
     outs = llm.generate(prompts, work.sampling_params(outputs), use_tqdm=False)
     seconds = time.perf_counter() - began
@@ -167,14 +174,16 @@ def timed(llm: Any, prompts: list[list[int]], work: Workload, outputs: list[int]
     run = {k: v - before[k] for k, v in after.items() if isinstance(v, int | float)}
     generated = sum(len(c.token_ids) for out in outs for c in out.outputs)
     if generated != work.n * sum(outputs):
-        raise RuntimeError(f"{generated} tokens came back, {work.n * sum(outputs)} were asked for")
+        raise RuntimeError(f"the engine returned {generated} tokens, not {work.n * sum(outputs)}")
     return run | {"seconds": seconds, "output_tokens": generated}
 
 
 def figures(
     runs: list[dict[str, Any]], prompt_tokens: int, weight_bytes: int, bandwidth: float
 ) -> dict[str, Any]:
-    """What the runs say. Rates are of the best run; compile figures are of them all."""
+    """Return the figures of the runs. Rates are those of the best run; compile figures are of all
+    runs.
+    """
     best = min(runs, key=lambda run: run["seconds"])
     steps = best["prefill_steps"] + best["decode_steps"]
     host, device = best["host_time_s"], best["device_time_s"]
@@ -205,7 +214,7 @@ def figures(
 
 
 def bench(args: argparse.Namespace) -> dict[str, Any]:
-    """Start, run, measure. Returns the record that the JSON line holds."""
+    """Start, run and measure. Return the record for the JSON line."""
     config = common.model_config(args)
     work = full_workload(args, config.vocab_size)
     prompts, outputs = work.requests_of()
@@ -244,7 +253,9 @@ def read_bytes(llm: Any, config: ModelConfig) -> int:
 def in_batch(
     llm: Any, prompts: list[list[int]], work: Workload, outputs: list[int], repeat: int
 ) -> dict[str, Any]:
-    """Wall and CPU seconds of `generate` and of a batch file in turn, and the ratios of both."""
+    """Return wall and CPU seconds of `generate` and of a batch file in turn, and the ratios of
+    both.
+    """
     record: dict[str, Any] = {"output_tokens": work.n * sum(outputs)}
     with tempfile.TemporaryDirectory() as folder:
         source, output = Path(folder) / "in.jsonl", Path(folder) / "out.jsonl"
@@ -264,7 +275,7 @@ def in_batch(
 
 
 def clocks(run: Callable[[], Any]) -> tuple[float, float]:
-    """Wall and CPU seconds."""
+    """Return the wall and CPU seconds of a call."""
     wall, cpu = time.perf_counter(), time.process_time()
     run()
     return time.perf_counter() - wall, time.process_time() - cpu
@@ -279,7 +290,7 @@ def write_lines(path: Path, prompts: list[list[int]], work: Workload, outputs: l
 
 
 def run_file(llm: Any, source: Path, output: Path) -> None:
-    """One batch run, from opening the input to the output's last byte on the disk."""
+    """Run a batch file, from opening the input to the last byte of the output on disk."""
     opened = open_source(str(source))
     options = RunOptions(
         output=str(output), existing="overwrite", window=4 * llm.engine_config.max_num_seqs
@@ -294,7 +305,7 @@ def run_file(llm: Any, source: Path, output: Path) -> None:
 
 
 def table(record: dict[str, Any]) -> str:
-    """The record for a person: one figure a line, a list over several."""
+    """Return the record for a person: one figure a line; a list takes several lines."""
     rows = []
     for name, value in record.items():
         if isinstance(value, list):

@@ -1,13 +1,13 @@
-"""How long a bystander waits for its first token beside a heavy request to the same server.
+"""Measure how long a bystander waits for its first token beside a heavy request to the same server.
 
     python scripts/bench_bystander.py
     python scripts/bench_bystander.py CHECKPOINT --server --max-num-seqs 128 --warmup
 
-Starts `jpaged serve` (the embedded model without CHECKPOINT; what follows --server are its flags),
-sends one heavy request after the other, and beside each of them short streams, one after the
-other, until it is answered. Prints the heavy request's status, size and seconds, and the longest
-and the median wait of the bystanders for their first byte; then one JSON line. The exit status is
-1 where one waited longer than --most seconds.
+It starts `jpaged serve` (on the embedded model without CHECKPOINT; flags after --server are passed
+to it) and sends one heavy request after the other. Until a heavy request is answered, it sends
+short streams, one after the other. It prints the heavy request's status, size and seconds, and the
+longest and the median wait of the bystanders for their first byte; then one JSON line. The exit
+status is 1 if a bystander waited longer than --most seconds.
 """
 
 import argparse
@@ -31,7 +31,7 @@ FLAGS += ["--token-buckets", "64", "512", "--seq-buckets", "64"]
 
 @dataclasses.dataclass(frozen=True)
 class Answered:
-    """An answer. first: seconds to its first byte; whole: to its last."""
+    """An answer. first: seconds until its first byte; whole: until its last."""
 
     status: int
     size: int
@@ -54,7 +54,9 @@ def post(port: int, body: dict[str, Any]) -> Answered:
 
 
 def heavy_requests(scale: float) -> dict[str, dict[str, Any]]:
-    """Bodies that make a host work; scale: 1 is what a server takes by default."""
+    """Return bodies that give a host much work. scale: 1 is the most that a server accepts by
+    default.
+    """
     count = max(int(128 * scale), 1)
     prompts = [[(7 * i + j) % 90 + 5 for j in range(200)] for i in range(count)]
     scored = {"prompt": prompts, "prompt_logprobs": 20, "max_tokens": 1}
@@ -76,7 +78,7 @@ def heavy_requests(scale: float) -> dict[str, dict[str, Any]]:
 
 
 def beside(port: int, body: dict[str, Any]) -> tuple[Answered, list[float]]:
-    """The answer to a heavy request, and the waits of the bystanders beside it."""
+    """Return the answer to a heavy request, and the waits of the bystanders beside it."""
     answers: list[Answered] = []
     heavy = threading.Thread(target=lambda: answers.append(post(port, body)))
     heavy.start()
@@ -92,7 +94,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser = Parser(description=__doc__)
     parser.add_argument("checkpoint", nargs="?", help="a checkpoint folder")
     parser.add_argument("--most", type=float, default=0.5, help="seconds (default: 0.5)")
-    parser.add_argument("--scale", type=float, default=1.0, help="of the heavy (default: 1)")
+    parser.add_argument(
+        "--scale", type=float, default=1.0, help="scale of the heavy requests (default: 1)"
+    )
     more = f"flags of jpaged serve (default: {' '.join(FLAGS)})"
     parser.add_argument("--server", nargs=argparse.REMAINDER, default=FLAGS, help=more)
     return parser

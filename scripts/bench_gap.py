@@ -1,11 +1,13 @@
-"""Time between tokens of rows that run while a long prompt arrives, with and without mixed steps.
+"""Measure the time between tokens of running rows while a long prompt arrives, with and without
+mixed steps.
 
     python scripts/bench_gap.py --random 60m --max-num-batched-tokens 512
 
-Some rows decode; then the prompt comes, is computed in chunks and draws its first token. For both
-ways, in turn: the median gap between two tokens of a running row before the prompt, the longest
-and the mean one until its first token, the seconds to that token, and the tokens a second of all
-rows over the whole. Medians of the rounds; then one JSON line.
+Some rows decode; then the prompt arrives, is computed in chunks and draws its first token. The
+script prints for both ways, in turn: the median gap between two tokens of a running row before the
+prompt; the longest and the mean gap until the prompt's first token; the seconds until that token;
+and the tokens a second of all rows over the whole time. It takes medians of the rounds, and prints
+one JSON line at the end.
 """
 
 import argparse
@@ -22,7 +24,7 @@ from jpaged.flags import add_engine_flags, engine_settings
 
 
 def one_round(llm: jpaged.LLM, args: argparse.Namespace) -> dict[str, float]:
-    """Run the rows and the prompt once, from nothing to all their ends."""
+    """Run the rows and the prompt once, from their start until all have ended."""
     endless = functools.partial(jpaged.SamplingParams, ignore_eos=True, temperature=0.0)
     vocab = llm.model_config.vocab_size
     long, *short = common.random_ids(1 + args.rows, args.prompt, vocab)

@@ -1,11 +1,11 @@
-"""Time the host side alone: schedule, pack and commit of decode steps, over a device that answers
+"""Time the host side alone: schedule, pack and commit of decode steps, with a device that answers
 at once.
 
     python scripts/bench_host.py [--rows 16 64 256 1024 4096] [--steps 200]
 
-One line a number of running sequences: the median over the steps in microseconds, and schedule +
-commit by sequence. The step's time must grow with the rows and not with what the pool or the queues
-hold.
+It prints a line for each number of running sequences: the medians over the steps in microseconds,
+and schedule + commit per sequence. The time of a step must grow with the rows, and not with the
+size of the pool or of the queues.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ PROMPT = 120
 
 
 def measure(rows: int, steps: int, block_size: int) -> dict[str, float]:
-    """Median microseconds of a decode step's parts, `rows` sequences running."""
+    """Return the median microseconds of a decode step's parts while `rows` sequences run."""
     per_seq = -(-(PROMPT + 3 * steps) // block_size)
     config = EngineConfig(
         max_model_len=4096,

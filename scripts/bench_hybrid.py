@@ -96,13 +96,13 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     records, rows = [], []
     for context in args.contexts:
         (prompt,) = common.random_ids(1, context, 8192)
-        found: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
+        figures: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
         reads = []
         for i in range(args.rounds):
             reads.append(common.read_bandwidth())
             for name in list(engines)[:: -1 if i % 2 else 1]:
-                found[name].append(measure(engines[name], prompt))
-        for name, runs in found.items():
+                figures[name].append(measure(engines[name], prompt))
+        for name, runs in figures.items():
             middle = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
             record = {"model": name, "context": context, "read_gb_s": statistics.median(reads)}
             record |= middle | {"row_bytes": row_bytes(engines[name], context, block_size)}

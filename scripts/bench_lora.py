@@ -3,10 +3,11 @@
     python scripts/bench_lora.py [CHECKPOINT | --random SIZE] [--counts 1 4 16] [--ranks 8 16 64]
     python scripts/bench_lora.py --random 60m --slots 64 --rows 64 --counts 1 8 64 --ranks 8 16 64
 
-Engines take turns, after one to warm up; the best of --repeat turns counts. `none`: tables are
-there and no row has an adapter, which is to cost nothing. `adapters`: rows take as many as there
-are slots, in turn. `swapped`: twice as many. With --slots all tables have so many, and rows take as
-many adapters as each count says: a table of milliseconds a step is printed.
+Engines take turns, after a warm-up turn; the best of --repeat turns counts. `none`: there are
+tables, and no row has an adapter, which should cost nothing. `adapters`: rows take as many adapters
+as there are slots, in turn. `swapped`: rows take twice as many. With --slots all tables have that
+many slots, and rows take as many adapters as each count says; a table of milliseconds a step is
+printed.
 """
 
 import time
@@ -21,7 +22,7 @@ from jpaged.models.lora import targets
 
 
 def adapter(config: jpaged.ModelConfig, rank: int, seed: int) -> dict[str, Any]:
-    """A pair for every weight that can have one."""
+    """Return an adapter with a pair for every weight that can have one."""
     rng, tree = np.random.default_rng(seed), {}
     for name, target in targets(config).items():
         outputs, inputs = target.sides
@@ -105,7 +106,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
 
 
 def print_table(records: list[dict[str, Any]], counts: list[int]) -> None:
-    """Milliseconds a step, and its time against that of an engine without tables."""
+    """Print milliseconds a step, and the ratio to an engine without tables."""
     heads = ["none" if count == 0 else str(count) for count in counts]
     print("| rank | " + " | ".join(heads) + " |\n|" + " --- |" * (1 + len(counts)))
     for rank in dict.fromkeys(record["rank"] for record in records if record["kind"] != "base"):

@@ -1,16 +1,16 @@
-"""What HTTP costs: the server under streams beside LLM.generate, on one engine, in turn.
+"""Measure what HTTP costs: the server with streams beside LLM.generate, on one engine, in turn.
 
     python scripts/bench_server.py --random 60m --concurrency 64 --requests 128
     python scripts/bench_server.py CHECKPOINT --input 200 --output 100
 
-A child process holds the engine and serves it; this one is the client, which keeps so many streams
-open until all requests are answered. In turn with that, the child's LLM.generate takes as many
-prompts of the same lengths at once. Prints tokens a second of both, best and median of the rounds,
-what the server loses (of two in turn, the median), and of all streams the time to the first token
-and between tokens, p50 and p99; then one JSON line. Prompts are random token ids, no two alike.
-Client and server share the machine, so on a CPU what they do is taken from the model: the seconds
-of processors are told apart, those of the server's process, of its threads that run Python, and of
-the client.
+A child process holds the engine and serves it; this process is the client, which keeps
+--concurrency streams open until all requests are answered. In turn with that, the child's
+LLM.generate takes as many prompts of the same lengths at once. The script prints the tokens a
+second of both, the best and the median of the rounds, what the server loses (the median of pairs in
+turn), and for all streams the p50 and p99 of the time to the first token and between tokens; then
+one JSON line. Prompts are random token ids, all different. Client and server share the machine, so
+on a CPU their work takes time from the model: the processor seconds of the server's process, of its
+Python threads and of the client are reported separately.
 """
 
 import argparse
@@ -87,8 +87,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 
 
 def serve(args: argparse.Namespace) -> int:
-    """Print the port, then answer each line of stdin in JSON: a round's number by generate's
-    seconds, "spent" by what was used of processors and steps so far.
+    """Print the port, then answer each line of stdin in JSON: the number of a round with generate's
+    seconds, "spent" with the processor time and the steps so far.
     """
     from jpaged import LLM, AsyncLLM, SamplingParams
     from jpaged.openai.server.app import Server
@@ -97,7 +97,7 @@ def serve(args: argparse.Namespace) -> int:
 
     settings = {"max_num_seqs": args.concurrency, **engine_settings(args)}
     params = common.load_model(args, args.dtype)
-    # Random weights have no tokenizer: with this one, text is made of tokens as it would be.
+    # Random weights have no tokenizer; with this one, making text costs as much as with a real one.
     llm = LLM(
         params,
         tokenizer=None if args.random is None else words(params.config.vocab_size),
@@ -106,7 +106,7 @@ def serve(args: argparse.Namespace) -> int:
     engine = AsyncLLM(llm)
     server = Server(engine, ServerSettings(models=(MODEL,), max_waiting=10 * args.requests))
     listener = Listener(server, "127.0.0.1", 0, quiet=True)
-    # The event loop that the command line has.
+    # The event loop that the command line uses.
     loop = listener.config.get_loop_factory()
     serving = functools.partial(asyncio.run, listener.serve(), loop_factory=loop)
     http = threading.Thread(target=serving, daemon=True)
@@ -132,7 +132,7 @@ def serve(args: argparse.Namespace) -> int:
 
 
 def spent(http: threading.Thread) -> dict[str, float]:
-    """Seconds of the processors that this process has taken, and its threads that run Python."""
+    """Return the processor seconds of this process, and of its Python threads."""
     kinds = {"jpaged-engine": "engine", "jpaged-prompts": "prompts"}
     times = {"process": time.process_time(), "http": 0.0, "engine": 0.0, "prompts": 0.0}
     for thread in threading.enumerate():
@@ -144,13 +144,13 @@ def spent(http: threading.Thread) -> dict[str, float]:
 
 
 def work_of(llm: Any) -> dict[str, float]:
-    """What the engine has done: steps, and the tokens that they had room for."""
+    """Return what the engine has done: its steps, and the tokens they had room for."""
     stats = llm.stats()
     return {name: stats[name] for name in ("dispatches", "padded_tokens", "decode_tokens")}
 
 
 def words(vocab_size: int) -> Any:
-    """A tokenizer of a word a token."""
+    """Return a tokenizer with one word per token."""
     from tokenizers import Tokenizer, models
 
     from jpaged.models.hf_defaults import import_transformers
@@ -194,22 +194,22 @@ def rounds(args: argparse.Namespace, child: Any, port: int) -> list[tuple[float,
 
 
 def ask(child: Any, line: str) -> Any:
-    """What the child answers to a line."""
+    """Return the child's answer to a line."""
     child.stdin.write(f"{line}\n")
     child.stdin.flush()
     return json.loads(child.stdout.readline())
 
 
 def compiled(port: int) -> int:
-    """Steps that the server's engine has compiled."""
+    """Return how many steps the server's engine has compiled."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
         text = answer.read().decode()
     return int(re.findall(r"^jpaged_compiled_steps_total (\d+)$", text, re.M)[0])
 
 
 def streams(args: argparse.Namespace, port: int, number: int) -> dict[str, Any]:
-    """Tokens a second, and the seconds of every first token and of every gap. One thread that does
-    as little as a client can: its work is on the same processors.
+    """Return the tokens a second, and the seconds of every first token and every gap. One thread
+    does as little as a client can, since its work is on the same processors.
     """
     prompts, ended = prompts_of(args, f"streams {number}"), []
     with selectors.DefaultSelector() as ready:
@@ -236,7 +236,7 @@ def streams(args: argparse.Namespace, port: int, number: int) -> dict[str, Any]:
 
 
 class Stream:
-    """One answer as it comes. times: when it was asked for, and when each piece came."""
+    """One answer while it arrives. times: when it was asked for, and when each piece arrived."""
 
     def __init__(self, args: argparse.Namespace, port: int, prompt: list[int]):
         asked = {"prompt": prompt, "max_tokens": args.output, "stream": True, "ignore_eos": True}
@@ -248,7 +248,7 @@ class Stream:
         self._is_begun, self._tail = False, b""
 
     def read(self) -> bool:
-        """Take what has come; whether that was the end."""
+        """Take the data that has arrived. Return whether it was the end."""
         new = self.socket.recv(1 << 16)
         if not self._is_begun and not new.startswith(b"HTTP/1.1 200"):
             raise RuntimeError((new + self.socket.recv(4096)).decode())
@@ -257,7 +257,7 @@ class Stream:
         if not new or b'data: {"error"' in data:
             raise RuntimeError(f"a stream ended with {data!r}")
         self.times += [time.perf_counter()] * data.count(PIECE)
-        # What may be the beginning of a piece, or of the end, is read again.
+        # Data that may be the beginning of a piece, or of the end, is kept for the next read.
         after = data.rfind(PIECE) + len(PIECE) if PIECE in data else 0
         self._tail = data[after:][1 - len(DONE) :]
         return DONE in data

@@ -3,12 +3,12 @@ without them.
 
     python scripts/bench_speculative.py [CHECKPOINT] [--draft | --eagle FOLDER] [--tokens-ahead 4 7]
 
-Of two texts: `copies` asks for what the prompt has just shown (code, with the embedded model's own
-way of repeating itself), `new` is the head of something else. Engines take turns, in random order,
-for what ran last leaves caches as it left them; of --repeat turns the middle one counts, and for
-`of_plain` the middle ratio of two of the same turn. `equal`: rows whose tokens are those without
-drafts; all of them where serving is deterministic. `always`: each draft is tried, whatever was
-measured.
+There are two texts: `copies` asks for what the prompt has just shown (code, with the embedded
+model's tendency to repeat itself), and `new` is the beginning of something else. Engines take turns
+in random order, since the last one leaves its data in the processor's caches. The median of
+--repeat turns counts, and for `of_plain` the median of the ratios within a turn. `equal`: rows with
+the same tokens as without drafts, which are all rows if serving is deterministic. `always`: every
+draft is tried, whatever was measured.
 """
 
 import random
@@ -46,8 +46,10 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     parser = common.make_parser("bench_speculative.py", __doc__)
     parser.add_argument("checkpoint", nargs="?", type=Path, default=MODEL_PATH)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--draft", help="folder of a draft model; default: a row's own text")
-    parser.add_argument("--eagle", help="folder of an EAGLE-3 head in its place")
+    parser.add_argument(
+        "--draft", help="folder of a draft model (default: guess from a row's own text)"
+    )
+    parser.add_argument("--eagle", help="folder of an EAGLE-3 head, in place of a draft model")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--tokens-ahead", type=int, nargs="+", default=[4])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])

@@ -40,7 +40,9 @@ print(json.dumps(parts | {"compiles": llm.stats()["num_compiles"]}))
 
 
 def start(checkpoint: str, cache: str, kind: str) -> dict[str, float]:
-    """One process from start to a first answer of 50 tokens in and 16 out; seconds of its parts."""
+    """Start a process that answers a prompt of 50 tokens with 16. Return the seconds of its
+    parts.
+    """
     command = [sys.executable, "-c", CHILD, repr(time.time()), checkpoint, cache, kind]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
     if done.returncode:

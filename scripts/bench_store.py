@@ -1,13 +1,13 @@
-"""Prefix hits and time to the first token where the pool holds a tenth of what is asked again:
-without a store of evicted blocks, with one, and with a pool that holds everything.
+"""Measure prefix hits and the time to the first token with a pool that holds a tenth of the working
+set: without a store of evicted blocks, with a store, and with a pool that holds everything.
 
     python scripts/bench_store.py --random 60m --documents 20 --length 1024
 
-Requests come one at a time; each asks a question of one of the documents, all of which are asked
-equally often, in an order drawn at random. Every request runs to --tokens tokens. Columns: the
-share of prompt tokens that were not computed, the median and the 90th percentile of the time to the
-first token in milliseconds, the milliseconds between later tokens, and the MiB that were moved to
-the host and back. The engines take turns; medians of the rounds; then one JSON line.
+Requests come one at a time. Each asks a question about one of the documents; all documents are
+asked equally often, in random order. Every request runs to --tokens tokens. Columns: the share of
+prompt tokens that were not computed; the median and the 90th percentile of the time to the first
+token in milliseconds; the milliseconds between later tokens; the MiB that were moved to the host
+and back. The engines take turns, and medians of the rounds count. A JSON line ends the output.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--asks", type=int, default=4, help="questions of each document")
     add("--tokens", type=int, default=8, help="tokens of an answer; 2 at least")
     add("--share", type=float, default=0.1, help="share of the documents that the pool holds")
-    add("--store-gib", type=float, default=4.0, help="bytes of the store")
+    add("--store-gib", type=float, default=4.0, help="size of the store, GiB")
     add("--rounds", type=int, default=3)
     args = parser.parse_args(argv)
     common.check_model_flags(parser, args)

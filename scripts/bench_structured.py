@@ -5,11 +5,12 @@
     python scripts/bench_structured.py --cost --random 60m     # rows in turn free and under masks
     python scripts/bench_structured.py --cost --random 60m --vocabulary 151936
 
-The first draws documents of several schemas at temperature 1, until so many have ended by
-themselves, and has jsonschema judge each of these; with --suite those of the official suite
-(jsonschema's source distribution has it too, below json/), each of which is served or refused. The
-last times rows without a form, rows in a long string of one, and records, in a random order each
-turn: the middle time of each, the middle ratio of two of the same turn, and the masks' own time.
+--documents draws documents of several schemas at temperature 1, until that many have ended by
+themselves, and validates each with jsonschema. With --suite the schemas are those of the official
+suite (jsonschema's source distribution has it too, below json/), each of which is served or
+refused. --cost times rows without a form, rows within a long string of a form, and records, in a
+random order in each turn; it prints the median time of each, the median of the ratios within a
+turn, and the time of the masks.
 """
 
 import argparse
@@ -93,11 +94,11 @@ SCHEMAS: dict[str, Any] = {
         "additionalProperties": False,
     },
 }
-LONG = {"regex": "[a-z ]{1000}"}  # of which nothing is certain
+LONG = {"regex": "[a-z ]{1000}"}  # a form in which no token is certain
 
 
 def suite(folder: Path) -> dict[str, Any]:
-    """The schemas of the official suite's files, by file and description."""
+    """Return the schemas of the official suite's files, by file and description."""
     return {
         f"{file.stem}: {case['description']}": case["schema"]
         for file in sorted(folder.glob("*.json"))
@@ -106,8 +107,8 @@ def suite(folder: Path) -> dict[str, Any]:
 
 
 def documents(schemas: dict[str, Any], count: int, args: argparse.Namespace) -> int:
-    """Draw until so many documents have ended, print how many are valid; the number of those that
-    are not.
+    """Draw until this many documents have ended, and print how many are valid. Return the number of
+    those that are not.
     """
     settings: dict[str, Any] = {"dtype": args.dtype, "max_num_seqs": args.rows}
     llm = jpaged.LLM(str(MODEL_PATH), num_blocks=8 * args.rows, max_model_len=512, **settings)
@@ -151,7 +152,7 @@ ENDED, UNJUDGED = ("valid", "INVALID"), "without a judge"
 
 
 def exact(text: str) -> Any:
-    """JSON with numbers as they are written: 0.3 is a multiple of 0.0001, of floats it is none."""
+    """Parse JSON with decimal numbers: 0.3 is a multiple of 0.0001, which it is not as a float."""
 
     def number(digits: str) -> int | Decimal:
         value = Decimal(digits)
@@ -164,7 +165,7 @@ def exact(text: str) -> Any:
 def judged(
     schemas: dict[str, Any], names: list[str], outs: list[Any]
 ) -> collections.Counter[tuple[str, str]]:
-    """How many documents of each schema are valid, were cut off, or refused."""
+    """Return how many documents of each schema are valid, were cut off, or were refused."""
     import jsonschema  # pyright: ignore[reportMissingImports, reportMissingModuleSource]
 
     counts = collections.Counter[tuple[str, str]]()
@@ -179,7 +180,7 @@ def judged(
             except (ValueError, jsonschema.ValidationError) as e:
                 kind = "INVALID"
                 print(f"{name}: {answer.text!r}: {str(e).splitlines()[0]}")
-            # A pattern that is ECMAScript's, not Python's; or a number with a huge exponent.
+            # A pattern of ECMAScript that Python does not know, or a number with a huge exponent.
             except (re.error, InvalidOperation):
                 kind = UNJUDGED
         counts[name, kind] += 1
@@ -187,7 +188,9 @@ def judged(
 
 
 def prefix_tokenizer(size: int) -> Any:
-    """A byte-level tokenizer of so many tokens: beginnings of the words in Python's own library."""
+    """Return a byte-level tokenizer with this many tokens: beginnings of words in Python's own
+    library.
+    """
     import os
 
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -223,7 +226,7 @@ def cost(args: Any) -> None:
         params,
         tokenizer=tokenizer,
         max_model_len=256,
-        max_num_seqs=2 * args.rows,  # room to take what is certain side by side
+        max_num_seqs=2 * args.rows,  # room to compute certain tokens side by side
         num_blocks=args.rows * 8,
         enable_prefix_caching=False,
     )
@@ -234,7 +237,7 @@ def cost(args: Any) -> None:
     prompts = [rng.integers(300, 900, 16).tolist() for _ in range(args.rows)]
     times: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
     for turn in range(args.rounds + 1):
-        for kind in rng.permutation(list(kinds)):  # what ran last leaves caches as it left them
+        for kind in rng.permutation(list(kinds)):  # since the last one leaves its data in caches
             settings["structured"] = kinds[kind]
             asked = [jpaged.SamplingParams(seed=i, **settings) for i in range(args.rows)]
             before, began = llm.stats(), time.perf_counter()
@@ -258,8 +261,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = common.make_parser("bench_structured", __doc__)
     common.add_model_flags(parser)
     add = parser.add_argument
-    add("--documents", type=int, help="so many documents of the embedded model, validated")
-    add("--suite", type=Path, help="of the schemas of these files, in place of four of its own")
+    add("--documents", type=int, help="number of documents of the embedded model to validate")
+    add("--suite", type=Path, help="folder of schemas to use in place of the script's four")
     add("--cost", action="store_true", help="time rows under masks beside free ones")
     add("--vocabulary", type=int, help="tokens of the random model, in place of its own number")
     add("--rows", type=int, default=32)
@@ -269,7 +272,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--dtype", help="float32 or bfloat16")
     args = parser.parse_args(argv)
     if (args.documents is None) != args.cost:
-        parser.error("give --documents or --cost, one of the two")
+        parser.error("give either --documents or --cost")
     common.check_positive(parser, args, "documents", "rows", "tokens", "rounds", "vocabulary")
     if args.documents is not None:
         schemas = SCHEMAS if args.suite is None else suite(args.suite)

@@ -1,4 +1,4 @@
-"""Turn a Hugging Face folder into an Orbax one:
+"""Convert a Hugging Face folder to an Orbax one:
 
 python scripts/convert.py HF_FOLDER OUT [--dtype bfloat16] [--dequantize]
 """
@@ -6,7 +6,7 @@ python scripts/convert.py HF_FOLDER OUT [--dtype bfloat16] [--dequantize]
 import os
 import sys
 
-# Nothing is computed; an accelerator would only limit the size.
+# Nothing is computed, and an accelerator's memory would only limit the size.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import _common as common
@@ -17,7 +17,7 @@ from jpaged.errors import JpagedError
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0 when OUT is complete, 1 after one sentence on stderr."""
+    """Convert. Returns the exit status: 0 when OUT is complete, 1 after one sentence on stderr."""
     parser = common.make_parser("convert.py", __doc__)
     add = parser.add_argument
     add("folder", metavar="HF_FOLDER", help="folder with config.json and safetensors files")

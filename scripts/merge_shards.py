@@ -1,11 +1,14 @@
-"""Put the shards of one batch run together, in the order of the input.
+"""Merge the shards of one batch run, in the order of the input.
 
-    python scripts/merge_shards.py answers.jsonl                # from answers.0-of-4.jsonl to
-    answers.3-of-4.jsonl python scripts/merge_shards.py answers.jsonl part0.jsonl part1.jsonl
+    # answers.0-of-4.jsonl to answers.3-of-4.jsonl:
+    python scripts/merge_shards.py answers.jsonl
+    # or files by name:
+    python scripts/merge_shards.py answers.jsonl part0.jsonl part1.jsonl
 
-Refused: shards of different runs, a shard that is missing or has not ended (--partial merges what
+It refuses shards of different runs, a shard that is missing or unfinished (--partial merges what
 there is), and an output that exists (--overwrite). The merged file has the manifest of an undivided
-run: serve_batch.py goes on with it. Exit status 0: merged; 2: some lines are errors; 1: not merged.
+run, so serve_batch.py --resume continues it. Exit status 0: merged; 2: merged, and some lines are
+errors; 1: not merged.
 """
 
 import os
@@ -23,9 +26,9 @@ def main(argv: list[str] | None = None) -> int:
         "shards", nargs="*", help="the files to merge (default: OUTPUT's, by their names)"
     )
     parser.add_argument(
-        "--partial", action="store_true", help="merge what there is of a run that has not ended"
+        "--partial", action="store_true", help="merge what there is of an unfinished run"
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace an output that is there")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
     args = parser.parse_args(argv)
     try:
         if os.path.exists(args.output) and not args.overwrite:

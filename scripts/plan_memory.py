@@ -6,12 +6,12 @@ here.
     python scripts/plan_memory.py --random 0.6b --card v5e --max-model-len 4096 --length 2048 4096
     python scripts/plan_memory.py --random Qwen3-32B --card h100 --tensor-parallel-size 8
 
-Prints the account in bytes (weights, temporaries and code of the steps, state, pool, what nothing
-uses), the blocks and tokens that the pool holds, and how many requests of each --length it holds at
-once. No weight is loaded. What the steps need is read from compiling them for the card, which takes
-CUDA's plugin or libtpu but no device; without those an upper bound stands in, and the output says
-so. With --tensor-parallel-size it is the account of each of so many cards that share the model, of
-TPUs on a slice of them.
+It prints the account in bytes (weights, temporaries and code of the steps, state, pool, unused
+memory), the blocks and tokens that the pool holds, and how many requests of each --length it holds
+at once. No weight is loaded. What the steps need is measured by compiling them for the card, which
+takes CUDA's plugin or libtpu but no device; without those an upper bound is used, and the output
+says so. With --tensor-parallel-size it is the account of each of that many cards that share the
+model (of TPUs: on a slice).
 """
 
 import argparse
@@ -36,14 +36,14 @@ from jpaged.runtime.memory import Limits, MemoryPlan
 from jpaged.runtime.mesh import asked_shape
 
 GIB = 1 << 30
-# of a GPU that jax takes; the rest is CUDA's and other programs'
+# the share of a GPU that jax takes; CUDA and other programs need the rest
 MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """A card by its bytes of memory, and the chip that its steps are compiled for: the same or its
-    nearest kin.
+    """A card: its bytes of memory, and the chip that its steps are compiled for, which is the same
+    or the most similar one.
     """
 
     platform: str
@@ -51,7 +51,7 @@ class Card:
     memory: int
 
     def slice(self, count: int) -> str:
-        """The chip, or the smallest slice of them that has so many."""
+        """Return the chip, or the smallest slice with this many chips."""
         if self.platform == "cuda" or count <= 4:
             return self.chip
         sizes = {8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8"}
@@ -61,7 +61,7 @@ class Card:
 
     @property
     def limit(self) -> int:
-        """Bytes that jax can allocate: what `memory_stats()["bytes_limit"]` says on the card."""
+        """Return the bytes that jax can allocate: `memory_stats()["bytes_limit"]` on the card."""
         share = float(os.environ.get(MEMORY_FRACTION, 0.75)) if self.platform == "cuda" else 1
         return int(self.memory * share)
 
@@ -91,7 +91,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 @contextlib.contextmanager
 def devices_of(card: Card | None, config: EngineConfig, reason: str | None) -> Iterator[Any]:
-    """The devices to compile for; a CPU where there is a reason that nothing can be compiled."""
+    """Yield the devices to compile for; a CPU if there is a reason why nothing can be compiled for
+    the card.
+    """
     if card is None:
         yield jax.devices()
     elif reason is not None:
@@ -105,7 +107,7 @@ def devices_of(card: Card | None, config: EngineConfig, reason: str | None) -> I
 def make_plan(
     args: argparse.Namespace, config: EngineConfig, model: ModelConfig | str
 ) -> tuple[MemoryPlan, str]:
-    """The plan, and where what it says of the steps comes from."""
+    """Return the plan, and the source of what it says about the steps."""
     card = CARDS.get(args.card)
     reason = None if card is None else common.cannot_compile(card.platform)
     limits = card and Limits(total=int(card.limit * config.memory_utilization))
@@ -120,12 +122,12 @@ def make_plan(
 
 
 def count_of(config: EngineConfig) -> int:
-    """The devices that a config asks for."""
+    """Return how many devices a config asks for."""
     return (config.data_parallel_size or 1) * (config.tensor_parallel_size or 1)
 
 
 def table(plan: MemoryPlan) -> str:
-    """The account of a MemoryPlan in bytes, GiB and shares of the limit, then its blocks."""
+    """Return the account of a MemoryPlan in bytes, GiB and shares of the limit, then its blocks."""
     parts = {**plan.account, "unused": plan.waste, "limit": plan.limit}
     share = 100 / max(plan.limit, 1)
     rows = [
@@ -142,16 +144,15 @@ def table(plan: MemoryPlan) -> str:
 
 
 def print_groups(plan: MemoryPlan, model: ModelConfig) -> None:
-    """The blocks of each group of layers, where there are several that keep keys and values."""
+    """Print the blocks of each group of layers, if there are several that keep keys and values."""
     groups = [group for group in kv_groups(model) if group.record.per == "token"]
     if len(groups) < 2:
         return
-    for group, (size, most) in zip(groups, plan.pool.groups, strict=True):
-        count = plan.num_blocks if most is None else min(plan.num_blocks, most)
+    for group, cost in zip(groups, plan.pool.groups, strict=True):
         window = "no window" if group.window is None else f"a window of {group.window:,}"
         heads = f"{group.num_kv_heads} x {group.head_dim}"
         kind = f"{len(group.layers)} layers of {heads} with {window}"
-        print(f"{kind}: {count:,} blocks of {size:,} bytes")
+        print(f"{kind}: {cost.count(plan.num_blocks):,} blocks of {cost.nbytes:,} bytes")
 
 
 def report(args: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""Print the table of what goes with what, as Markdown: `... > docs/combinations.md`."""
+"""Print the table of which settings can be combined, as Markdown: `... > docs/combinations.md`."""
 
 from jpaged.combinations import as_markdown
 

@@ -1,15 +1,16 @@
-"""Where the time of a step goes: a table by named scope, the rates of its matmuls, faults.
+"""Show where the time of a step goes: a table by named scope, the rates of its matmuls, and page
+faults.
 
     python scripts/profile_step.py CHECKPOINT                # decode: 32 rows, 300 tokens each
     python scripts/profile_step.py --random 60m --phase both --rows 8
     python scripts/profile_step.py CHECKPOINT --phase prefill --context 125 --ops 20
 
-Steps run through the public LLM, first timed, then under jax's profiler. An instant that several
-operations share (XLA:CPU runs independent ones on different threads) is split evenly between them,
-so that the table adds up to the span of the traced steps; `(no operation)` is the rest: dispatch,
-host, waiting. Tracing itself makes small operations a little slower: compare its sum with the
-untraced time above it. The trace reads as HLO only on CPU. What plain matmuls of the same shapes
-reach: scripts/bench_cpu_kernels.py.
+Steps run through the public LLM, first timed, then under jax's profiler. XLA:CPU runs independent
+operations on different threads; time that several operations share is split evenly between them, so
+that the table adds up to the span of the traced steps. `(no operation)` is the rest: dispatch, host
+and waiting. Tracing makes small operations a little slower: compare the sum with the untraced time
+above it. The trace can be read as HLO on CPU only. scripts/bench_cpu_kernels.py shows what plain
+matmuls of the same shapes reach.
 """
 
 import argparse
@@ -35,9 +36,13 @@ from jpaged import SamplingParams
 from jpaged.errors import JpagedError
 from jpaged.flags import add_engine_flags, engine_settings
 
-CONTAINERS = ("while", "conditional", "call")  # their bodies' operations have events of their own
+CONTAINERS = (
+    "while",
+    "conditional",
+    "call",
+)  # the operations in their bodies have their own events
 NATIVE = 'custom_call_target="jpaged_linear"'
-# Parts of an op_name that are no named scope.
+# Parts of an op_name that are not named scopes.
 CONTROL = re.compile(r"while|body|cond|branch_\d+_fun|closed_call|checkpoint|eval_jaxpr|.*\W.*")
 
 
@@ -77,7 +82,7 @@ class Steps:
         self.prompts = common.random_ids(args.rows, args.context, vocab_size)
 
     def prefills(self) -> int:
-        """`steps` times all prompts; the number of prefill steps that took."""
+        """Run all prompts `steps` times. Return the number of prefill steps."""
         before = self.llm.stats()["prefill_steps"]
         for _ in range(self.steps):
             self.llm.generate(self.prompts, sampling(1), use_tqdm=False)

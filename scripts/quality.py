@@ -1,12 +1,12 @@
-"""What a form of the weights costs in quality, on any text.
+"""Measure what a form of the weights costs in quality, on any text.
 
     python scripts/quality.py [CHECKPOINT] --text FILE [FILE ...] [--forms int8 fp8 int4]
 
-runs the model over the text in windows, with its weights as they are and in each form: perplexity,
-the divergence of the form's next-token distributions from the model's own (KL, in nats a token) and
-the share of tokens whose most likely one is the same. A table, then a JSON line. Without a
-checkpoint it is the embedded model; without --text, the sources of jpaged itself. Products with a
-form are those that serve it on this device.
+It runs the model over the text in windows, with its weights as they are and in each form, and
+prints the perplexity, the divergence of the form's next-token distributions from the model's own
+(KL, in nats a token), and the share of tokens whose most likely one is the same: a table, then a
+JSON line. Without a checkpoint it takes the embedded model; without --text, the sources of jpaged
+itself. Products use the same code that serves the form on this device.
 """
 
 import functools
@@ -34,15 +34,15 @@ FORMS = ("int8", "fp8", "int4")
 
 
 def windows(ids: list[int], length: int, most: int) -> np.ndarray:
-    """The text in rows [number, length], at most so many tokens of it."""
+    """Return the text in rows [number, length], at most this many tokens of it."""
     rows = min(len(ids), most) // length
     return np.asarray(ids[: rows * length], np.int32).reshape(rows, length)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def measured(config: ModelConfig, ours: Any, other: Any, tokens_BT: jax.Array) -> jax.Array:
-    """Sums over a batch of windows: the other weights' log-probability of the text, KL from their
-    distributions to the own ones, and how many most likely tokens are equal.
+    """Return sums over a batch of windows: the other weights' log-probability of the text, the KL
+    of their distributions from our own, and how many most likely tokens are equal.
     """
     products = choose_products(jax.devices()[0], ours["embed"]["weight"].dtype, deterministic=True)
 
@@ -59,7 +59,7 @@ def measured(config: ModelConfig, ours: Any, other: Any, tokens_BT: jax.Array) -
 
 
 def quality(params: Params, tokens: np.ndarray, forms: list[str]) -> Iterator[dict[str, Any]]:
-    """A row for the weights as they are, and for each form."""
+    """Yield a row for the weights as they are, and one for each form."""
     ours, count = dict(params), tokens.shape[0] * (tokens.shape[1] - 1)
     for form in (None, *forms):
         other: Any = ours if form is None else quantized_tree(params, form)

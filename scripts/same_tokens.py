@@ -1,12 +1,13 @@
-"""How many requests get other tokens when only their company changes, by `deterministic`.
+"""Count how many requests get different tokens when only their company changes, with and without
+`deterministic`.
 
     python scripts/same_tokens.py [CHECKPOINT] [--prompts 32] [--tokens 64]
 
 Seeded prompts at temperature 1 are drawn in one batch; then 8 at a time, one by one, in another
 order, in chunks of 24 tokens, over a pool that preempts, and again with their prefixes in the
-cache. The table counts the requests whose tokens differ from the first, and the largest difference
-of a logprob while tokens agree; `score` is beside the rollout's own. Then one JSON line. Without a
-checkpoint it is the embedded model.
+cache. The table counts the requests whose tokens differ from those of the first batch, and the
+largest difference of a logprob while tokens agree; `score` is compared with the rollout's own
+logprobs. A JSON line ends the output. Without a checkpoint it takes the embedded model.
 """
 
 import functools
@@ -67,7 +68,9 @@ def ways(prompts: Prompts, tokens: int) -> dict[str, tuple[dict[str, Any], Ask]]
 
 
 def differences(outputs: list[RequestOutput], first: list[RequestOutput]) -> tuple[int, float]:
-    """Requests whose tokens differ, and the largest difference of a logprob before they do."""
+    """Return how many requests have different tokens, and the largest difference of a logprob
+    before they differ.
+    """
     count, largest = 0, 0.0
     for mine, theirs in zip(outputs, first, strict=True):
         a, b = mine.outputs[0], theirs.outputs[0]

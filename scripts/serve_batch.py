@@ -6,11 +6,12 @@
     python scripts/serve_batch.py batch.jsonl --model DIR --check     # plans, and runs nothing
     cat prompts.txt | python scripts/serve_batch.py - --format text --output -
 
-The input is read as a stream, a bounded window at a time; answers are written as they finish. A bad
-line is an error line, never the end of the run. A run that was killed goes on with --resume. Forms
-of lines, rules of resuming, shards: docs/batch.md. Exit status: 0 all answered; 2 some lines
-failed; 1 nothing could run, or the engine or the input failed on the way; 3 stopped by
---max-error-rate; 130 or 143 stopped by Ctrl-C or SIGTERM; 141 the reader of stdout went away.
+The input is read as a stream, a bounded window at a time, and answers are written when they have
+finished. A bad line becomes an error line and never ends the run. --resume continues a run that was
+killed. docs/batch.md describes the forms of lines, how runs resume, and shards. Exit status: 0 all
+lines are answered; 2 some lines failed; 1 nothing could run, or the engine or the input failed; 3
+--max-error-rate ended the run; 130 or 143 Ctrl-C or SIGTERM stopped it; 141 the reader of stdout
+has gone.
 """
 
 import argparse
@@ -52,13 +53,13 @@ LEASTS |= {"replica_retries": 0}
 
 
 class BatchParser(Parser):
-    """A parser that exits with FATAL: argparse's 2 means here that some lines failed."""
+    """A parser that exits with FATAL: argparse's own status 2 means here that some lines failed."""
 
     def __init__(self, **settings: Any):
         super().__init__(prog="serve_batch", error_status=FATAL, **settings)
 
     def group(self, title: str) -> Any:
-        """A function that adds a flag to a new group; its help tells its default."""
+        """Return a function that adds flags to a new group; a flag's help states its default."""
         group = self.add_argument_group(title)
 
         def add(flag: str, help: str, *, default: Any = None, **settings: Any) -> None:
@@ -70,8 +71,8 @@ class BatchParser(Parser):
 
 
 def make_parser() -> BatchParser:
-    """Every flag, in groups; those of sampling and of the engine that were not given leave the
-    model's and EngineConfig's defaults as they are.
+    """Return the parser with every flag, in groups. Flags of sampling and of the engine that are
+    not given leave the defaults of the model and of EngineConfig.
     """
     parser = BatchParser(description=__doc__)
     switch: Any = {"action": argparse.BooleanOptionalAction, "default": False}
@@ -83,13 +84,13 @@ def make_parser() -> BatchParser:
     )
     add("input", first, nargs="?", default=argparse.SUPPRESS)
     formats = ("auto", "jsonl", "text", "parquet", "dataset")
-    add("--format", "what the input is, auto by its name", default="auto", choices=formats)
+    add("--format", "format of the input; auto goes by its name", default="auto", choices=formats)
     columns = "columns of a table to read, each as the field of its name or as FIELD (default: all)"
     add("--columns", columns, nargs="+", metavar="[FIELD=]COLUMN")
     add("--split", "split of a data set (default: the only one)")
-    long = "longer lines are error lines, and never held in memory"
+    long = "longer lines become error lines, and are never held in memory"
     add("--max-line-bytes", long, type=int, default=16 << 20, metavar="BYTES")
-    ignored = "run lines with unknown fields, without those; they are counted in the summary"
+    ignored = "run lines with unknown fields without those fields; the summary counts them"
     add("--ignore-unknown", f"{ignored} (default: an error line)", **switch)
     shard = (
         "answer every N-th line from the I-th on, I from 0, into a file of its own: "
@@ -98,29 +99,29 @@ def make_parser() -> BatchParser:
     add("--shard", shard, metavar="I/N")
 
     add = parser.group("output")
-    add("--output", "where the JSONL goes, - for stdout (default: print all to read)")
+    add("--output", "file for the JSONL, - for stdout (default: print text for a person)")
     add("--ordered", "write in input order (default: as answers finish)", **switch)
-    style = "of failed batch requests: the error in the body, or as vLLM's run_batch has it"
+    style = "form of failed batch requests: the error in the body, or as in vLLM's run_batch"
     add("--error-style", style, choices=("openai", "vllm"), default="openai")
-    add("--summary", "where the figures go (default: OUTPUT.summary.json)", metavar="FILE")
-    page = "a page for any browser: throughput over time, latencies, lengths, errors"
+    add("--summary", "file for the figures (default: OUTPUT.summary.json)", metavar="FILE")
+    page = "write a page for browsers: throughput over time, latencies, lengths, errors"
     add("--report", f"{page} (default: none)", metavar="FILE")
-    scrape = "answer Prometheus at this port while the run lasts, 0 is off"
+    scrape = "port on which to answer Prometheus while the run lasts, 0 is off"
     add("--metrics-port", scrape, type=int, metavar="PORT", default=0)
-    listen = "where to listen for it; 0.0.0.0 is every address of this machine"
+    listen = "address to listen on for it; 0.0.0.0 is all addresses of this machine"
     add("--metrics-host", listen, metavar="ADDRESS", default="127.0.0.1")
 
     add = parser.group("starting, stopping, resuming")
     choice: Any = {"dest": "existing", "action": "store_const"}
-    resume = "go on with the output that is there (default: ask on a terminal, else refuse)"
+    resume = "continue an existing output (default: ask on a terminal, else refuse)"
     add("--resume", resume, const="resume", **choice)
-    again = "start the output again (default: as for --resume)"
+    again = "replace an existing output (default: as for --resume)"
     add("--overwrite", again, const="overwrite", **choice)
-    retry = "with --resume: run failed lines again, the new answer counts (default: they are done)"
+    retry = "with --resume, run failed lines again (default: they count as done)"
     add("--retry-failed", retry, **switch)
-    grace = "for running requests to finish after Ctrl-C or SIGTERM; a second one stops at once"
+    grace = "seconds for running requests after Ctrl-C or SIGTERM; a second signal stops at once"
     add("--grace", grace, type=float, default=30.0, metavar="SECONDS")
-    hopeless = "end the run once more than this share of 100 lines or more failed (default: never)"
+    hopeless = "end the run if more than this share of at least 100 lines fails (default: never)"
     add("--max-error-rate", hopeless, type=float, metavar="SHARE")
     dry = "validate the whole input, count its tokens, plan memory and time; run nothing"
     add("--check", f"{dry} (default: off)", action="store_true", default=False)
@@ -129,39 +130,43 @@ def make_parser() -> BatchParser:
         "(default: OUTPUT.summary.json if there is one)"
     )
     add("--rates", rates, metavar="TOK_S|SUMMARY")
-    config = "flags by name as YAML or JSON; those given here win (default: none)"
+    config = (
+        "file of flags by name, YAML or JSON; the command line takes precedence (default: none)"
+    )
     add("--config", config, metavar="FILE")
 
-    add = parser.group("sampling, for lines that do not say (else the model's generation_config)")
+    add = parser.group(
+        "sampling, for lines that set nothing (default: the model's generation_config)"
+    )
     longest = "256 for prompts, 16 for /v1/completions, the rest of the context for chat"
     add("--max-tokens", f"tokens to generate (default: {longest})", type=int)
     add("--temperature", "0 is greedy (default: the model's, else 1)", type=float)
     add("--top-p", "nucleus sampling, 1 is off (default: the model's, else 1)", type=float)
-    add("--seed", "mixed with each line's id or number: one line, one stream", type=int, default=0)
+    add("--seed", "combined with each line's id or number to its seed", type=int, default=0)
 
     add = parser.group("engines on a Ray cluster, pip install 'jpaged[ray]'")
     address = (
-        "run the engines as actors there, auto is the cluster of this machine; local starts Ray "
+        "address of the cluster to run the engines on; auto is this machine's, local starts Ray "
         "here (default: one engine in this process)"
     )
     add("--ray", address, metavar="ADDRESS|local")
-    replicas = "engines, each with all rows of --max-num-seqs"
+    replicas = "number of engines, each with --max-num-seqs rows"
     add("--replicas", replicas, type=int, default=1, metavar="N")
-    hosts = "of each engine, with an actor on every one (default: as many as its devices take)"
+    hosts = "hosts of an engine, with an actor on each (default: as many as its devices need)"
     add("--replica-hosts", hosts, type=int, metavar="N")
     taken = (
-        "what Ray sets aside for an engine, on each of its hosts: GPU=2 or TPU=4 (default: as many "
-        "GPUs as it has devices, or a host's TPU chips, where the cluster has them, else a CPU)"
+        "what Ray reserves for an engine, on each of its hosts: GPU=2 or TPU=4 (default: as many "
+        "GPUs as it has devices, or a host's TPU chips, if the cluster has them, else a CPU)"
     )
     add("--replica-resources", taken, nargs="+", metavar="NAME=COUNT")
-    lost = "how often a line is run again whose engine died, before it is an error line"
+    lost = "how often to run a line again whose engine died, before it becomes an error line"
     add("--replica-retries", lost, type=int, default=3, metavar="TIMES")
 
     add = parser.group("one engine over several processes, the same command in each")
-    first = "of the first process, which alone reads and writes (default: only this process)"
+    first = "address of the first process, which reads and writes (default: only this process)"
     add("--coordinator", first, metavar="HOST:PORT")
-    add("--num-processes", "of them all (default: what the cluster says)", type=int)
-    add("--process-id", "of this one, from 0 (default: what the cluster says)", type=int)
+    add("--num-processes", "number of processes (default: what the cluster says)", type=int)
+    add("--process-id", "number of this process, from 0 (default: what the cluster says)", type=int)
 
     group = parser.add_argument_group("model")
     model = "checkpoint folder, OWNER/NAME of the Hub, or jpaged-demo-hybrid (default: jpaged-demo)"
@@ -174,8 +179,8 @@ def make_parser() -> BatchParser:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line over the file of --config. Exits with status 1 and one sentence where they
-    cannot work.
+    """Return the flags of the command line over those of the file of --config. Exits with status 1
+    and one sentence if they cannot work.
     """
     parser = make_parser()
     argv = sys.argv[1:] if argv is None else argv
@@ -194,13 +199,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.ray is None and (args.replicas != 1 or args.replica_resources or args.replica_hosts):
         parser.error("--replicas, --replica-hosts and --replica-resources need --ray")
     if args.ray is not None and args.check:
-        parser.error("--check is of one engine on this machine: leave out --ray")
+        parser.error("--check plans for one engine on this machine: leave out --ray")
     if args.report is not None and not os.path.isdir(os.path.dirname(args.report) or "."):
         parser.error(f"--report {args.report}: no such folder")
     if args.retry_failed and args.existing != "resume":
         parser.error("--retry-failed needs --resume")
     if args.existing == "resume" and args.output in (None, "-"):
-        parser.error("--resume needs the --output of the run to go on with")
+        parser.error("--resume needs the --output of the run to continue")
     args.lead = lambda llm: llm
     args.overrides = {k: getattr(args, k) for k in SAMPLING if getattr(args, k) is not None}
     args.engine = engine_settings(args)
@@ -209,7 +214,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         args.replica_resources = parse_resources(args.replica_resources or ())
         SamplingParams(**args.overrides).validate(EngineConfig(), vocab_size=1)
         args.shard = parse_shard(args.shard, os.environ)
-    except ValueError as e:  # ConfigError and RequestError among them
+    except ValueError as e:  # ConfigError and RequestError are ValueErrors
         parser.error(str(e))
     if args.shard is not None and args.output not in (None, "-"):
         args.output = shard_path(args.output, args.shard)
@@ -217,7 +222,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def config_args(parser: BatchParser, path: str) -> argparse.Namespace:
-    """What the flags of a YAML or JSON file come to: a mapping of names, with - or _, to values."""
+    """Return the flags that a YAML or JSON file sets: a mapping from names, with - or _, to
+    values.
+    """
 
     def refuse(message: object) -> NoReturn:
         parser.error(f"--config {path}: {message}")
@@ -228,7 +235,7 @@ def config_args(parser: BatchParser, path: str) -> argparse.Namespace:
         refuse(e)
     if not isinstance(values_by_flag, dict):
         refuse("must be a mapping of flags by name")
-    # With its prefix, as it is written: --no-ordered is a flag, "no_ordered" no key.
+    # Keys are flags as they are defined: --no-ordered is a flag, but "no_ordered" is not a key.
     actions = [a for a in parser._actions if a.dest not in ("input", "config", "help")]
     known = {action.option_strings[0][2:]: action for action in actions}
     flags: list[str] = []
@@ -239,7 +246,7 @@ def config_args(parser: BatchParser, path: str) -> argparse.Namespace:
             flags = [*values, *flags]
             continue
         if name not in known:
-            refuse(f"{key!r} is no flag; there are input, {', '.join(sorted(known))}")
+            refuse(f"{key!r} is not a flag; the flags are input, {', '.join(sorted(known))}")
         is_switch = isinstance(known[name], argparse.BooleanOptionalAction)
         if known[name].nargs == 0 and not isinstance(value, bool):
             refuse(f"{key!r} is {value!r}: must be true or false")
@@ -253,7 +260,7 @@ def config_args(parser: BatchParser, path: str) -> argparse.Namespace:
 
 
 def read_mapping(path: str) -> Any:
-    """What a JSON or YAML file holds. Raises OSError or ValueError."""
+    """Return the content of a JSON or YAML file. Raises OSError or ValueError."""
     text = Path(path).read_text()
     if path.endswith(".json"):
         return json.loads(text)
@@ -266,7 +273,7 @@ def read_mapping(path: str) -> Any:
 
 
 def parse_shard(text: str | None, environ: Mapping[str, str]) -> tuple[int, int] | None:
-    """(i, N) of "i/N", or of the SLURM array task that this is; None for all lines. Raises
+    """Return (i, N) of "i/N", or of this SLURM array task; None for all lines. Raises
     ValueError.
     """
     if text is None:
@@ -284,7 +291,7 @@ def parse_shard(text: str | None, environ: Mapping[str, str]) -> tuple[int, int]
 
 
 def parse_resources(texts: Sequence[str]) -> dict[str, float]:
-    """{name: count} of texts "NAME=COUNT". Raises ValueError."""
+    """Return {name: count} of texts "NAME=COUNT". Raises ValueError."""
     counts = {}
     for text in texts:
         name, _, count = text.partition("=")
@@ -296,7 +303,7 @@ def parse_resources(texts: Sequence[str]) -> dict[str, float]:
 
 
 def make_llm(args: argparse.Namespace) -> Any:
-    """The engine on the checkpoint, or BatchError with what is wrong with either."""
+    """Return the engine on the checkpoint. Raises BatchError if one of them is at fault."""
     path = model_path(args)
     try:
         if args.ray is not None:
@@ -328,7 +335,7 @@ def model_path(args: argparse.Namespace) -> str:
     from jpaged.checkpoint.hub import local_folder
 
     if not (folder := local_folder(args.model, weights=not args.check)).is_dir():
-        raise BatchError(f"--model {args.model}: no such folder, and no OWNER/NAME of the Hub")
+        raise BatchError(f"--model {args.model}: no such folder, and not an OWNER/NAME of the Hub")
     return str(folder)
 
 
@@ -345,8 +352,8 @@ def make_settings(args: argparse.Namespace, llm: Any, source: Source) -> Setting
 
 
 def manifest_of(args: argparse.Namespace, source: Source) -> dict[str, Any]:
-    """Everything that an answer depends on, from files and flags alone. Which settings that are:
-    jpaged/integrations/batch/judged.py.
+    """Return everything that an answer depends on, from files and flags alone.
+    jpaged/integrations/batch/judged.py says which settings those are.
     """
     flags = {name: getattr(args, name) for name in judged_flags(flag_names())}
     if args.format == "auto":
@@ -357,7 +364,9 @@ def manifest_of(args: argparse.Namespace, source: Source) -> dict[str, Any]:
 
 
 def served_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The part of a manifest that says which model an engine serves, and under which settings."""
+    """Return the part of a manifest that says which model an engine serves, and with which
+    settings.
+    """
     folders = adapter_flag.folders(args.adapter)
     return {
         "model": model_identity(model_path(args)),
@@ -367,13 +376,13 @@ def served_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def flag_names() -> list[str]:
-    """Every flag by its attribute, those of EngineConfig not among them."""
+    """Return every flag by its attribute, without those of EngineConfig."""
     names = {action.dest for action in make_parser()._actions}
     return sorted(names - {field.name for field in dataclasses.fields(EngineConfig)})
 
 
 def ask(args: argparse.Namespace) -> Existing:
-    """What to do with an output that is there already: a person at a terminal is asked."""
+    """Return what to do with an existing output. A person at a terminal is asked."""
     if args.existing is not None:
         return args.existing
     path = args.output
@@ -387,7 +396,7 @@ def ask(args: argparse.Namespace) -> Existing:
 
 
 def resuming(args: argparse.Namespace) -> tuple[str, ...]:
-    """The command line that goes on with this run."""
+    """Return the command line that resumes this run."""
     program = sys.argv[0] if sys.argv[0].endswith("serve_batch.py") else "scripts/serve_batch.py"
     kept = (a for a in args.argv if a not in ("--resume", "--overwrite"))
     return ("python", program, *kept, "--resume")
@@ -410,8 +419,8 @@ def run_check(args: argparse.Namespace, source: Source) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Everything between the command line and the exit status. Raises BatchError,
-    KeyboardInterrupt, OSError.
+    """Run everything from the parsed flags on. Return the exit status. Raises BatchError,
+    KeyboardInterrupt and OSError.
     """
     names = ("format", "max_line_bytes", "columns", "split")
     options = {name: getattr(args, name) for name in names}
@@ -436,7 +445,7 @@ def run(args: argparse.Namespace) -> int:
             again=resuming(args),
         )
         manifest, stats, stdout = manifest_of(args, source), BatchStats(), sys.stdout.buffer
-        # What libraries print (Ray does, when an actor dies) is not to come among the answers.
+        # Libraries may print (Ray does when an actor dies): keep that out of the answers.
         elsewhere = sys.stderr if args.output == "-" else sys.stdout
         with contextlib.ExitStack() as stack:
             stack.enter_context(contextlib.redirect_stdout(elsewhere))
@@ -456,7 +465,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def report(args: argparse.Namespace, stats: BatchStats) -> None:
-    """Write the page of a run that began, however it ended."""
+    """Write the page of a run that has begun, however it ended."""
     if not stats.engine:
         return
     from jpaged.integrations.batch.report import render, write_report
@@ -467,7 +476,7 @@ def report(args: argparse.Namespace, stats: BatchStats) -> None:
 
 
 def told(args: argparse.Namespace) -> dict[str, Any]:
-    """What this run was told, for its report: the flags that are not at their defaults."""
+    """Return the flags that are not at their defaults, for the report."""
     settings = {"input": args.input, "model": args.model or "the embedded one"}
     for action in make_parser()._actions:
         value = getattr(args, action.dest, None)
@@ -477,8 +486,8 @@ def told(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run and return the exit status; what goes wrong is one sentence on stderr (JPAGED_DEBUG=1
-    adds the traceback).
+    """Run, and return the exit status. An error is one sentence on stderr (JPAGED_DEBUG=1 adds the
+    traceback).
     """
     args = parse_args(argv)
     try:
@@ -490,15 +499,15 @@ def main(argv: list[str] | None = None) -> int:
     except (BatchError, CheckpointError, ConfigError) as e:
         print(f"serve_batch: {e}", file=sys.stderr, flush=True)
         if isinstance(e.__cause__, PeerError):
-            os._exit(FATAL)  # what still waits for the other processes would hold this one
+            os._exit(FATAL)  # threads that wait for the other processes would delay the exit
         if os.environ.get("JPAGED_DEBUG"):
             raise
         return FATAL
     except KeyboardInterrupt:
         print("serve_batch: interrupted: nothing had run", file=sys.stderr)
         return 130
-    except OSError as e:  # of writing: reading and opening are BatchErrors
-        # Else the interpreter complains when it flushes stdout at exit.
+    except OSError as e:  # errors of writing; those of reading and opening are BatchErrors
+        # Otherwise the interpreter fails when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         if isinstance(e, BrokenPipeError):
             return BROKEN_PIPE

@@ -101,7 +101,7 @@ def file_flags(parser: argparse.ArgumentParser, path: str) -> list[str]:
         name = str(key).replace("-", "_")
         if name not in known:
             names = ", ".join(sorted(known))
-            parser.error(f"--config {path}: {key!r} is no flag; there are {names}")
+            parser.error(f"--config {path}: {key!r} is not a flag; the flags are {names}")
         if name == "checkpoint":  # after a list it would be taken for one of it
             flags.insert(0, str(value))
         elif value is not None and value is not False:

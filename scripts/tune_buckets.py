@@ -1,19 +1,19 @@
-"""Choose the padded sizes that steps are compiled for, from the sizes that steps really have.
+"""Choose the padded sizes for which steps are compiled, from the sizes that steps really have.
 
     python scripts/tune_buckets.py --record record.json      # llm.stats(), or what bench.py printed
     python scripts/tune_buckets.py --lengths lengths.jsonl   # [prompt, output] tokens a line
     python scripts/tune_buckets.py --workload nano --out config.json   # bench.py's workloads
 
-Lengths are run through the engine's own scheduler, over no device, to see which steps they make. A
-step padded to a bucket of n tokens (rows, in decode) is taken to last a + b*n seconds, and each
-bucket that a step uses to compile once; dynamic programming finds the buckets that cost least over
---runs-per-compile runs of these steps. --out writes what `EngineConfig(**json)` takes:
-token_buckets and seq_buckets, and the settings that they reach up to. The other flags say what the
-engine's settings are now; those that nobody gives are the ones of the device that is here.
+The engine's own scheduler runs the lengths, without a device, to find out which steps they make. A
+step padded to a bucket of n tokens (rows, in decode) is assumed to take a + b*n seconds, and each
+bucket that a step uses must be compiled once. Dynamic programming finds the buckets of least cost
+for --runs-per-compile runs of these steps. --out writes settings for `EngineConfig(**json)`:
+token_buckets and seq_buckets, and the settings that they bound. The other flags give the engine's
+current settings; settings that nobody gives are those of this device.
 
-Without --step-seconds and the like, a and b are those of the 60M model of bench.py on two CPU cores
-in bf16; a record that says how many tokens a second it had stretches them to that speed, and says
-how long a step takes to compile.
+Without --step-seconds and the like, a and b are those of bench.py's 60M model on two CPU cores in
+bf16. A record with a rate in tokens a second scales them to that speed, and says how long a step
+takes to compile.
 """
 
 import argparse
@@ -44,17 +44,17 @@ from jpaged.errors import ConfigError, JpagedError
 from jpaged.flags import add_engine_flags, engine_settings
 from jpaged.sampling_params import SamplingParams
 
-# Each phase, the setting that pads its steps, and the one that no step of it exceeds.
+# For each phase, the setting that pads its steps, and the setting that bounds them.
 PHASES = {"prefill": "token_buckets", "decode": "seq_buckets"}
 LIMITS = {"prefill": "max_num_batched_tokens", "decode": "max_num_seqs"}
-VOCABULARY = 1 << 20  # of the simulation's random prompts: no two share a block
+VOCABULARY = 1 << 20  # of the simulation's random prompts, of which no two share a block
 
 Sizes = dict[int, int]  # tokens (rows) of a step: how many such steps
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Seconds of a step (`step` + `unit` for each padded token or row) and of compiling one
+    """Seconds of a step (`step` + `unit` for each padded token or row), and of compiling one
     bucket.
     """
 
@@ -72,8 +72,8 @@ DEFAULTS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Account:
-    """What steps cost with a table of buckets. used: buckets that any step takes. seconds: of the
-    steps, once.
+    """The cost of steps with a table of buckets. used: buckets that any step takes. seconds: of
+    running all steps once.
     """
 
     tokens: int
@@ -84,8 +84,8 @@ class Account:
 
 
 def waste(accounts: Sequence[Account]) -> float:
-    """The share of the computed tokens that is padding, as `llm.stats()["padding_waste"]` counts
-    it.
+    """Return the share of computed tokens that is padding, in the sense of
+    `llm.stats()["padding_waste"]`.
     """
     return 1 - sum(a.tokens for a in accounts) / max(sum(a.padded for a in accounts), 1)
 
@@ -105,12 +105,12 @@ def account(sizes: Sizes, buckets: Sequence[int], cost: Cost) -> Account:
 def best_buckets(
     sizes: Mapping[int, float], unit: float, compile_cost: float, most: int | None = None
 ) -> list[int]:
-    """The buckets, some of the sizes and always the largest, that minimise unit * padded +
-    compile_cost * buckets.
+    """Return the buckets, chosen from the sizes and including the largest, that minimise unit *
+    padded + compile_cost * buckets.
 
-    sizes: how often each occurs. most: at most so many buckets. Exact, O(n^2) for each number of
-    buckets tried: the best table of k buckets whose last is size j is the best of k - 1 whose last
-    is some i < j, and one bucket more.
+    sizes: how often each occurs. most: the number of buckets at most. The result is exact, in
+    O(n^2) for each number of buckets: the best table of k buckets that ends at size j is the best
+    table of k - 1 that ends at some i < j, with one bucket more.
     """
     n = len(sizes)
     at, counts = (np.array(x, np.float64) for x in zip(*sorted(sizes.items()), strict=True))
@@ -127,7 +127,7 @@ def best_buckets(
         cost = total.min(axis=0)
         if cost[n] < best_cost:
             best_cost, best_k = cost[n], k
-        # More buckets would cost more even without any padding.
+        # More buckets would cost more even if there were no padding at all.
         if unpadded + compile_cost * (k + 1) >= best_cost:
             break
     ends = [n]
@@ -146,8 +146,8 @@ def tune(
     multiple: int,
     strict: bool,
 ) -> list[int]:
-    """The best table for these steps. limit: what its last bucket must hold; multiple: of which
-    each bucket is one.
+    """Return the best table for these steps. limit: a size that its last bucket must hold.
+    multiple: a number of which every bucket is a multiple.
     """
     rounded, top = Counter(), -(-limit // multiple) * multiple
     for size, count in sizes.items():
@@ -159,10 +159,10 @@ def tune(
 
 
 def simulate(config: EngineConfig, lengths: Sequence[tuple[int, int]]) -> dict[str, Sizes]:
-    """Sizes of the steps in which the engine runs requests of (prompt, output) tokens that all
-    arrive at once.
+    """Return the sizes of the steps in which the engine runs requests of (prompt, output) tokens
+    that all arrive at once.
 
-    config: resolved, with num_blocks. Every prompt is its own, so the prefix cache plays no part.
+    config: resolved, with num_blocks. All prompts differ, so the prefix cache has no effect.
     """
     assert config.num_blocks is not None and config.max_model_len is not None
     scheduler = Scheduler(
@@ -185,7 +185,7 @@ def simulate(config: EngineConfig, lengths: Sequence[tuple[int, int]]) -> dict[s
             sizes["decode"][len(draws)] += max(draws)
         else:
             sizes["prefill"][plan.num_tokens] += 1
-        # Whatever is drawn: only lengths end a request.
+        # The tokens do not matter: only lengths end a request.
         tokens, logprobs = [[0] * n for n in draws], [[0.0] * n for n in draws]
         result = StepResult(weight_version=0, num_drawn=draws, tokens=tokens, logprobs=logprobs)
         commit(scheduler.queues, plan, result)
@@ -195,7 +195,7 @@ def simulate(config: EngineConfig, lengths: Sequence[tuple[int, int]]) -> dict[s
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """A JSON object: the whole file, or its last line, as bench.py prints it."""
+    """Return the JSON object of a file: all of it, or its last line, as bench.py prints it."""
     text = path.read_text(encoding="utf-8").strip()
     for part in (text, text.rpartition("\n")[2]):
         with contextlib.suppress(ValueError):
@@ -205,7 +205,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def record_sizes(record: dict[str, Any], source: Any) -> dict[str, Sizes]:
-    """The record's "step_sizes", or the record itself."""
+    """Return the record's "step_sizes", or the record itself if it has none."""
     counts, sizes = record.get("step_sizes", record), dict[str, Sizes]()
     with contextlib.suppress(AttributeError, TypeError, ValueError):
         for phase in PHASES:
@@ -218,7 +218,7 @@ def record_sizes(record: dict[str, Any], source: Any) -> dict[str, Sizes]:
 
 
 def read_lengths(path: Path) -> list[tuple[int, int]]:
-    """(prompt, output) tokens: a JSON list of pairs, or one pair a line."""
+    """Return (prompt, output) tokens from a JSON list of pairs, or from one pair a line."""
     text = path.read_text(encoding="utf-8").strip()
     lines = [text] if text.startswith("[[") else [f"[{line}]" for line in text.splitlines() if line]
     try:
@@ -236,7 +236,7 @@ def read_lengths(path: Path) -> list[tuple[int, int]]:
 def costs_of(
     args: argparse.Namespace, record: dict[str, Any], sizes: dict[str, Sizes], now: EngineConfig
 ) -> dict[str, Cost]:
-    """The flags, else the defaults at the record's speed."""
+    """Return the costs that the flags give, else the defaults scaled to the record's speed."""
     costs = {}
     for phase, cost in DEFAULTS.items():
         if record.get("compiles"):
@@ -253,15 +253,15 @@ def costs_of(
 
 
 def engine_config(args: argparse.Namespace, longest: int) -> EngineConfig:
-    """Settings as they are now, resolved; without num_blocks, a pool in which nothing is ever
-    preempted.
+    """Return the current settings, resolved; without num_blocks, the pool is so large that nothing
+    is ever preempted.
     """
     settings = read_record(args.config) if args.config is not None else {}
     try:
         config = EngineConfig(**settings | engine_settings(args))
     except TypeError as e:
         raise ConfigError(f"{args.config}: {e}") from e
-    # Of the model, only the longest context counts here.
+    # Only the longest context of the model matters here.
     length = max(longest, config.max_model_len or 1)
     model = dataclasses.replace(common.MODELS["tiny"], max_position_embeddings=length)
     config = config.resolve(model, on_cpu=jax.default_backend() == "cpu")
@@ -287,9 +287,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     source.add_argument("--record", type=Path, help=f"JSON with step_sizes: {what}")
     source.add_argument("--lengths", type=Path, help=f"JSON of (prompt, output) tokens: {what}")
     add("--out", type=Path, help="write the tuned token_buckets and seq_buckets here")
-    add("--buckets", type=int, help="at most so many that steps use, in each table")
-    add("--runs-per-compile", type=float, default=1.0, help="such runs in a compiled step's life")
-    add("--multiple", type=int, default=8, help="of which each bucket is one (default: 8)")
+    add("--buckets", type=int, help="buckets that steps use in each table, at most")
+    add(
+        "--runs-per-compile",
+        type=float,
+        default=1.0,
+        help="how many such runs a compiled step lasts",
+    )
+    add("--multiple", type=int, default=8, help="every bucket is a multiple of this (default: 8)")
     add("--step-seconds", type=float, help="a, of either phase")
     add("--prefill-seconds", type=float, help="b of a padded token")
     add("--decode-seconds", type=float, help="b of a padded row")

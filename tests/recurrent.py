@@ -17,7 +17,8 @@ from jpaged.models.layers.linear import Linear, StepContext
 from jpaged.models.layers.scratch import Scratch, StepSizes
 from jpaged.models.param_spec import Parameters, ParamSpec
 from jpaged.models.record import Field, Record
-from jpaged.models.rows import Rows
+from jpaged.models.rows import Rows, Slots, State
+from kernels_pallas.packed_rows import PackedRows
 from tests.tiny import CONFIG
 
 
@@ -52,7 +53,24 @@ class RecurrentConfig:
     def keeps(self) -> tuple[Record, ...]:
         state = Field("state", (self.num_heads, self.key_dim, self.value_dim), 0, jnp.float32)
         inputs = Field("inputs", (self.width - 1, self.num_heads, self.channels), split=1)
-        return (Record(fields=(state, inputs), per="block"),)
+        replayed = tuple(
+            Field(name, (self.num_heads, self.channels), 0, dtype)
+            for name, dtype in (("convolved", jnp.float32), ("inputs", None))
+        )
+        return (Record(fields=(state, inputs), per="block", replayed=replayed),)
+
+    def replay(self, tokens: State, pool: State, rows: PackedRows, step: StepContext) -> State:
+        convolved, u = tokens["convolved"], tokens["inputs"]
+        packed = Rows(
+            start_loc_S1=rows.query_start_loc_S1,
+            first_S=rows.start_S,
+            row_T=rows.row_of(u.shape[0]),
+            length=None,
+        )
+        slots = Slots(pool=pool, read_S=rows.read_S, written_S=rows.write_S)
+        old = slots.read()
+        _, state = scan(convolved, old["state"], packed)
+        return slots.written({"state": state, "inputs": last_inputs(u, old["inputs"], packed)})
 
     def scratch(self, step: StepSizes) -> Scratch:
         of_row = 4 * self.num_heads * self.key_dim * self.value_dim
@@ -95,6 +113,7 @@ class Recurrent:
         o_TJD, state = scan(c_TJC, old["state"], rows)
         new = {"state": state, "inputs": last_inputs(u_TJC, old["inputs"], rows)}
         kv = kv.with_state(place, new)
+        kv = kv.with_replayed(place, {"convolved": c_TJC, "inputs": u_TJC})
         return self.out(o_TJD.astype(x.dtype).reshape(*x.shape[:-1], -1), step), kv
 
 

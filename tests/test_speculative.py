@@ -205,9 +205,10 @@ def test_a_full_batch_drafts_nothing() -> None:
 
 def test_what_is_refused() -> None:
     params = make_params(0, MODEL)
-    for method in ("medusa", "mtp"):
-        with pytest.raises(UnsupportedError, match=f"method='{method}' is not built"):
-            LLM(params, speculative={"method": method})
+    with pytest.raises(UnsupportedError, match="method='medusa' is not built"):
+        LLM(params, speculative={"method": "medusa"})
+    with pytest.raises(ConfigError, match="method='mtp' needs a model: a folder"):
+        LLM(params, speculative={"method": "mtp"})
     other = make_params(1, config(vocab_size=90))
     with pytest.raises(ConfigError, match="vocab_size=90, the model has 97"):
         LLM(params, **dict[str, Any](SMALL, speculative=drafting(other)))
@@ -216,7 +217,7 @@ def test_what_is_refused() -> None:
         LLM(params, **dict[str, Any](SMALL, speculative=drafting(short)))
     with pytest.raises(ConfigError, match="method='draft' needs a model"):
         LLM(params, **dict[str, Any](SMALL, speculative={"method": "draft"}))
-    with pytest.raises(ConfigError, match="only with method='draft' or 'eagle'"):
+    with pytest.raises(ConfigError, match="only with method='draft', 'eagle' or 'mtp'"):
         LLM(params, speculative={"model": "folder"})
     with pytest.raises(ConfigError, match="a config takes a folder"):
         EngineConfig(speculative={"method": "draft", "model": params})  # pyright: ignore[reportArgumentType]
@@ -306,5 +307,5 @@ def test_the_memory_plan_counts_both() -> None:
     alone = jpaged.plan_memory(MODEL, how, compiled=False)
     both = jpaged.plan_memory(MODEL, how, draft=DRAFT, compiled=False)
     assert both.weights > alone.weights and both.needs.total > alone.needs.total
-    assert [size for size, _ in both.pool.groups][:1] == [size for size, _ in alone.pool.groups]
+    assert both.pool.groups[:1] == alone.pool.groups
     assert len(both.pool.groups) == 2 and both.num_blocks == alone.num_blocks

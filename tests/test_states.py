@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 import jpaged
 from jpaged import LLM, EngineConfig, Params, RequestOutput, SamplingParams, kept
-from jpaged.errors import ConfigError, UnsupportedError
+from jpaged.errors import ConfigError
 from jpaged.models.layers.conv import ConvConfig
 from jpaged.runtime import memory
 from jpaged.runtime.footprint import form_of, probe_runner
@@ -258,15 +258,6 @@ def test_states_are_asked_of_models_that_keep_them() -> None:
         engine(num_states=1)
 
 
-def test_nothing_is_guessed_ahead() -> None:
-    """A model with states takes no guesses, and none guesses for another."""
-    with pytest.raises(UnsupportedError, match=r"speculative: method='ngram': this model keeps a"):
-        LLM(PARAMS, **vars(engine(speculative={"method": "ngram"})))
-    drafts: dict[str, Any] = vars(engine()) | {"speculative": {"method": "draft", "model": PARAMS}}
-    with pytest.raises(UnsupportedError, match=r"speculative: method='draft': this model keeps a"):
-        LLM(make_params(), **drafts).generate(PROMPTS, GREEDY)
-
-
 def test_a_pool_that_grows() -> None:
     """States for a power of two of the sequences of a call, and no fewer ever after."""
     settings = dataclasses.replace(CROWDED, num_blocks=None)
@@ -297,7 +288,7 @@ def test_states_take_no_more_than_keys_and_values() -> None:
     assert pool.states is not None
     rest = sum(plenty.account.values()) - plenty.account["pool"]
     short = planned((rest + 100 * pool.states.nbytes) / 2**30)
-    keys = short.num_blocks * pool.groups[0][0]
+    keys = short.num_blocks * pool.groups[0].nbytes
     assert short.waste >= 0 and short.num_states < 64 * 3
     assert 0 <= keys - short.num_states * pool.states.nbytes < pool.states.nbytes
     assert short.num_seqs == short.num_states // 2 < 64
@@ -336,3 +327,13 @@ def test_bits_are_those_of_a_request_alone() -> None:
     sizes: dict[str, Any] = {"max_num_batched_tokens": 7, "token_buckets": (7,), "max_num_seqs": 3}
     settings = engine(num_blocks=200, deterministic=True, seq_buckets=(3,), **sizes)
     assert bits(LLM(params, **vars(settings)), PROMPTS) == alone
+
+
+def test_fewer_states_than_rows_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    """A row that runs needs two: with room for 6, three rows run of the 12 that are asked for."""
+    llm = LLM(PARAMS, **vars(dataclasses.replace(CROWDED, num_blocks=None, num_states=6)))
+    assert "3 sequences run at once, not max_num_seqs=12" in caplog.text
+    llm.close()
+    caplog.clear()
+    LLM(PARAMS, **vars(dataclasses.replace(CROWDED, num_blocks=None))).close()
+    assert "run at once" not in caplog.text

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
@@ -34,6 +35,9 @@ from jpaged.models.layers.parallel_ffn import ParallelFFNConfig
 from jpaged.models.layers.per_layer import PerLayerConfig
 from jpaged.models.layers.rope import RopeConfig
 from jpaged.models.layers.router import RouterConfig
+from jpaged.runtime.choices import choose
+from jpaged.runtime.kv_cache import pool_specs
+from jpaged.runtime.mesh import Placement
 from tests.tiny import EOS, assert_idle, dense_greedy, dense_logprobs, make_params, make_prompts
 from tests.tiny import engine as engine_config
 
@@ -143,6 +147,21 @@ def test_groups() -> None:
     form = [(g.layers, g.window, g.num_kv_heads, g.head_dim, g.value_dim) for g in groups]
     assert form == [((0,), 7, 2, 16, 16), ((1,), None, 1, 32, 32), ((2,), 7, 4, 16, 8)]
     assert kv_places(MODEL) == [((i, 0),) for i in (0, 1, 2, 0, 1)]
+
+
+def test_pools_hold_values_at_their_width() -> None:
+    """Of a block in bytes, with scales in 8 bits: K keys and K values of a token, each as wide as
+    it is.
+    """
+    settings = CROWDED.resolve(MODEL)
+    for kv_dtype, size, of_scales in ((None, 4, 0), ("int8", 1, 4)):
+        config = dataclasses.replace(settings, kv_cache_dtype=kv_dtype)
+        place = Placement(mesh=None, axis=None, device=jax.devices()[0])
+        kernels = choose(MODEL, config, place, jnp.float32).attention
+        pools = pool_specs(MODEL, config, place, kernels, 24, jnp.float32)
+        heads = ((2, 16, 16), (1, 32, 32), (4, 16, 8))
+        tokens = [k * (size * (d + v) + 2 * of_scales) for k, d, v in heads]
+        assert [x.block_bytes for x in pools] == [settings.block_size * n for n in tokens]
 
 
 def test_layers_that_cannot_read_others_keys() -> None:

@@ -25,6 +25,7 @@ from jpaged.checkpoint.tensors import DTYPES, SLAB_BYTES, check_fit, first_line
 from jpaged.checks import read_json
 from jpaged.errors import CheckpointError, UnsupportedError
 from jpaged.models.config import ModelConfig
+from jpaged.models.draft_head import HeadConfig, MTPConfig
 from jpaged.models.families import FAMILIES
 from jpaged.models.hf_config import format_of
 from jpaged.models.layers.attention import AttentionConfig
@@ -70,8 +71,11 @@ def hf_weights(folder: Path, config: ModelConfig) -> dict[str, Weight]:
     Names, shapes, dtypes and file sizes have all been checked then, and no tensor has been read.
     """
     entries = find_entries(folder)
-    if config.is_head:
+    head = config.draft_head
+    if isinstance(head, HeadConfig):
         entries = head_entries(entries)
+    elif head is not None:
+        entries = mtp_entries(folder, entries, config, head)
     elif "fc.weight" in entries:
         raise UnsupportedError(
             f"{folder}: with its fc.weight it is a head of EAGLE 1 or 2: of heads that guess, "
@@ -80,7 +84,7 @@ def hf_weights(folder: Path, config: ModelConfig) -> dict[str, Weight]:
     elif FAMILIES[config.family].text_of is not None:
         entries = _text_entries(entries)
     family, unread = FAMILIES[config.family], _unread(config)
-    if unread is not None:
+    if unread is not None and head is None:
         entries = {name: e for name, e in entries.items() if not unread.match(name)}
     names = stored_names(config)
     stacked: dict[str, list[Piece]] = {}
@@ -93,7 +97,7 @@ def hf_weights(folder: Path, config: ModelConfig) -> dict[str, Weight]:
         rows = stored.first + stored.shape[0]  # the last part of a tensor ends it
         wanted[stored.name] = max((rows, *stored.shape[1:]), wanted.get(stored.name, ()))
     raw = read_json(folder / "config.json", CheckpointError)
-    quantization = None if config.is_head else format_of(raw)
+    quantization = None if isinstance(head, HeadConfig) else format_of(raw)
     allowed: dict[str, tuple[str, ...]] = {
         name: ("U8",) for name in wanted if name.endswith(MXFP4_ENDS)
     }
@@ -159,6 +163,27 @@ def head_entries(entries: dict[str, Entry]) -> dict[str, Entry]:
         short = re.sub(r"^(model\.)?(embed_tokens|norm)\.", r"model.\2.", short)
         tensors[re.sub(r"^model\.(?=fc\.|lm_head\.|d2t|t2d)", "", short)] = entry
     return {name: entry for name, entry in tensors.items() if name not in ("d2t", "t2d")}
+
+
+def mtp_entries(
+    folder: Path, entries: dict[str, Entry], config: ModelConfig, head: MTPConfig
+) -> dict[str, Entry]:
+    """Return the tensors of an MTP head under the names of a model of one layer. CheckpointError
+    where the files have none.
+    """
+    family = FAMILIES[config.family]
+    assert family.mtp is not None and family.unread is not None
+    begins = re.compile(family.unread.replace("{L}", str(head.target_layers)))
+    tensors = {}
+    for name, entry in entries.items():
+        ours = family.mtp.ours(name, head.target_layers) if begins.match(name) else None
+        if ours is not None:
+            tensors[ours] = entry
+    if not tensors:
+        raise CheckpointError(
+            f"{folder}: no tensor begins with {begins.pattern}: these files have no MTP head"
+        )
+    return tensors
 
 
 def _text_entries(entries: dict[str, Entry]) -> dict[str, Entry]:

@@ -17,6 +17,7 @@ from jpaged.checkpoint.tensors import flat, float_dtype
 from jpaged.checks import read_json
 from jpaged.errors import CheckpointError, ConfigError
 from jpaged.models.config import ModelConfig
+from jpaged.models.mtp import mtp_config
 from jpaged.models.param_spec import ParamSpec
 from jpaged.models.params import Params, choose_tensor_axis, nest, param_specs
 from jpaged.models.quantized import is_quantized
@@ -34,6 +35,7 @@ def load_params(
     dtype: Any = None,
     mesh: Mesh | None = None,
     dequantize: bool = False,
+    mtp: bool = False,
     each: Callable[[ParamSpec, Any, ModelConfig], Any] | None = None,
 ) -> Params:
     """Return Params from a Hugging Face folder (safetensors), an Orbax folder with a config.json,
@@ -44,7 +46,8 @@ def load_params(
     its tensor axis splits KV heads, FFN and vocabulary as `param_specs` says; None is jax's default
     device. Linear weights that the files hold in 8 or 4 bits stay so where they can (not on a mesh
     of several processes), as QuantizedWeights that stand for weights of this dtype (None:
-    bfloat16); dequantize makes all of them plain. each: takes (ParamSpec, array, ModelConfig) of a
+    bfloat16); dequantize makes all of them plain. mtp: the head that the files have to guess a
+    further token, in place of the model. each: takes (ParamSpec, array, ModelConfig) of a
     plain parameter once it is on its device, and returns what is kept of it.
 
     Names, shapes, dtypes and file sizes are all checked before the first tensor is read. Host
@@ -53,7 +56,7 @@ def load_params(
     Raises CheckpointError (missing, damaged, unsafe, misfit) and ConfigError (architecture, dtype
     or mesh cannot work).
     """
-    return read_params(path, dtype=dtype, mesh=mesh, dequantize=dequantize, each=each)
+    return read_params(path, dtype=dtype, mesh=mesh, dequantize=dequantize, mtp=mtp, each=each)
 
 
 def read_params(
@@ -62,6 +65,7 @@ def read_params(
     dtype: Any = None,
     mesh: Mesh | None = None,
     dequantize: bool = False,
+    mtp: bool = False,
     each: Callable[[ParamSpec, Any, ModelConfig], Any] | None = None,
     quantization: str | None = None,
 ) -> Params:
@@ -72,6 +76,8 @@ def read_params(
     target = None if dtype is None else float_dtype(dtype)
     folder = local_folder(path)
     config = read_config(folder)
+    if mtp:
+        config = mtp_config(config)
     weights = find_weights(folder, config)
     specs: dict[str, Any] = {}
     placer = Placer(lambda _: None)

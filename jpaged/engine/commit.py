@@ -1,13 +1,25 @@
 """commit: take what a dispatch computed into its sequences; those that stop leave."""
 
+from typing import NamedTuple
+
+from jpaged.engine.cache.kinds import Replay
 from jpaged.engine.plan import Plan, PlanEntry, StepResult
 from jpaged.engine.queues import Queues
 from jpaged.engine.sequence import Candidates, Request, Sequence, Status
 
 
-def commit(queues: Queues, plan: Plan, result: StepResult) -> list[Request]:
-    """Append tokens, hash full blocks, end the sequences that stop. Return the requests that must
-    choose among what their rows were offered (Request.steer).
+class Committed(NamedTuple):
+    """What follows of a step that was committed. to_steer: the requests that must choose among what
+    their rows were offered (Request.steer). replays: of rows whose guesses were right, those of a
+    row in order, which come before any other step.
+    """
+
+    to_steer: list[Request]
+    replays: list[list[Replay]]
+
+
+def commit(queues: Queues, plan: Plan, result: StepResult) -> Committed:
+    """Append tokens, hash full blocks, end the sequences that stop.
 
     Tokens of a sequence that ended while the dispatch was in flight are surplus: neither emitted
     nor hashed.
@@ -15,10 +27,12 @@ def commit(queues: Queues, plan: Plan, result: StepResult) -> list[Request]:
     if result.prompt_logprobs is not None or result.states is not None:
         _take_scores(plan, result)
     to_steer: dict[Request, None] = {}
-    drawn = 0
+    replays: list[list[Replay]] = []
+    drawn = computed = 0
     for entry in plan.entries:
-        seq, at = entry.seq, drawn
+        seq, at, place = entry.seq, drawn, computed
         drawn += len(entry.run) or entry.draws > 0
+        computed += entry.num_tokens
         is_surplus = seq.status is Status.FINISHED
         if is_surplus:
             pass
@@ -35,17 +49,23 @@ def commit(queues: Queues, plan: Plan, result: StepResult) -> list[Request]:
             # Preempted meanwhile: it waits for its request, not for blocks.
             queues.waiting.remove(seq)
         elif entry.guesses:
-            _append_verified(queues, entry, at, result)
+            tables = seq.block_tables  # its own until the next plan, also if it ends here
+            count = _append_verified(queues, entry, at, result)
+            if not queues.blocks.can_rewind:
+                replays.append(queues.blocks.replays(tables, place, entry.start, count))
         else:
             _append_drawn(queues, entry, at, result)
         seq.arrive(entry.epoch, entry.draws)
-    return list(to_steer)
+    return Committed(list(to_steer), replays)
 
 
 def _close_written(queues: Queues, entry: PlanEntry, num_tokens: int) -> None:
-    """Hash what a decode has filled, if the row still holds the blocks that it was planned with."""
+    """Hash what a decode has filled, if the row still holds the blocks that it was planned with. Of
+    a run of guesses a replay writes the state after every block; of one that is certain the step
+    itself has written that after the last.
+    """
     if entry.epoch == entry.seq.epoch and num_tokens % queues.blocks.block_size == 0:
-        step_end = entry.end if entry.run else num_tokens
+        step_end = entry.end if entry.run and not entry.guesses else num_tokens
         queues.blocks.cache.close(entry.seq, num_tokens, step_end)
 
 
@@ -65,16 +85,18 @@ def _append_drawn(queues: Queues, entry: PlanEntry, row: int, result: StepResult
     assert count == entry.draws, f"{seq!r}: stopped on the device alone"
 
 
-def _append_verified(queues: Queues, entry: PlanEntry, row: int, result: StepResult) -> None:
+def _append_verified(queues: Queues, entry: PlanEntry, row: int, result: StepResult) -> int:
     """Append what was drawn after each token of a run, up to the first draw that differs from the
     guess after it: later draws followed a token that is not in the text. KV of what was refused is
-    written over; it is never hashed.
+    written over; it is never hashed. Return how many tokens were appended: of as many of the run
+    the KV counts.
     """
-    seq, right = entry.seq, 0
+    seq, right, appended = entry.seq, 0, 0
     count = len(entry.run) if seq.structured is None else seq.num_masked
     for i, guess in enumerate((*entry.run[1:], None)[:count]):
         _close_written(queues, entry, entry.start + i + 1)
         _append(queues, seq, row + i, 0, result)
+        appended += 1
         if seq.status is Status.FINISHED or seq.token_ids[-1] != guess:
             break
         right += 1
@@ -82,6 +104,7 @@ def _append_verified(queues: Queues, entry: PlanEntry, row: int, result: StepRes
         queues.drafter.learn(seq, len(entry.run) - 1, right)
     if seq.status is Status.RUNNING and entry.epoch == seq.epoch:
         seq.go_on_from(len(seq) - 1)
+    return appended
 
 
 def _append(queues: Queues, seq: Sequence, row: int, step: int, result: StepResult) -> None:

@@ -4,7 +4,7 @@ from typing import Protocol
 
 import numpy as np
 
-from jpaged.engine.cache.kinds import GroupSize
+from jpaged.engine.cache.kinds import GroupSize, Replay
 from jpaged.engine.packing import Batch
 from jpaged.engine.plan import StepResult
 from jpaged.engine.shapes import StepShapes
@@ -37,6 +37,12 @@ class Device(Protocol):
 
     def fetch(self, handle: StepHandle) -> list[StepResult]:
         """Wait for a step and return the result of each replica."""
+        ...
+
+    def replay(self, handle: StepHandle, rounds: list[list[list[Replay]]]) -> None:
+        """Write the states of a step with guesses, a round after the other: the replays of each
+        replica that do not read what another of the same round writes.
+        """
         ...
 
     @property

@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from collections.abc import Sequence as List
 from typing import NamedTuple
 
-from jpaged.combinations import Facts, check_combination
 from jpaged.config import EngineConfig
 from jpaged.engine.cache.block_manager import BlockManager
+from jpaged.engine.cache.kinds import Replay
 from jpaged.engine.cache.prefix_cache import Contents
 from jpaged.engine.cache.store import BlockStore, HostStore, Move, Slot
 from jpaged.engine.commit import commit
@@ -91,7 +91,6 @@ class Engine:
         self.replicas = self._new_replicas(num_replicas)
         blocks = self.replicas[0].blocks
         self.most_tokens = blocks.most_tokens  # of a sequence that a pool could hold alone
-        check_combination(Facts(config=config, has_state=not blocks.can_rewind))
         self._router = Router(
             num_replicas, blocks.cache, remembered=num_replicas * blocks.num_blocks
         )
@@ -389,10 +388,14 @@ class Engine:
         results, fetch_ended_at = self.runner.fetch(oldest.handle), time.perf_counter()
         if oldest.reads:
             self._finish_reads(oldest.reads)
+        replays = list[list[list[Replay]]]()
         for replica, plan, result in zip(self.replicas, oldest.plans, results, strict=True):
-            if plan.entries:
-                for request in commit(replica.queues, plan, result):
-                    request.steer(replica.queues)
+            done = commit(replica.queues, plan, result)
+            replays.append(done.replays)
+            for request in done.to_steer:
+                request.steer(replica.queues)
+        if any(replays):
+            self.runner.replay(oldest.handle, _rounds(replays))
         took = self.stats.time(
             oldest.whole,
             dispatched_at=oldest.started,
@@ -456,6 +459,17 @@ class Engine:
             max_loras=config.max_loras,
             drafter=self.drafter,
         )
+
+
+def _rounds(replays: List[List[List[Replay]]]) -> list[list[list[Replay]]]:
+    """Return the first replay of each row, then the second ones, and so on: a list for each
+    replica.
+    """
+    most = max(len(of_row) for of_replica in replays for of_row in of_replica)
+    return [
+        [[of_row[i] for of_row in of_replica if i < len(of_row)] for of_replica in replays]
+        for i in range(most)
+    ]
 
 
 def _summed(reports: list[Report]) -> Report:

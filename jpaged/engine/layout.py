@@ -15,7 +15,14 @@ import numpy as np
 
 from jpaged.config import EngineConfig, has_head_adapters
 from jpaged.engine.sequence import Sequence
-from jpaged.engine.shapes import DecodeShape, DraftShape, PrefillShape, SampleShape, Shape
+from jpaged.engine.shapes import (
+    DecodeShape,
+    DraftShape,
+    PrefillShape,
+    ReplayShape,
+    SampleShape,
+    Shape,
+)
 from jpaged.sampling_params import LOGPROBS_MODES
 
 INT32_MAX = int(np.iinfo(np.int32).max)
@@ -76,9 +83,11 @@ def input_sections(shape: Shape, config: EngineConfig) -> Layout:
 
     logits_indices: places among the packed tokens after which a token is drawn. follows: 1 for a
     row whose last token is the one that its device row drew last. adapters: the slot of each row,
-    max_loras where it has none; a draw has them where the head can have adapters. scored: places
-    among the packed tokens after which a token of the prompt is scored, num_scored of them; targets
-    and candidates are the token itself and others, in the same order.
+    max_loras where it has none; a draw has them where the head can have adapters. guesses: 1 for a
+    row whose tokens may be wrong. A replay has the place of each of its tokens among those of the
+    step before, the position of each row's first one, and by group the blocks that it reads and
+    writes. scored: places among the packed tokens after which a token of the prompt is scored,
+    num_scored of them; targets and candidates are the token itself and others, in the same order.
     """
     assert config.seq_buckets is not None
     rows, most = shape.rows, config.seq_buckets[-1]
@@ -88,6 +97,10 @@ def input_sections(shape: Shape, config: EngineConfig) -> Layout:
         if has_head_adapters(config):
             sections["adapters"] = (most,)
         return _lay_out(sections | {"follows": (most,)})
+    if isinstance(shape, ReplayShape):
+        sections = {"places": (shape.tokens,), "query_start_loc": (rows + 1,), "starts": (rows,)}
+        blocks = (shape.tables, rows)
+        return _lay_out(sections | {"read_blocks": blocks, "written_blocks": blocks})
     assert isinstance(shape, PrefillShape | DecodeShape | DraftShape)
     sections = {"tokens": (shape.tokens,), "context_lens": (rows,)}
     sections["block_tables"] = (shape.tables, rows, shape.blocks)
@@ -100,6 +113,8 @@ def input_sections(shape: Shape, config: EngineConfig) -> Layout:
     if isinstance(shape, PrefillShape):
         sections |= {"query_start_loc": (rows + 1,), "logits_indices": (most,)}
         sections["device_rows"] = (rows,)
+        if config.speculative is not None:
+            sections["guesses"] = (rows,)
         if shape.scores:
             tokens = (shape.tokens,)
             sections |= {"scored": tokens, "num_scored": (1,), "targets": tokens}

@@ -14,6 +14,7 @@ import numpy as np
 
 from jpaged.config import EngineConfig
 from jpaged.engine.adapters import Loads
+from jpaged.engine.cache.kinds import Replay
 from jpaged.engine.layout import (
     CONTROLS,
     INT32_MAX,
@@ -28,6 +29,7 @@ from jpaged.engine.shapes import (
     DecodeShape,
     DraftShape,
     PrefillShape,
+    ReplayShape,
     SampleShape,
     Shape,
     StepShapes,
@@ -162,6 +164,27 @@ def join(parts: List[Batch], config: EngineConfig) -> Batch:
     )
 
 
+def pack_replays(
+    replays: List[List[Replay]], shape: ReplayShape, config: EngineConfig
+) -> np.ndarray:
+    """Lay out a round of replays, a list for each replica. Padding has no tokens and no blocks."""
+    parts = list[np.ndarray]()
+    for of_replica in replays:
+        packed, view = _views(shape, config)
+        view["read_blocks"][:], view["written_blocks"][:] = -1, -1
+        end = 0
+        for row, replay in enumerate(of_replica):
+            first, end = end, end + replay.num_tokens
+            view["query_start_loc"][row] = first
+            view["places"][first:end] = range(replay.place, replay.place + replay.num_tokens)
+            view["starts"][row] = replay.start
+            view["read_blocks"][:, row] = replay.read
+            view["written_blocks"][:, row] = replay.written
+        view["query_start_loc"][len(of_replica) :] = end
+        parts.append(packed)
+    return np.concatenate(parts)
+
+
 def _no_copies(groups: int, config: EngineConfig) -> np.ndarray:
     assert config.seq_buckets is not None
     # A row writes one block of each group, so it needs one copy at most.
@@ -274,6 +297,8 @@ def _pack_tokens(view: Views, plan: Plan, config: EngineConfig) -> None:
             if "targets" in view and (positions := entry.scored):
                 _pack_scored(view, entry, positions, start, scored, len(starts))
                 scored += len(positions)
+            if entry.guesses:
+                view["guesses"][len(starts)] = 1
             starts.append(start)
             computed.append(entry)
             start = end

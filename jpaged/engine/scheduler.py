@@ -410,7 +410,9 @@ def run_entries(
     """
     entries = []
     for seq in rows:
-        steps = _steps_ahead(blocks, seq, len(runs.get(seq, ())) or 1, one_by_one=False)
+        # Of guesses, a state is written after every block; of what is certain, after the last.
+        most = len(runs.get(seq, ())) or 1
+        steps = _steps_ahead(blocks, seq, most, one_by_one=guesses)
         run = tuple(runs[seq][:steps]) if steps > 1 else ()
         start, guessed = seq.num_dispatched, guesses and steps > 1
         entry = dispatch(seq, start, steps, draws=steps, decodes=True, run=run, guesses=guessed)

@@ -35,7 +35,7 @@ class Shape:
     width.
     """
 
-    phase: ClassVar[Literal["prefill", "sample", "decode", "draft"]]
+    phase: ClassVar[Literal["prefill", "sample", "decode", "draft", "replay"]]
 
     tokens: int = 0
     rows: int
@@ -162,6 +162,21 @@ class DraftShape(Shape):
     blocks: int = 0
     steps: int = 1
     sampler: Sampler | None = "plain"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReplayShape(Shape):
+    """The states of rows of a prefill with guesses, made once it is known which are right."""
+
+    phase = "replay"
+
+    tables: int = 0
+
+    @classmethod
+    def after(cls, prefill: PrefillShape, config: EngineConfig) -> Self:
+        """Return the replay of what a prefill has kept."""
+        tokens = min(prefill.tokens, most_replayed(config))
+        return cls(tokens=tokens, rows=prefill.rows, tables=prefill.tables)
 
 
 # The shapes of a dispatch: of a prefill, decode or draft, and of the draw after it, None where no
@@ -299,6 +314,16 @@ def shape_table(
                         loras=loras,
                         scores=scores,
                     )
+
+
+def most_replayed(config: EngineConfig) -> int:
+    """Return how many tokens a step with guesses has at most: it draws after each of them. 0 where
+    nothing guesses.
+    """
+    if config.speculative is None:
+        return 0
+    assert config.seq_buckets is not None
+    return min(config.seq_buckets[-1], config.max_num_batched_tokens)
 
 
 def loras_of_draw(config: EngineConfig, *, has_adapters: bool) -> int:

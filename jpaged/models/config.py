@@ -12,7 +12,7 @@ from typing import Any, Self
 from jpaged.checks import at_least, positive, read_json
 from jpaged.errors import ConfigError, UnsupportedError
 from jpaged.models.alike import OPTIONS, Alike
-from jpaged.models.draft_head import HeadConfig
+from jpaged.models.draft_head import HeadConfig, MTPConfig
 from jpaged.models.hf_config import read_hf, write_hf
 from jpaged.models.layers.attention import AttentionConfig
 from jpaged.models.layers.embedding import EMBED
@@ -20,6 +20,7 @@ from jpaged.models.layers.experts import ExpertsConfig
 from jpaged.models.layers.layer import LayerConfig, check_layers
 from jpaged.models.layers.mlp import Activation, MLPConfig
 from jpaged.models.layers.norm import PLAIN_NORM, NormConfig
+from jpaged.models.layers.rope import RopeConfig
 from jpaged.models.layers.scratch import Scratch, StepSizes
 from jpaged.models.param_spec import ParamSpec
 from jpaged.models.record import Record
@@ -54,7 +55,7 @@ class ModelConfig:
     embedding_multiplier: float = 1.0
     logits_scaling: float = 1.0  # logits are divided by it
     final_logit_softcapping: float | None = None  # c: a logit z becomes c * tanh(z / c)
-    draft_head: HeadConfig | None = None  # an EAGLE-3 head, which guesses for another model
+    draft_head: HeadConfig | MTPConfig | None = None  # a head, which guesses for another model
     eos_token_ids: tuple[int, ...] = dataclasses.field(default=(), compare=False)
 
     def __init__(
@@ -71,7 +72,7 @@ class ModelConfig:
         embedding_multiplier: float = 1.0,
         logits_scaling: float = 1.0,
         final_logit_softcapping: float | None = None,
-        draft_head: HeadConfig | None = None,
+        draft_head: HeadConfig | MTPConfig | None = None,
         eos_token_ids: tuple[int, ...] = (),
         intermediate_size: int = UNSET,
         num_layers: int = UNSET,
@@ -128,7 +129,7 @@ class ModelConfig:
             raise ConfigError("layers=(): a model has at least one")
         check_layers(values["layers"])
         if draft_head is not None and len(values["layers"]) != 1:
-            raise ConfigError(f"{len(values['layers'])} layers: an EAGLE-3 head has one")
+            raise ConfigError(f"{len(values['layers'])} layers: an {draft_head.title} has one")
         values["norm"] = values["norm"] or values["layers"][0].norm
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -163,7 +164,7 @@ class ModelConfig:
 
     @property
     def is_head(self) -> bool:
-        """Whether it is an EAGLE-3 head, which guesses for another model."""
+        """Whether it is a head, which guesses for another model."""
         return self.draft_head is not None
 
     @property
@@ -249,14 +250,27 @@ class ModelConfig:
         return self.norm.eps
 
     @property
+    def rope(self) -> RopeConfig:
+        """The rotation of layers without a window, or of all where there are none of those."""
+        mixers = [x.mixer for x in self.layers if isinstance(x.mixer, AttentionConfig)]
+        rotating = [mixer for mixer in mixers if mixer.rope is not None]
+        ropes = {m.rope for m in rotating if m.window is None} or {m.rope for m in rotating}
+        if len(ropes) != 1:
+            problem = f"is one of {len(ropes)} by layer" if ropes else "is in no layer"
+            raise AttributeError(f"rope {problem}: read config.layers")
+        (rope,) = ropes
+        assert rope is not None
+        return rope
+
+    @property
     def rope_theta(self) -> float:
-        """The base of the rotation's frequencies, in layers without a window if there are such."""
-        return self.switches.rope_theta
+        """The base of the frequencies of `rope`."""
+        return self.rope.theta
 
     @property
     def rope_scaling(self) -> RopeScaling | None:
         """How these frequencies are scaled."""
-        return self.switches.rope_scaling
+        return self.rope.scaling
 
     @property
     def embedding_scale(self) -> float:
@@ -337,10 +351,10 @@ class ModelConfig:
 
     def to_hf(self) -> dict[str, Any]:
         """Return the config.json that `from_hf` reads back to an equal ModelConfig.
-        UnsupportedError for an EAGLE-3 head.
+        UnsupportedError for a head.
         """
         if self.draft_head is not None:
-            raise UnsupportedError("the config.json of an EAGLE-3 head is not written")
+            raise UnsupportedError(f"the config.json of an {self.draft_head.title} is not written")
         return write_hf(self)
 
 

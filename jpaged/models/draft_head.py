@@ -1,7 +1,10 @@
-"""HeadConfig: what the config of an EAGLE-3 head (models/eagle.py) says beside those of a model."""
+"""What the config of a head that guesses for a model says beside those of a model: HeadConfig of an
+EAGLE-3 head (models/eagle.py), MTPConfig of a layer that a checkpoint has for it (models/mtp.py).
+"""
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
+from typing import ClassVar
 
 from jpaged.models.layers.embedding import EMBED
 from jpaged.models.layers.scratch import Scratch, StepSizes
@@ -31,6 +34,8 @@ class HeadConfig:
     has_embed: bool = False
     has_lm_head: bool = True
     norm_before_residual: bool = False
+
+    title: ClassVar[str] = "EAGLE-3 head"
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -63,8 +68,7 @@ class HeadConfig:
 
     def keeps(self, record: Record, hidden_size: int) -> Record:
         """Return what the cache holds for a head whose layer alone would keep this record."""
-        hidden = Field(TARGET_HIDDEN, (hidden_size,))
-        return dataclasses.replace(record, fields=(*record.fields, hidden))
+        return _with_hidden(record, hidden_size)
 
     def scratch(self, step: StepSizes, hidden_size: int, vocab_size: int) -> Scratch:
         """Return what a step allocates for a head beside its layer: the model's hidden states,
@@ -74,3 +78,51 @@ class HeadConfig:
         widest = 2 * STATES * self.target_hidden_size + 8 * hidden_size
         guesses = 4 * step.sequences * (vocab_size + step.tokens)
         return Scratch(shared=step.rows * 2 * widest + guesses)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MTPConfig:
+    """The part of a ModelConfig of one layer that makes it an MTP head: `ModelConfig.draft_head`.
+
+    target_hidden_size, target_layers: of the model that it guesses for, in whose files it lies.
+    """
+
+    target_hidden_size: int
+    target_layers: int
+
+    title: ClassVar[str] = "MTP head"
+    aux_layers: ClassVar[tuple[int, ...]] = ()  # it takes what the model gives to its own head
+    has_embed: ClassVar[bool] = False
+    has_lm_head: ClassVar[bool] = False
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of a head's axes by their letters: none beside the model's."""
+        return {}
+
+    def params(
+        self, sizes: Mapping[str, int], layers: Iterable[ParamSpec], norm_init: Init
+    ) -> Iterator[ParamSpec]:
+        """Yield its parameters: see HeadConfig.params. It embeds and guesses by the model's."""
+        for name in ("embed_norm", "hidden_norm"):
+            yield ParamSpec(f"{name}.scale", "E", f"{name}.weight", norm_init).placed(sizes)
+        yield ParamSpec("fc.weight", "E, E+E", "fc.weight").placed(sizes)
+        yield from layers
+        yield ParamSpec("norm.scale", "E", "model.norm.weight", norm_init).placed(sizes)
+
+    def keeps(self, record: Record, hidden_size: int) -> Record:
+        """Return what the cache holds for a head whose layer alone would keep this record."""
+        return _with_hidden(record, hidden_size)
+
+    def scratch(self, step: StepSizes, hidden_size: int, vocab_size: int) -> Scratch:
+        """Return what a step allocates for a head beside its layer: the model's hidden states, and
+        pairs of them with embeddings; guesses over the vocabulary, and which entry is the first in
+        a slot.
+        """
+        guesses = 4 * step.sequences * (vocab_size + step.tokens)
+        return Scratch(shared=step.rows * 20 * hidden_size + guesses)
+
+
+def _with_hidden(record: Record, hidden_size: int) -> Record:
+    hidden = Field(TARGET_HIDDEN, (hidden_size,))
+    return dataclasses.replace(record, fields=(*record.fields, hidden))

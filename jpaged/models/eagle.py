@@ -15,11 +15,9 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from jpaged.combinations import Facts, check_combination
-from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
-from jpaged.models.draft_head import STATES, HeadConfig
-from jpaged.models.forward import Forward, bind, bind_layers
+from jpaged.models.draft_head import HeadConfig
+from jpaged.models.forward import Forward, bind_layers
 from jpaged.models.kv_view import KVView, Place
 from jpaged.models.layers.attention import Attention
 from jpaged.models.layers.embedding import Embedding
@@ -33,27 +31,10 @@ from jpaged.models.params import parameters
 from jpaged.models.trees import to_tree
 
 
-def fitted(config: ModelConfig, target: ModelConfig) -> ModelConfig:
-    """Return the config of a head with the layers of a model that it takes; ConfigError where the
-    head is not for that model.
-    """
-    head = config.draft_head
-    assert head is not None
-    check_combination(Facts(model=target, draft=config))
-    layers = head.aux_layers or (2, target.num_layers // 2, target.num_layers - 3)
-    if len(layers) != STATES or not all(0 <= i <= target.num_layers for i in layers):
-        raise ConfigError(
-            f"EAGLE-3 head: hidden states of layers {layers}: must be {STATES} of the model's "
-            f"{target.num_layers} (eagle_aux_hidden_state_layer_ids of its config.json)"
-        )
-    head = dataclasses.replace(head, aux_layers=tuple(layers))
-    return dataclasses.replace(config, draft_head=head)
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Head:
-    """The modules of a head, a pytree of their arrays. `bind_head` makes it.
+class EagleHead:
+    """The modules of a head, a pytree of their arrays. `bind_eagle` makes it.
 
     embed, head: None where those of the model that it guesses for serve, which is the argument
     `target` of its methods.
@@ -132,21 +113,16 @@ class Head:
         return jnp.take(jnp.concatenate([logits, none], axis=-1), place_V, axis=-1)
 
 
-def bind_any(config: ModelConfig, tree: Mapping[str, Any]) -> Forward | Head:
-    """Return the modules of a model, or of a head: see forward.bind."""
-    return bind_head(config, tree) if config.is_head else bind(config, tree)
-
-
-def bind_head(config: ModelConfig, tree: Mapping[str, Any]) -> Head:
+def bind_eagle(config: ModelConfig, tree: Mapping[str, Any]) -> EagleHead:
     """Return the head whose parameters are the leaves of a canonical tree; no array is copied."""
     head = config.draft_head
-    assert head is not None
+    assert isinstance(head, HeadConfig)
     weights = parameters(config, to_tree(tree))
     norm = RMSNorm.of(config.norm, weights["norm.scale"])
     hidden_norm = RMSNorm.of(config.norm, weights["layers.0.hidden_norm.scale"])
     assert norm is not None and hidden_norm is not None
     (layer,) = bind_layers(config, weights)
-    return Head(
+    return EagleHead(
         config=head,
         vocab_size=config.vocab_size,
         fc=Linear.of(weights["fc.weight"]),

@@ -12,6 +12,7 @@ from jpaged.models.layers.attention import AttentionConfig
 from jpaged.models.layers.layer import LayerConfig
 from jpaged.models.record import Record
 from jpaged.models.rows import Rows
+from kernels_pallas.paged_attention.interface import AttentionOptions
 
 # A step reads the state after the token before it: the last two tokens are all that is looked at.
 STATE_WINDOW = 2
@@ -79,6 +80,18 @@ def kv_places(config: ModelConfig) -> list[tuple[tuple[int, int], ...]]:
         if isinstance(layer.mixer, AttentionConfig) and layer.mixer.keys_of is not None:
             places[i] = places[layer.mixer.keys_of]
     return places
+
+
+def attention_options(config: ModelConfig) -> list[set[AttentionOptions]]:
+    """Return for each of kv_groups what the layers that read it ask of a kernel; nothing for
+    states.
+    """
+    options: list[set[AttentionOptions]] = [set() for _ in kv_groups(config)]
+    for layer, places in zip(config.layers, kv_places(config), strict=True):
+        if isinstance(layer.mixer, AttentionConfig):
+            for group, _ in places:
+                options[group].add(layer.mixer.options)
+    return options
 
 
 def dense_view(config: ModelConfig, x: Array) -> DenseKV:

@@ -6,9 +6,12 @@ from typing import Any, Protocol, Self
 import jax
 import jax.numpy as jnp
 
+from jpaged.errors import UnsupportedError
 from jpaged.models.layers.heads import Heads
 from jpaged.models.rows import Rows, Slots, State
-from kernels_pallas.paged_attention.interface import AttentionOptions
+from kernels_pallas.paged_attention.interface import AttentionOptions, unknown_options
+
+OPTIONS = ("scale", "soft_cap", "window", "value_dim", "sinks")  # that dense attention has
 
 
 @jax.tree_util.register_dataclass
@@ -31,6 +34,8 @@ class KVView(Protocol):
         old, rows = kv.state(place), kv.rows(place)
         y, new = scan(u, old, rows)
         kv = kv.with_state(place, new)
+
+    Where its record names what is `replayed`, it hands that over too, so that rows may guess.
     """
 
     def write(self, place: Place, qkv: Any, heads: Heads) -> tuple[Any, Self]:
@@ -75,6 +80,12 @@ class KVView(Protocol):
         """Return the view after such a kernel. pool: that of `slots` with the rows' new states."""
         ...
 
+    def with_replayed(self, place: Place, tokens: State) -> Self:
+        """Return the view that keeps what the rule of a state takes of each token: arrays [T,
+        *field.shape] by the names of Record.replayed. Nothing is kept where no step guesses.
+        """
+        ...
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,6 +122,8 @@ class DenseKV:
         written = self.newest[place.group]
         assert not isinstance(written, FirstState)
         k, v = written
+        if reason := unknown_options(options, OPTIONS):
+            raise UnsupportedError(f"dense attention: {reason}")
         if options.soft_cap is not None or sinks is not None or k.shape != v.shape:
             return _attention(q, k, v, options, sinks)
         local = None if options.window is None else (options.window - 1, 0)
@@ -141,6 +154,10 @@ class DenseKV:
     def with_slots(self, place: Place, pool: State) -> Self:
         """See KVView: nothing is kept."""
         return self.with_state(place, pool)
+
+    def with_replayed(self, place: Place, tokens: State) -> Self:
+        """See KVView: nothing is kept."""
+        return self
 
     def _first(self, place: Place) -> FirstState:
         first = self.newest[place.group]

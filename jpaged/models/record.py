@@ -22,10 +22,14 @@ class Field:
 class Record:
     """What one place in the cache holds. per: a place is a token, or a whole block, which holds the
     state after the last of its tokens.
+
+    replayed: of a state, what its rule takes of one token. A step over guesses keeps this in place
+    of the state, which is made of it once it is known which guesses are right.
     """
 
     fields: tuple[Field, ...]
     per: Literal["token", "block"] = "token"
+    replayed: tuple[Field, ...] = ()
 
     def __getitem__(self, name: str) -> Field:
         """Return the field of a name."""

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import logging
 import warnings
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -14,13 +15,14 @@ from jax import Array
 
 from jpaged.combinations import Facts, check_combination
 from jpaged.config import EngineConfig
+from jpaged.errors import UnsupportedError
 from jpaged.models.kv_groups import KVGroup
 from jpaged.models.layers.heads import Heads
 from kernels_pallas.implementation import CUDA
 from kernels_pallas.paged_attention import IMPLEMENTATIONS
 from kernels_pallas.paged_attention.interface import AttentionOptions, Options, Shapes
 from kernels_pallas.paged_attention.kv_write import write_kv
-from kernels_pallas.paged_attention.pool_layout import PoolLayout, pad
+from kernels_pallas.paged_attention.pool_layout import PoolLayout
 
 KV_DTYPES = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}  # by kv_cache_dtype
 log = logging.getLogger("jpaged")
@@ -30,12 +32,14 @@ log = logging.getLogger("jpaged")
 class Kernel:
     """An implementation of paged attention for one device's shapes; see `choose_kernel`.
 
-    name: key of IMPLEMENTATIONS. interpret: it is a Pallas kernel that runs on a CPU. writes_heads:
-    one kernel norms and rotates queries and keys and writes keys and values to the pool.
+    name: key of IMPLEMENTATIONS. value_dim: the width of a value where it is not that of a key.
+    interpret: it is a Pallas kernel that runs on a CPU. writes_heads: one kernel norms and rotates
+    queries and keys and writes keys and values to the pool.
     """
 
     name: str
     shapes: Shapes
+    value_dim: int | None = None
     interpret: bool = False
     writes_heads: bool = False
 
@@ -52,7 +56,7 @@ class Kernel:
     @property
     def pool_layout(self) -> PoolLayout:
         """The layout of a token's keys and values in the pool of one device."""
-        return self.module.pool_layout(self.shapes.num_kv_heads, self.shapes.head_dim)
+        return _layout(self.name, self.shapes, self.value_dim)
 
     def write(
         self,
@@ -70,11 +74,9 @@ class Kernel:
         """
         if self.writes_heads:
             return self._write_heads(qkv_TKXD, heads, pool, layer, slot_mapping_T, num_layers)
-        q_THD, k_TKD, v_TKD = heads(qkv_TKXD)
+        q_THD, k_TKD, v_TKV = heads(qkv_TKXD)
         with jax.named_scope("write_kv"):
-            v_TKD = pad(v_TKD, k_TKD.shape)  # a pool's keys and values are of one width
-            kv_TK2D = jnp.stack([k_TKD, v_TKD], axis=2)
-            kv = self.pool_layout.pack(kv_TK2D.reshape(k_TKD.shape[0], -1, k_TKD.shape[-1]))
+            kv = self.pool_layout.token(k_TKD, v_TKV)
             return q_THD, write_kv(pool, layer, kv, slot_mapping_T, num_layers=num_layers)
 
     def _write_heads(
@@ -120,6 +122,7 @@ class Kernel:
 
 def choose_kernel(
     group: KVGroup,
+    options: Collection[AttentionOptions],
     config: EngineConfig,
     dtype: Any,
     device: Any,
@@ -129,10 +132,11 @@ def choose_kernel(
 ) -> Kernel:
     """Return the kernel that config.attention names, or the fastest one that can run.
 
-    group: the layers that it serves. config: resolved. dtype: of the model. shards: devices that
-    the heads are split over. unfused: why no kernel can prepare attention in these layers. Raises
-    UnsupportedError if the named kernel cannot run. It may compile C++, so it is called when an
-    engine starts (see choices.py).
+    group: the layers that it serves. options: of attention in all layers that read this group.
+    config: resolved. dtype: of the model. shards: devices that the heads are split over. unfused:
+    why no kernel can prepare attention in these layers. Raises UnsupportedError if the named kernel
+    cannot run, or if none can. It may compile C++, so it is called when an engine starts (see
+    choices.py).
     """
     assert group.num_heads is not None, "what these layers keep is no kernel's"
     kv = config.kv_cache_dtype
@@ -146,42 +150,50 @@ def choose_kernel(
         num_rows=config.max_num_seqs,
         blocks_per_row=config.max_blocks_per_seq,
     )
+    value_dim = None if group.value_dim == group.head_dim else group.value_dim
     if config.attention != "auto":
-        reason = _unsupported(config.attention, shapes, device)
+        reason = _unsupported(config.attention, shapes, options, device)
         check_combination(Facts(config=config, no_kernel=reason or ""))
-        is_compiled = IMPLEMENTATIONS[config.attention].is_compiled_for(device.platform)
-        writes = _writes_heads(config.attention, unfused, shapes, device)
-        return Kernel(
-            name=config.attention, shapes=shapes, interpret=not is_compiled, writes_heads=writes
+        kernel = Kernel(
+            name=config.attention,
+            shapes=shapes,
+            value_dim=value_dim,
+            interpret=not IMPLEMENTATIONS[config.attention].is_compiled_for(device.platform),
         )
+        return _fused(kernel, unfused, device)
     refused: list[str] = []
     for name, implementation in IMPLEMENTATIONS.items():
         if implementation.is_compiled_for(device.platform):
-            reason = _unsupported(name, shapes, device)
+            reason = _unsupported(name, shapes, options, device)
             if reason is None:
                 if refused and implementation.platforms is None and device.platform != "cpu":
                     _warn_of_xla(refused, device)
-                writes = _writes_heads(name, unfused, shapes, device)
-                return Kernel(name=name, shapes=shapes, writes_heads=writes)
+                kernel = Kernel(name=name, shapes=shapes, value_dim=value_dim)
+                return _fused(kernel, unfused, device)
             log.info("attention='auto': not %s (%s)", name, reason)
             refused.append(f"{name}: {reason}")
-    raise AssertionError("one of them runs everywhere")
+    raise UnsupportedError(f"no kernel of attention can run here: {'; '.join(refused)}")
 
 
-def _writes_heads(name: str, unfused: str | None, shapes: Shapes, device: Any) -> bool:
-    """Return whether one kernel prepares attention: on CUDA, or if its kernels are interpreted.
+def _fused(kernel: Kernel, unfused: str | None, device: Any) -> Kernel:
+    """Return a kernel that prepares attention too: on CUDA, or if its kernels are interpreted.
 
     Elsewhere there are no launches to save, and the bits of XLA's kernels are kept. unfused: as in
     choose_kernel.
     """
-    if device.platform not in CUDA and IMPLEMENTATIONS[name].platforms != CUDA:
-        return False
+    if device.platform not in CUDA and IMPLEMENTATIONS[kernel.name].platforms != CUDA:
+        return kernel
     head_write: Any = importlib.import_module("kernels_pallas.paged_attention.head_write")
-    layout = IMPLEMENTATIONS[name].module().pool_layout
-    reason = unfused or head_write.unsupported(shapes, layout)
+    reason = unfused or head_write.unsupported(kernel.shapes, kernel.pool_layout)
     if reason is not None:
         log.info("attention is prepared by XLA (%s)", reason)
-    return reason is None
+    return dataclasses.replace(kernel, writes_heads=reason is None)
+
+
+def _layout(name: str, shapes: Shapes, value_dim: int | None) -> PoolLayout:
+    """Return the layout of one device's pool under an implementation."""
+    module = IMPLEMENTATIONS[name].module()
+    return module.pool_layout(shapes.num_kv_heads, shapes.head_dim, value_dim)
 
 
 def _warn_of_xla(refused: list[str], device: Any) -> None:
@@ -194,10 +206,14 @@ def _warn_of_xla(refused: list[str], device: Any) -> None:
     )
 
 
-def _unsupported(name: str, shapes: Shapes, device: Any) -> str | None:
+def _unsupported(
+    name: str, shapes: Shapes, options: Collection[AttentionOptions], device: Any
+) -> str | None:
     """Return why an implementation cannot run on a device, compiled or interpreted, or None."""
     implementation = IMPLEMENTATIONS[name]
     is_compiled = implementation.is_compiled_for(device.platform)
     if not is_compiled and device.platform != "cpu":
         return f"not on {device.platform}"
-    return implementation.module().unsupported(shapes, device if is_compiled else None)
+    unsupported = implementation.module().unsupported
+    reasons = (unsupported(shapes, x, device if is_compiled else None) for x in options)
+    return next((reason for reason in reasons if reason is not None), None)

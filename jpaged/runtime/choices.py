@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jpaged.combinations import Facts, check_combination
 from jpaged.config import EngineConfig
 from jpaged.models.config import ModelConfig
-from jpaged.models.kv_groups import kv_groups
+from jpaged.models.kv_groups import attention_options, kv_groups
 from jpaged.models.layers.attention import AttentionConfig
 from jpaged.models.layers.conv import ConvConfig
 from jpaged.models.layers.delta import DeltaConfig
@@ -35,7 +35,7 @@ from jpaged.runtime.mesh import Placement
 from kernels_cpu import library
 from kernels_cpu.linear import NativeProducts, is_width_supported
 from kernels_cpu.rates import rates
-from kernels_pallas import experts, gated_delta, paged_attention
+from kernels_pallas import experts, gated_delta, paged_attention, short_conv
 from kernels_pallas.experts.interface import Shapes
 from kernels_pallas.implementation import CUDA, Implementation
 
@@ -108,10 +108,12 @@ def choose(
     delta = _delta(share_of(model, shards), device)
     states_are_alike = delta is None or delta.is_batch_invariant()
     kernels = tuple(
-        choose_kernel(group, config, dtype, device, shards, unfused=unfused(served, group.layers))
+        choose_kernel(
+            group, options, config, dtype, device, shards, unfused=unfused(served, group.layers)
+        )
         if group.record.has_keys
         else None
-        for group in kv_groups(served)
+        for group, options in zip(kv_groups(served), attention_options(served), strict=True)
     )
     return Choices(
         dtype=dtype,
@@ -211,7 +213,7 @@ def layer_kernels(model: ModelConfig, choices: Choices) -> dict[str, str | None]
     convolves = any(isinstance(mixer, DeltaConfig | ConvConfig) for mixer in mixers)
     return {
         "gated_delta": _name_of(choices.delta, gated_delta.IMPLEMENTATIONS),
-        "short_conv": "xla" if convolves else None,  # kernels_pallas.short_conv: there is no other
+        "short_conv": short_conv.NAME if convolves else None,
         "experts": _name_of(choices.experts, experts.IMPLEMENTATIONS),
     }
 

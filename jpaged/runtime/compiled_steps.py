@@ -18,11 +18,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jpaged.engine.layout import input_sections
-from jpaged.engine.shapes import Shape
+from jpaged.engine.shapes import PrefillShape, ReplayShape, Shape
 from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
-from jpaged.models.eagle import Head, bind_any
 from jpaged.models.forward import Forward
+from jpaged.models.head_modules import Head, bind_any
 from jpaged.models.params import param_specs
 from jpaged.models.quantized import specs_of
 from jpaged.runtime import kv_cache
@@ -110,13 +110,14 @@ class CompiledSteps:
         hidden = self._struct(hidden_shape, self.form.dtype)
         mask = self._struct((bucket.tokens, self.setting.mask_words), jnp.int32)
         kv, rows, parts = state_spec.kv, state_spec.rows, self.placement.by_replica
+        replayed, replayed_specs = self._replayed(bucket)
         # Of each kind: arguments after the params, which is donated, their and the results' specs.
         args, donated, in_specs, out_specs = {
             "prefill": (
                 (state.kv, state.rows, packed),
                 1,
                 (kv, rows, parts),
-                (kv, *[parts] * 4),
+                (kv, *[parts] * 3, replayed_specs, parts),
             ),
             "sample": (
                 (hidden, state.rows, packed),
@@ -126,7 +127,8 @@ class CompiledSteps:
             ),
             "decode": ((state, packed), 1, (state_spec, parts), (state_spec, parts)),
             "draft": ((state.kv, state.rows, packed), 1, (kv, rows, parts), (kv, parts)),
-        }["prefill" if bucket.sampler is None else bucket.phase]
+            "replay": ((state.kv, replayed, packed), 1, (kv, replayed_specs, parts), kv),
+        }["prefill" if bucket.phase == "decode" and bucket.sampler is None else bucket.phase]
         if bucket.takes_masks:
             args, in_specs = (*args, mask), (*in_specs, parts)
         form, split = self._params(bucket)
@@ -211,6 +213,21 @@ class CompiledSteps:
             DeviceState(kv=self.kv, rows=rows),
             DeviceState(kv=self._kv_specs, rows=row_spec),
         )
+
+    def _replayed(self, bucket: Shape) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Return what the tokens of a prefill leave for a replay, as ShapeDtypeStructs and as
+        PartitionSpecs, by group with states; () and () for other steps.
+        """
+        count = min(bucket.tokens, self.setting.num_replayed)
+        if not count or not isinstance(bucket, PrefillShape | ReplayShape):
+            return (), ()
+        pools = [p for p in self.setting.own_pools if p.group.record.per == "block"]
+        specs = tuple(pool.replayed_specs(self.placement) for pool in pools)
+        shapes = tuple(
+            {name: self._struct(x.shape, x.dtype, of_pool[name]) for name, x in forms.items()}
+            for forms, of_pool in zip((pool.replayed(count) for pool in pools), specs, strict=True)
+        )
+        return shapes, specs
 
     def _struct(
         self, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec | None = None

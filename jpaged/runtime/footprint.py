@@ -19,15 +19,16 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
 from jpaged.checks import read_json
-from jpaged.config import EngineConfig
+from jpaged.config import EngineConfig, reads_mtp_head
 from jpaged.engine.shapes import SAMPLERS, PrefillShape, Shape
 from jpaged.models.config import ModelConfig
-from jpaged.models.eagle import Head, bind_any, fitted
 from jpaged.models.forward import Forward
+from jpaged.models.head_modules import Head, bind_any, fitted
 from jpaged.models.hf_config import format_of
 from jpaged.models.hf_quantization import Format
 from jpaged.models.kv_groups import kv_groups
 from jpaged.models.layers.scratch import StepSizes
+from jpaged.models.mtp import mtp_config
 from jpaged.models.param_spec import ParamSpec
 from jpaged.models.params import nest, param_shapes, param_specs, param_table
 from jpaged.models.quantized import is_quantized, quantized, specs_of
@@ -35,7 +36,7 @@ from jpaged.models.served import served_config, served_form, share_of, stored_sh
 from jpaged.runtime import logprobs, sampler
 from jpaged.runtime.adapter_tables import adapted_ranks, adapter_scratch_bytes, table_bytes
 from jpaged.runtime.choices import Choices
-from jpaged.runtime.kv_cache import most_blocks, states_a_row, widest_group
+from jpaged.runtime.kv_cache import group_costs, most_blocks, states_a_row, widest_group
 from jpaged.runtime.memory import (
     CPU_POOL_BYTES,
     Limits,
@@ -72,7 +73,8 @@ def plan_memory(
     dtype is what the model is stored in where it names none, else bfloat16. Of files in 8 or 4 bits
     all weights of products but the head's are taken to be (mxfp4: those of experts). device: the
     jax.Device that steps are compiled for, or several of them to share the model; jax's by default.
-    draft: a model that guesses for it, or the config of an EAGLE-3 head's Params. limits: of a card
+    draft: a model that guesses for it, or the config of a head's Params; None is with method="mtp"
+    the model's own head. limits: of a card
     that is not here; None is what the device has. compiled=False takes the upper bound of what
     steps need, which is proved for CPUs only.
     Raises ConfigError where no block fits.
@@ -86,6 +88,8 @@ def plan_memory(
     served = served_config(model, placement.axis_size)
     params = form_of(served, placement, dtype, settings.quantization, stored)
     drafts: DraftOf | None = None
+    if draft is None and reads_mtp_head(settings):
+        draft = mtp_config(model)
     if draft is not None:
         guesses = ModelConfig.coerce(draft)
         draft_dtype, kept_in = settings.dtype or stored_dtype(draft), settings.quantization
@@ -235,6 +239,9 @@ def plan_within(
     if needs is not None:
         return plan(config, limits, pool=pool, weights=weights, needs=needs)
     needs = bound(share, config, probe.pools[0].dtype, pool.moved(config))
+    # What two steps in flight keep for a replay.
+    kept = 2 * probe.compiled.setting.replayed_bytes
+    needs = dataclasses.replace(needs, temporaries=needs.temporaries + kept)
     if draft is not None:
         more = bound(share_of(draft, probe.placement.axis_size), config, probe.pools[-1].dtype)
         needs = dataclasses.replace(needs, temporaries=needs.temporaries + more.temporaries)
@@ -251,18 +258,16 @@ def plan_within(
 def _pool_cost(probe: Runner, config: EngineConfig) -> PoolCost:
     """Return what the pools of a runner's models take of a device."""
     most, widest = most_blocks(probe.model, config), widest_group(probe.model, config)
-    limited: list[int | None] = [None if at == widest else n for at, n in enumerate(most)]
+    count = len(most)
+    costs = group_costs(probe.model, config, probe.pools[:count])
     if probe.draft_model is not None:
-        of_draft = enumerate(most_blocks(probe.draft_model, config))
-        end = widest_group(probe.draft_model, config)
-        limited += [None if at == end else n for at, n in of_draft]
-    keys: list[tuple[int, int | None]] = []
-    state_bytes = most_states = 0
-    for spec, limit in zip(probe.pools, limited, strict=True):
-        if limit is None or spec.group.record.per == "token":
-            keys.append((spec.device_block_bytes, limit))
-        else:
-            state_bytes, most_states = state_bytes + spec.device_block_bytes, limit
+        most_of_draft = most_blocks(probe.draft_model, config)
+        costs += group_costs(probe.draft_model, config, probe.pools[count:])
+        most = most + most_of_draft
+    of_states = [i for i, cost in enumerate(costs) if cost is None]
+    keys = [cost for cost in costs if cost is not None]
+    state_bytes = sum(probe.pools[i].device_block_bytes for i in of_states)
+    most_states = most[of_states[-1]] if of_states else 0
     states = None
     if state_bytes:
         states = StateCost(

@@ -1,4 +1,4 @@
-"""HeadSteps: how the steps of an engine run an EAGLE-3 head (models/eagle.py) over its pool.
+"""HeadSteps: how the steps of an engine run a head (models/head_modules.py) over its pool.
 
 Entry p of a row needs the hidden state of position p and the token after it. A step that computes
 tokens [a, b) therefore stores the hidden states of positions [a, b) in the pool, and writes entries
@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from jpaged.models.draft_head import TARGET_HIDDEN
-from jpaged.models.eagle import Head
 from jpaged.models.forward import Forward
+from jpaged.models.head_modules import Head
 from jpaged.models.layers.linear import StepContext
 from jpaged.runtime.kv_cache import Pool, num_rows
 from jpaged.runtime.paged_kv import GroupView, Packed, PagedKV, locate, slot_mapping, view_of

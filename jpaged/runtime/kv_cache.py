@@ -27,6 +27,7 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.kv_groups import KVGroup, kv_groups
 from jpaged.models.record import Field, Record
 from jpaged.runtime.attention import Kernel
+from jpaged.runtime.memory import GroupCost, window_share
 from jpaged.runtime.mesh import Placement
 from kernels_pallas.paged_attention.pool_layout import ScaledPool
 
@@ -108,12 +109,45 @@ class PoolSpec:
         """Return `specs` as shardings."""
         return {name: placement.sharding(spec) for name, spec in self.specs(placement).items()}
 
+    def slots(self, pool: Pool, layer: Any, block_S: Array) -> Array:
+        """Return the rows of a pool that hold a block for each row of a step, in the `layer`-th
+        layer of the group; past the end, each another, for blocks of -1.
+        """
+        rows, past_S = num_rows(pool), jnp.arange(block_S.shape[0], dtype=jnp.int32)
+        first = layer * (rows // self.num_layers)
+        return jnp.where(block_S < 0, rows + past_S, first + block_S)
+
+    def replayed(self, tokens: int, *, shards: int = 1) -> Pool:
+        """Return what so many tokens of a step leave for a replay of its states, as
+        ShapeDtypeStructs [Lg, tokens, *field.shape]; {} where nothing is replayed. shards: 1 for
+        all devices together, else how many of them split it.
+        """
+        forms: Pool = {}
+        for field in self.group.record.replayed:
+            shape = list(field.shape)
+            if field.split is not None:
+                shape[field.split] //= shards
+            dtype = self.dtype if field.dtype is None else jnp.dtype(field.dtype)
+            forms[field.name] = jax.ShapeDtypeStruct((self.num_layers, tokens, *shape), dtype)
+        return forms
+
+    def replayed_specs(self, placement: Placement) -> Pool:
+        """Return how that lies at a place; see `partition`."""
+        return {
+            field.name: partition(
+                dataclasses.replace(field, split=None if field.split is None else field.split + 1),
+                placement,
+            )
+            for field in self.group.record.replayed
+        }
+
     def operand(self, pool: Pool) -> Any:
         """Return the keys and values of a pool as its kernel takes them."""
         if self.kv_dtype is None:
             return pool["kv"]
         assert self.kernel is not None
-        return ScaledPool(pool["kv"], pool["scales"], self.kernel.pool_layout.slots_last)
+        layout = self.kernel.pool_layout
+        return ScaledPool(pool["kv"], pool["scales"], layout.slots_last, layout.key_width)
 
     def written(self, pool: Pool, operand: Any) -> Pool:
         """Return the pool with these keys and values."""
@@ -155,58 +189,101 @@ def pool_specs(
     """Return the pools of a model for a resolved config.
 
     kernels: one for each of kv_groups(model), None for states. num_blocks: of the group that
-    reaches furthest back; others need no more than can be in use, and states are as many as
-    num_states says where it does. dtype: of the weights.
+    reaches furthest back; groups with a window have their share of them (see group_costs), and
+    states are as many as num_states says where it does. dtype: of the weights.
     """
-    most, widest = most_blocks(model, config), widest_group(model, config)
-    groups = kv_groups(model)
-    blocks = [
-        n if group.record.per == "block" else min(num_blocks, n)
-        for group, n in zip(groups, most, strict=True)
-    ]
-    blocks[widest] = num_blocks
-    return tuple(
+    specs = [
         PoolSpec(
             group=group,
             kernel=kernel,
-            num_blocks=count,
+            num_blocks=0,
             block_size=config.block_size,
             dtype=jnp.dtype(dtype),
             kv_dtype=None if kernel is None else kernel.shapes.kv_dtype,
             shards=placement.axis_size,
         )
-        for group, kernel, count in zip(groups, kernels, blocks, strict=True)
+        for group, kernel in zip(kv_groups(model), kernels, strict=True)
+    ]
+    costs = group_costs(model, config, specs)
+    counts = [
+        most if cost is None else cost.count(num_blocks)
+        for cost, most in zip(costs, most_blocks(model, config), strict=True)
+    ]
+    return tuple(
+        dataclasses.replace(spec, num_blocks=count)
+        for spec, count in zip(specs, counts, strict=True)
     )
+
+
+def group_costs(
+    model: ModelConfig, config: EngineConfig, specs: Sequence[PoolSpec]
+) -> list[GroupCost | None]:
+    """Return for each of kv_groups(model) what its pool takes of a device; None for states, and for
+    them alone unless they are all that the model keeps. specs: its pools, of whatever number of
+    blocks.
+    """
+    most, widest = most_blocks(model, config), widest_group(model, config)
+    rows = [_blocks_a_row(spec.group, config) for spec in specs]
+    length, chunk = rows[widest], -(-config.max_num_batched_tokens // config.block_size)
+    sizes = [
+        (spec.device_block_bytes, row)
+        for spec, row in zip(specs, rows, strict=True)
+        if spec.group.record.per == "token"
+    ]
+    full = sum(size for size, row in sizes if row >= length)
+    share = window_share((full, length), [(size, row) for size, row in sizes if row < length])
+    costs: list[GroupCost | None] = []
+    for at, (spec, row) in enumerate(zip(specs, rows, strict=True)):
+        size = spec.device_block_bytes
+        if at == widest:
+            costs.append(GroupCost(size))
+        elif spec.group.record.per == "block":
+            costs.append(None)
+        elif row >= length:
+            costs.append(GroupCost(size, most[at]))
+        else:
+            costs.append(GroupCost(size, most[at], least=row + chunk, share=share))
+    return costs
 
 
 def most_blocks(model: ModelConfig, config: EngineConfig) -> list[int]:
     """Return how many blocks of each group are of use at once; of states, num_states where that is
     set.
     """
-    assert config.decode_steps is not None
     size, most = config.block_size, []
     for group in kv_groups(model):
         if group.record.per == "block":
             most.append(config.num_states or config.max_num_seqs * states_a_row(config))
             continue
-        a_row, chunks = config.max_blocks_per_seq, 0
-        if group.window is not None:
-            # What a row still sees, the block that it writes, as many as it may draw ahead; and
-            # what one prefill writes.
-            ahead = 2 + -(-config.decode_steps // size)
-            a_row = min(-(-(group.window - 1) // size) + ahead, a_row)
-            chunks = -(-config.max_num_batched_tokens // size)
-        most.append(min(config.max_num_seqs * a_row + chunks, _whole(config)))
+        # What one prefill writes, beside what rows hold.
+        chunks = 0 if group.window is None else -(-config.max_num_batched_tokens // size)
+        rows = config.max_num_seqs * _blocks_a_row(group, config)
+        most.append(min(rows + chunks, _whole(config)))
     return most
+
+
+def _blocks_a_row(group: KVGroup, config: EngineConfig) -> int:
+    """Return how many blocks of a group one sequence holds at most; 0 for states."""
+    assert config.decode_steps is not None
+    if group.record.per == "block":
+        return 0
+    if group.window is None:
+        return config.max_blocks_per_seq
+    # What a row still sees, the block that it writes, as many as it may draw ahead.
+    size = config.block_size
+    ahead = 2 + -(-config.decode_steps // size)
+    return min(-(-(group.window - 1) // size) + ahead, config.max_blocks_per_seq)
 
 
 def states_a_row(config: EngineConfig) -> int:
     """Return how many states a row is given in each group that keeps them: the one that a step
-    reads, those that it writes (a chunk writes one, tokens that are drawn ahead one a block), and
-    one that stays when its sequence has gone on or ended, to be found again.
+    reads, those that it writes (a chunk writes one, tokens that are drawn or guessed ahead one a
+    block), and one that stays when its sequence has gone on or ended, to be found again.
     """
     assert config.decode_steps is not None
-    return 2 + -(-(config.decode_steps - 1) // config.block_size) + 1
+    guesses = 0 if config.speculative is None else config.speculative.num_tokens
+    ahead = max(config.decode_steps - 1, guesses)
+    return 2 + -(-ahead // config.block_size) + 1
 
 
 def widest_group(model: ModelConfig, config: EngineConfig) -> int:

@@ -9,9 +9,10 @@ Running out of it is told in terms of settings.
 import bisect
 import contextlib
 import dataclasses
+import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,21 +98,60 @@ class StateCost:
 
 
 @dataclasses.dataclass(frozen=True)
-class PoolCost:
-    """What pools take of a device. groups: bytes of a block of each group of layers with keys and
-    values, and the blocks that it needs at most (None: as many as there are). in_use: of the
-    latter, how many can be in use at once; None is max_num_seqs * max_model_len. states: what those
-    take that are kept beside.
+class GroupCost:
+    """What a group of layers with keys and values takes. nbytes: of a block. most: blocks that are
+    of use at once; None is any number. share: blocks of it for each block of the group that reaches
+    furthest back, but no fewer than `least`, which one sequence beside a prefill needs.
     """
 
-    groups: tuple[tuple[int, int | None], ...]
+    nbytes: int
+    most: int | None = None
+    least: int = 0
+    share: float = 1.0
+
+    def count(self, num_blocks: int) -> int:
+        """Return its blocks beside so many of the group that reaches furthest back."""
+        if self.most is None:
+            return num_blocks
+        return min(num_blocks, self.most, max(self.least, math.ceil(num_blocks * self.share)))
+
+
+def window_share(full: tuple[int, int], windows: Sequence[tuple[int, int]]) -> float:
+    """Return how many blocks each group with a window is given for each block of those without.
+
+    full, windows: bytes of a block, and blocks of the longest sequence. Short sequences take as
+    many blocks of one group as of the other, long ones few of those with a window; a pool is
+    divided before it is known which will come. This division holds the same share of what the best
+    one for their length would hold of the shortest and of the longest, and more between: no other
+    does as well where it does worst.
+    """
+    nbytes, length = full
+    of_windows = sum(size for size, _ in windows)
+    if not of_windows:
+        return 1.0
+    whole = nbytes + of_windows
+    # Bytes of the longest sequence, for each byte that its blocks without a window take.
+    long = 1 + sum(size * count for size, count in windows) / (nbytes * length)
+    held = long / (1 + long * of_windows / whole)  # of the most that short sequences could have
+    return held * nbytes / (whole - held * of_windows)
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolCost:
+    """What pools take of a device. groups: of layers with keys and values. in_use: blocks of the
+    group that reaches furthest back that can be in use at once; None is max_num_seqs *
+    max_model_len. states: what those take that are kept beside.
+    """
+
+    groups: tuple[GroupCost, ...]
     in_use: int | None = None
     states: StateCost | None = None
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block in every group."""
-        return sum(size for size, _ in self.groups) + (self.states.nbytes if self.states else 0)
+        states = self.states.nbytes if self.states else 0
+        return sum(group.nbytes for group in self.groups) + states
 
     def of(self, num_blocks: int) -> int:
         """Return the bytes of this many blocks, and of the states beside them."""
@@ -128,21 +168,18 @@ class PoolCost:
         """Return the bytes of the most blocks of all groups that one move between pool and host
         takes.
         """
-        keys = moved_blocks(config) * sum(size for size, _ in self.groups)
+        keys = moved_blocks(config) * sum(group.nbytes for group in self.groups)
         if self.states is None:
             return keys
         return keys + moved_blocks(config, per="block") * self.states.nbytes
 
     def within(self, nbytes: int) -> int:
         """Return how many blocks fit into this many bytes."""
-        unbounded = sum(size for size, most in self.groups if most is None)
+        unbounded = sum(group.nbytes for group in self.groups if group.most is None)
         return bisect.bisect_right(range(nbytes // unbounded + 1), nbytes, key=self.of) - 1
 
     def _blocks(self, num_blocks: int) -> int:
-        return sum(
-            size * (num_blocks if most is None else min(num_blocks, most))
-            for size, most in self.groups
-        )
+        return sum(group.nbytes * group.count(num_blocks) for group in self.groups)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -256,7 +293,7 @@ def explained(config: EngineConfig, *, pool_bytes: int | None = None) -> Iterato
 
 
 def memory_error(
-    error: jax.errors.JaxRuntimeError | MemoryError,
+    error: Exception,
     config: EngineConfig,
     *,
     pool_bytes: int | None = None,

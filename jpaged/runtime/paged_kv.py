@@ -34,12 +34,15 @@ class StateView:
     """What all layers of a group with states share in a step.
 
     read_S: the block whose state each row begins with; -1 for a row that begins a sequence.
-    written_S: the block that keeps its state after the step; -1 for padding.
+    written_S: the block that keeps its state after the step; -1 for padding, and for rows with
+    guesses. replayed: what the first tokens of the step leave for a replay, arrays [L, tokens,
+    *field.shape]; none where no step guesses.
     """
 
     rows: Rows
     read_S: Array
     written_S: Array
+    replayed: State
 
 
 @jax.tree_util.register_dataclass
@@ -78,16 +81,15 @@ class PagedKV:
         spec, view = self._keys_at(place)
         assert spec.kernel is not None
         assert options.window == spec.group.window, "what was prepared is for the group's window"
+        assert options.sinks == (sinks is not None)
         kernel, pool = spec.kernel, spec.operand(self.pools[place.group])
         rows = (view.block_table_SM, self.context_lens_S)
         call: Any = {"options": kernel.options(options, spec.num_layers), "sinks_H": sinks}
         with jax.named_scope("paged_attention"):
             if self.is_decode:
-                o = kernel.module.decode(q, pool, place.index, *rows, **call)
-            else:
-                rows = (*rows, self.query_start_loc_S1, view.prepared)
-                o = kernel.module.prefill(q, pool, place.index, *rows, **call)
-        return o[..., : spec.group.value_dim]  # values of fewer dimensions than keys are padded
+                return kernel.module.decode(q, pool, place.index, *rows, **call)
+            rows = (*rows, self.query_start_loc_S1, view.prepared)
+            return kernel.module.prefill(q, pool, place.index, *rows, **call)
 
     def rows(self, place: Place) -> Rows:
         """See models.kv_view.KVView."""
@@ -106,17 +108,31 @@ class PagedKV:
     def slots(self, place: Place) -> Slots:
         """See models.kv_view.KVView."""
         view, pool = self._states_at(place), self.pools[place.group]
-        rows, past_S = num_rows(pool), jnp.arange(view.read_S.shape[0], dtype=jnp.int32)
-        first = place.index * (rows // self.specs[place.group].num_layers)
-
-        def slot(block_S: Array) -> Array:
-            return jnp.where(block_S < 0, rows + past_S, first + block_S)
-
-        return Slots(pool=pool, read_S=slot(view.read_S), written_S=slot(view.written_S))
+        blocks, spec = (view.read_S, view.written_S), self.specs[place.group]
+        read_S, written_S = (spec.slots(pool, place.index, block_S) for block_S in blocks)
+        return Slots(pool=pool, read_S=read_S, written_S=written_S)
 
     def with_slots(self, place: Place, pool: State) -> Self:
         """See models.kv_view.KVView."""
         return self._with_pool(place.group, pool)
+
+    def with_replayed(self, place: Place, tokens: State) -> Self:
+        """See models.kv_view.KVView."""
+        view = self._states_at(place)
+        if not view.replayed:
+            return self
+        kept: State = {}
+        for name, whole in view.replayed.items():
+            part = tokens[name][: whole.shape[1]].astype(whole.dtype)
+            kept[name] = jax.lax.dynamic_update_index_in_dim(whole, part, place.index, 0)
+        view = dataclasses.replace(view, replayed=kept)
+        groups = (*self.groups[: place.group], view, *self.groups[place.group + 1 :])
+        return dataclasses.replace(self, groups=groups)
+
+    @property
+    def replayed(self) -> tuple[State, ...]:
+        """What each group with states keeps for a replay."""
+        return tuple(view.replayed for view in self.groups if isinstance(view, StateView))
 
     def _with_pool(self, at: int, pool: Pool) -> Self:
         pools = (*self.pools[:at], pool, *self.pools[at + 1 :])
@@ -135,7 +151,8 @@ class PagedKV:
 
 class Packed(NamedTuple):
     """The tokens of a step, those of a row together: tables and lengths as PagedKV has them.
-    num_rows: int32 scalar, tokens that are real, before the padding.
+    num_rows: int32 scalar, tokens that are real, before the padding. guesses_S: rows that have
+    guesses among their tokens; None where none has.
     """
 
     tokens_T: Array
@@ -143,6 +160,7 @@ class Packed(NamedTuple):
     context_lens_S: Array
     query_start_loc_S1: Array
     num_rows: Array
+    guesses_S: Array | None = None
 
 
 def view_of(
@@ -153,15 +171,18 @@ def view_of(
     positions_T: Array,
     *,
     is_decode: bool,
+    num_replayed: int = 0,
 ) -> PagedKV:
-    """Return the view of a step over packed tokens at these rows and positions (-1: padding)."""
+    """Return the view of a step over packed tokens at these rows and positions (-1: padding).
+    num_replayed: tokens at most for which states that rows with guesses leave are made later.
+    """
     starts_and_lens = (packed.query_start_loc_S1, packed.context_lens_S)
     rows: Rows | None = None
     groups: list[GroupView | StateView] = []
     for spec, pool, table_SM in zip(specs, pools, packed.block_tables_GSM, strict=True):
         if spec.group.record.per == "block":
             rows = rows or rows_of(*starts_and_lens, row_T, is_decode=is_decode)
-            groups.append(_state_view(rows, packed.context_lens_S, table_SM, spec.block_size))
+            groups.append(_state_view(rows, packed, table_SM, spec, num_replayed))
             continue
         prepared = None
         if not is_decode:
@@ -196,20 +217,30 @@ def rows_of(start_loc_S1: Array, context_lens_S: Array, row_T: Array, *, is_deco
     )
 
 
-def _state_view(rows: Rows, context_lens_S: Array, table_SM: Array, size: int) -> StateView:
+def _state_view(
+    rows: Rows, packed: Packed, table_SM: Array, spec: PoolSpec, num_replayed: int
+) -> StateView:
     """Return the blocks that a step's states are read from and written to: see engine.cache.kinds.
-    size: tokens of a block.
+    Rows with guesses write none, and leave what a replay takes.
     """
+    context_lens_S, size = packed.context_lens_S, spec.block_size
 
     def block_of(position_S: Array) -> Array:
         entry_S = jnp.maximum(position_S, 0) // size
         return jnp.take_along_axis(table_SM, entry_S[:, None], axis=1, mode="clip")[:, 0]
 
-    is_real_S = (context_lens_S > 0) & (rows.lens_S > 0)
+    is_written_S = (context_lens_S > 0) & (rows.lens_S > 0)
+    if packed.guesses_S is not None:
+        is_written_S &= packed.guesses_S == 0
+    count, replayed = min(num_replayed, rows.num_tokens), {}
+    if count:
+        forms = spec.replayed(count, shards=spec.shards)
+        replayed = {name: jnp.zeros(x.shape, x.dtype) for name, x in forms.items()}
     return StateView(
         rows=rows,
+        replayed=replayed,
         read_S=jnp.where(rows.first_S > 0, block_of(rows.first_S - 1), -1),
-        written_S=jnp.where(is_real_S, block_of(context_lens_S - 1), -1),
+        written_S=jnp.where(is_written_S, block_of(context_lens_S - 1), -1),
     )
 
 

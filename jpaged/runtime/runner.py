@@ -11,14 +11,21 @@ import numpy as np
 from jax import Array
 
 from jpaged.config import EngineConfig
-from jpaged.engine.cache.block_manager import GroupSize
-from jpaged.engine.packing import PAD_TOKEN, Batch, unpack
+from jpaged.engine.cache.kinds import GroupSize, Replay
+from jpaged.engine.packing import PAD_TOKEN, Batch, pack_replays, unpack
 from jpaged.engine.plan import StepResult
 from jpaged.engine.scoring import States
-from jpaged.engine.shapes import Shape, StepShapes, moved_blocks, padded_blocks
+from jpaged.engine.shapes import (
+    PrefillShape,
+    ReplayShape,
+    Shape,
+    StepShapes,
+    moved_blocks,
+    padded_blocks,
+)
 from jpaged.models.config import ModelConfig
-from jpaged.models.eagle import Head
 from jpaged.models.forward import Forward
+from jpaged.models.head_modules import Head
 from jpaged.models.served import served_config
 from jpaged.runtime import kv_cache
 from jpaged.runtime.adapter_tables import AdapterTables
@@ -41,8 +48,9 @@ DraftOf = tuple[ModelConfig, Forward | Head]  # a draft model (or head) and its 
 class Handle(NamedTuple):
     """A step in flight. outs: what comes back of it; done: ready when the step is. weight_version:
     of the weights that it ran with, its draw included. undrawn: the hidden states and inputs of a
-    draw that has not started. compared: over processes, whether all run this step. states: the
-    hidden states of all tokens, where some are to stay on the device.
+    draw that has not started. compared: over processes, whether all run this step. replayed: what
+    `replay` takes, of a prefill. states: the hidden states of all tokens, where some are to stay on
+    the device.
     """
 
     batch: Batch
@@ -51,6 +59,7 @@ class Handle(NamedTuple):
     weight_version: int
     undrawn: tuple[Array, Array] | None = None
     compared: Array | None = None
+    replayed: tuple[Any, ...] = ()
     states: Array | None = None
 
 
@@ -175,10 +184,10 @@ class Runner:
                 if bucket.sampler is None:
                     masks = () if batch.masks_TW is None else (self._put_masks(batch.masks_TW),)
                     args = arrays, state.kv, state.rows, packed, *masks
-                    kv, hidden, packed, scored, states = step(*args)
+                    kv, hidden, packed, scored, replayed, states = step(*args)
                     self._state = DeviceState(kv=kv, rows=state.rows)
                     outs, undrawn = () if scored is None else (scored,), (hidden, packed)
-                    return Handle(batch, outs, hidden, version, undrawn, states=states)
+                    return Handle(batch, outs, hidden, version, undrawn, None, replayed, states)
                 if bucket.phase == "draft":
                     kv, out = step(arrays, state.kv, state.rows, packed)
                     self._state = DeviceState(kv=kv, rows=state.rows)
@@ -210,11 +219,28 @@ class Runner:
                 rows = self._taken_back(rows) if sample.is_full else rows
                 self._state = DeviceState(kv=state.kv, rows=rows)
                 outs = (out, *handle.outs)
-                return Handle(batch, outs, handle.done, version, states=handle.states)
+                kept = handle.replayed, handle.states
+                return Handle(batch, outs, handle.done, version, None, None, *kept)
         except (jax.errors.JaxRuntimeError, MemoryError) as e:
             if (error := memory_error(e, self.config)) is None:
                 raise
             raise error from e
+
+    def replay(self, handle: Handle, rounds: list[list[list[Replay]]]) -> None:
+        """Write the states of a step with guesses: see Device.replay. CapacityError where memory
+        runs out.
+        """
+        bucket = handle.batch.bucket
+        assert isinstance(bucket, PrefillShape) and handle.replayed, "no step with guesses"
+        shape = ReplayShape.after(bucket, self.config)
+        with explained(self.config), self.transfers.sending():
+            for replays in rounds:
+                assert self._state is not None
+                packed = self.transfers.put(pack_replays(replays, shape, self.config))
+                count = sum(replay.num_tokens for part in replays for replay in part)
+                step, arrays = self._step(shape, count, shape.tokens * len(replays))
+                kv = step(arrays, self._state.kv, handle.replayed, packed)
+                self._state = dataclasses.replace(self._state, kv=kv)
 
     def _missing(self, buckets: StepShapes) -> list[Shape]:
         """Return those of the shapes of a dispatch that are not compiled."""
@@ -313,11 +339,11 @@ class Runner:
         do not cross the host; each device has a copy.
         """
         sharding, count = self.placement.replicated, 0
-        whole = kv_cache.zeros((rows, self.model.hidden_size), self.steps.form.dtype, sharding)
+        whole = kv_cache.zeros((rows, self.model.hidden_size), self.compiled.form.dtype, sharding)
         with self.transfers.sending():
             for part in parts:
                 place = np.array([part.first, count, part.rows], np.int32)
-                join = self.steps.join_states(rows, part.array.shape[0])
+                join = self.compiled.join_states(rows, part.array.shape[0])
                 whole = join(whole, part.array, self.transfers.put_whole(place))
                 count += part.rows
         return whole
@@ -469,6 +495,12 @@ class PeerRunner(Runner):
         assert self.peers is not None
         start = functools.partial(super().draw, handle, masks_SW)
         return self.peers.call(start, "dispatching a draw")._replace(compared=handle.compared)
+
+    def replay(self, handle: Handle, rounds: list[list[list[Replay]]]) -> None:
+        """As Runner.replay. Every process makes the same rounds of the same tokens."""
+        assert self.peers is not None
+        start = functools.partial(super().replay, handle, rounds)
+        self.peers.call(start, "dispatching a replay")
 
     def fetch(self, handle: Handle) -> list[StepResult]:
         assert self.peers is not None and handle.compared is not None

@@ -4,8 +4,8 @@ import dataclasses
 
 import jax
 
-from jpaged.models.eagle import Head
 from jpaged.models.forward import Forward
+from jpaged.models.head_modules import Head
 from jpaged.models.layers.low_rank import AdapterTable
 
 

@@ -11,7 +11,14 @@ from typing import Any, Literal
 from tqdm import tqdm
 
 from jpaged.config import EngineConfig
-from jpaged.engine.shapes import PrefillShape, Shape, moved_blocks, padded_blocks, shape_table
+from jpaged.engine.shapes import (
+    PrefillShape,
+    ReplayShape,
+    Shape,
+    moved_blocks,
+    padded_blocks,
+    shape_table,
+)
 from jpaged.runtime.compiled_steps import CompiledSteps
 from jpaged.runtime.kv_cache import PoolSpec
 from jpaged.runtime.steps import StepSetting
@@ -61,8 +68,11 @@ def step_table(
     setting: StepSetting, *, tokens: int | None = None, rows: int | None = None
 ) -> list[Shape]:
     """Return every shape of a setting, smallest first; see engine.shapes.shape_table."""
-    tables = len(setting.pools)
-    table = shape_table(setting.config, tables=tables, tokens=tokens, rows=rows)
+    tables, config = len(setting.pools), setting.config
+    table = dict.fromkeys(shape_table(config, tables=tables, tokens=tokens, rows=rows))
+    if setting.num_replayed:
+        prefills = [shape for shape in table if isinstance(shape, PrefillShape)]
+        table |= dict.fromkeys(ReplayShape.after(shape, config) for shape in prefills)
     return sorted(table, key=lambda shape: shape.order)
 
 

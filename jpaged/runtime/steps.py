@@ -18,13 +18,14 @@ from jax import Array
 from jpaged.config import EngineConfig
 from jpaged.engine.layout import CONTROLS, input_sections, output_sections
 from jpaged.engine.packing import PAD_TOKEN
-from jpaged.engine.shapes import DecodeShape, DraftShape, PrefillShape, Shape
+from jpaged.engine.shapes import DecodeShape, DraftShape, PrefillShape, Shape, most_replayed
 from jpaged.models.config import ModelConfig
-from jpaged.models.eagle import Head
 from jpaged.models.forward import Forward
+from jpaged.models.head_modules import Head
 from jpaged.models.layers.linear import StepContext
 from jpaged.models.layers.low_rank import AdapterTable
 from jpaged.models.param_spec import MeshAxis
+from jpaged.models.rows import State
 from jpaged.runtime.adapter_tables import own_tables
 from jpaged.runtime.choices import Choices
 from jpaged.runtime.device_state import STOPPED, DeviceState, RowState
@@ -41,6 +42,7 @@ from jpaged.runtime.sampler import (
 )
 from jpaged.runtime.step_params import StepParams
 from jpaged.runtime.vocabulary import WHOLE, Vocabulary
+from kernels_pallas.packed_rows import PackedRows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,10 +89,31 @@ class StepSetting:
         return self.pools if self.draft is None else self.pools[: -len(self.draft.pools)]
 
     @property
+    def num_replayed(self) -> int:
+        """How many tokens of a step are kept for a replay of its states; 0 where nothing guesses,
+        or no layer has a state.
+        """
+        has_state = any(pool.group.record.replayed for pool in self.own_pools)
+        return most_replayed(self.config) if has_state else 0
+
+    @property
+    def replayed_bytes(self) -> int:
+        """The bytes on a device of what one step keeps for a replay."""
+        forms = [p.replayed(self.num_replayed, shards=p.shards) for p in self.own_pools]
+        return sum(x.size * x.dtype.itemsize for form in forms for x in form.values())
+
+    @property
     def taps(self) -> tuple[int, ...]:
-        """Layers whose inputs a head takes (models/eagle.py)."""
+        """Layers whose inputs a head takes (models/eagle.py); () where it takes what leaves the
+        model, normed (models/mtp.py).
+        """
         head = None if self.draft is None else self.draft.model.draft_head
         return () if head is None else head.aux_layers
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the draft is a head, which guesses by the model's hidden states."""
+        return self.draft is not None and self.draft.model.is_head
 
     @property
     def mask_words(self) -> int:
@@ -110,9 +133,11 @@ def uses(bucket: Shape, setting: StepSetting) -> Uses:
     """Return which parameters the step of a bucket takes. A draft model guesses by itself; a head
     also needs the model's embeddings. Neither takes part in a draw.
     """
+    if bucket.phase == "replay":
+        return Uses(model=False, adapters=False, draft=False)
     is_draft = bucket.phase == "draft"
     return Uses(
-        model=not is_draft or bool(setting.taps),
+        model=not is_draft or setting.has_head,
         adapters=bool(bucket.loras) and not is_draft,
         draft=setting.draft is not None and bucket.phase != "sample",
     )
@@ -122,20 +147,24 @@ def make_step(bucket: Shape, setting: StepSetting) -> Callable[..., Any]:
     """Return the step of one bucket; packed and out are int32, laid out by engine/layout.py.
 
     prefill(params, kv, rows, packed, mask_TW of prompts scored under masks)
-        -> (kv, hidden_RE, packed of the sample step, out or None, states_TE or None)
+        -> (kv, hidden_RE, packed of the sample step, out or None, replayed, states_TE or None)
     sample(params, hidden_RE, rows, packed, mask_SW of a draw under masks) -> (rows, out)
     decode(params, state, packed) -> (state, out)
     decode without its draw(params, kv, rows, packed) -> as of a prefill
     draft(params, kv, rows, packed) -> (kv, out); rows stay as they are
+    replay(params, kv, replayed, packed) -> kv
 
     hidden_RE: final hidden states after which a token is drawn. states_TE: of all tokens. kv, rows,
     state: of DeviceState; rows without counts for plain buckets. What a step returns of them was
     donated to it. params: the StepParams that `uses` names. A draft model computes all that the
     model computes, so that each block of its pools is of the same tokens as the model's.
+
+    replayed: by group with states, what the tokens leave for a replay: rows with guesses write no
+    state, until it is known which guesses are right. () where nothing guesses.
     """
     decode = _make_forward if bucket.sampler is None else _make_decode
     makers = {"prefill": _make_prefill, "sample": _make_sample, "decode": decode}
-    makers["draft"] = _make_draft
+    makers |= {"draft": _make_draft, "replay": _make_replay}
     return makers[bucket.phase](_Step(bucket, setting))
 
 
@@ -182,10 +211,8 @@ class _Step:
 
     def advance(
         self, params: StepParams, kv: tuple[Any, ...], packed: Packed, slot_T: Array | None = None
-    ) -> tuple[StepContext, Array, tuple[Any, ...]]:
-        """Run the model on these tokens. Return the step's context, the hidden states [T, E] and
-        all pools with the tokens' keys and values. slot_T: as in context.
-        """
+    ) -> "_Advanced":
+        """Run the model on these tokens. slot_T: as in context."""
         assert params.model is not None
         view, _, positions_T = self.view(kv, packed)
         context = self.context(params, packed.num_rows, slot_T)
@@ -196,13 +223,15 @@ class _Step:
         pools = written.pools
         if isinstance(params.draft, Head):
             head = HeadSteps(self.to.draft, params.draft, params.model)
+            states = states or [x_TE]
             pools += (head.follow(packed, states, kv[-1], is_decode=view.is_decode),)
         elif params.draft is not None:  # computes the same tokens
             assert self.to.draft is not None
             step = _Step(dataclasses.replace(self.bucket, loras=0), self.to.draft, is_draft=True)
             with jax.named_scope("draft"):
-                pools += step.advance(StepParams(model=params.draft), kv, packed)[2]
-        return context, x_TE, pools
+                pools += step.advance(StepParams(model=params.draft), kv, packed).pools
+        replayed = written.replayed if self.to.num_replayed and not view.is_decode else ()
+        return _Advanced(context, x_TE, pools, replayed)
 
     def logits(self, params: StepParams, context: StepContext, x: Array) -> Array:
         """Return the logits of final hidden states: this device's share of each row."""
@@ -223,8 +252,29 @@ class _Step:
             )
         packed = packed._replace(block_tables_GSM=packed.block_tables_GSM[self.own])
         pools = self.to.own_pools
-        view = view_of(pools, kv[self.own], packed, row_T, positions_T, is_decode=is_decode)
+        view = view_of(
+            pools,
+            kv[self.own],
+            packed,
+            row_T,
+            positions_T,
+            is_decode=is_decode,
+            num_replayed=0 if is_decode else self.to.num_replayed,
+        )
         return view, row_T, positions_T
+
+
+class _Advanced(NamedTuple):
+    """What the model made of a step's tokens.
+
+    context: of the step. x_TE: their hidden states. pools: all of them, with the tokens' keys,
+    values and states. replayed: see make_step.
+    """
+
+    context: StepContext
+    x_TE: Array
+    pools: tuple[Any, ...]
+    replayed: tuple[Any, ...] = ()
 
 
 class _HeadStep(_Step):
@@ -232,11 +282,11 @@ class _HeadStep(_Step):
 
     def advance(
         self, params: StepParams, kv: tuple[Any, ...], packed: Packed, slot_T: Array | None = None
-    ) -> tuple[StepContext, Array, tuple[Any, ...]]:
+    ) -> _Advanced:
         assert isinstance(params.draft, Head) and params.model is not None and slot_T is None
         (pool,) = kv
         x_SE, pool = HeadSteps(self.to, params.draft, params.model).guess(packed, pool)
-        return self.to.context(packed.num_rows), x_SE, (pool,)
+        return _Advanced(self.to.context(packed.num_rows), x_SE, (pool,))
 
     def logits(self, params: StepParams, context: StepContext, x: Array) -> Array:
         assert isinstance(params.draft, Head) and params.model is not None
@@ -263,9 +313,14 @@ def _make_prefill(step: _Step) -> Callable[..., Any]:
         if "adapters" in fields:
             slot_T = jnp.take(fields["adapters"], row_T, mode="clip")
         inputs = Packed(
-            tokens_T, fields["block_tables"], context_lens_S, start_loc_S1, start_loc_S1[-1]
+            tokens_T,
+            fields["block_tables"],
+            context_lens_S,
+            start_loc_S1,
+            start_loc_S1[-1],
+            fields.get("guesses"),
         )
-        _, x_TE, kv = step.advance(params, kv, inputs, slot_T)
+        _, x_TE, kv, replayed = step.advance(params, kv, inputs, slot_T)
         # What follows does not fuse into the last norm: a token's bits are those of a prefill that
         # scores its prompt.
         x_TE, out = jax.lax.optimization_barrier(x_TE), None
@@ -274,9 +329,36 @@ def _make_prefill(step: _Step) -> Callable[..., Any]:
             out = step.pack(_score_prompt(step, params, x_TE, fields, row_T, slot_T, mask_TW))
         hidden_RE = jnp.take(x_TE, fields["logits_indices"], axis=0, mode="clip")
         states_TE = x_TE if step.bucket.keeps_states else None
-        return kv, hidden_RE, fields["sample"], out, states_TE
+        return kv, hidden_RE, fields["sample"], out, replayed, states_TE
 
     return prefill
+
+
+def _make_replay(step: _Step) -> Callable[..., Any]:
+    def replay(
+        params: StepParams, kv: tuple[Pool, ...], replayed: tuple[State, ...], packed: Array
+    ) -> tuple[Pool, ...]:
+        fields, pools, kept = step.unpack(packed), list(kv), iter(replayed)
+        context = step.to.context(None)
+        for at, spec in enumerate(step.to.own_pools):
+            if spec.group.record.per != "block":
+                continue
+            tokens, pool, start_loc = next(kept), pools[at], fields["query_start_loc"]
+            blocks = (fields["read_blocks"][at], fields["written_blocks"][at])
+            for index, layer in enumerate(spec.group.layers):
+                mixer: Any = step.to.model.layers[layer].mixer
+                read_S, written_S = (spec.slots(pool, index, block_S) for block_S in blocks)
+                rows = PackedRows(start_loc, fields["starts"], read_S, written_S)
+                of_layer = {
+                    name: jnp.take(x[index], fields["places"], axis=0, mode="clip")
+                    for name, x in tokens.items()
+                }
+                with jax.named_scope("replay"):
+                    pool = mixer.replay(of_layer, pool, rows, context)
+            pools[at] = pool
+        return tuple(pools)
+
+    return replay
 
 
 def _make_sample(step: _Step) -> Callable[..., Any]:
@@ -314,9 +396,9 @@ def _make_forward(step: _Step) -> Callable[..., Any]:
         fields = step.unpack(packed)
         last_S, context_lens_S = _next_inputs(fields, rows)
         context_lens_S = jnp.where(last_S < 0, 0, context_lens_S)  # of a row that has stopped
-        _, x_SE, kv = step.advance(params, kv, *_one_each(fields, last_S, context_lens_S))
+        _, x_SE, kv, _ = step.advance(params, kv, *_one_each(fields, last_S, context_lens_S))
         hidden_RE = jnp.pad(jax.lax.optimization_barrier(x_SE), ((0, padding), (0, 0)))
-        return kv, hidden_RE, fields["sample"], None, None
+        return kv, hidden_RE, fields["sample"], None, (), None
 
     return decode
 
@@ -332,7 +414,7 @@ def _make_decode(step: _Step) -> Callable[..., Any]:
             runs_S = i < steps_S
             context_lens_S = jnp.where(runs_S, first_lens_S + i, 0)
             inputs, slot_S = _one_each(fields, last_S, context_lens_S)
-            context, x_SE, kv = step.advance(params, state.kv, inputs, slot_S)
+            context, x_SE, kv, _ = step.advance(params, state.kv, inputs, slot_S)
             open_after_S = fields["open_after"] - i
             logits_SV = step.logits(params, context, x_SE)
             drawn = _draw(step, logits_SV, fields, context_lens_S, state.rows, open_after_S)
@@ -359,7 +441,7 @@ def _make_decode(step: _Step) -> Callable[..., Any]:
 
 def _make_draft(step: _Step) -> Callable[..., Any]:
     assert step.to.draft is not None
-    is_head, count = bool(step.to.taps), len(step.to.own_pools)
+    is_head, count = step.to.has_head, len(step.to.own_pools)
     kind = _HeadStep if is_head else _Step
     decode = _make_decode(kind(step.bucket, step.to.draft, is_draft=True))
 

@@ -19,7 +19,7 @@ from jpaged.combinations import Facts, check_combination
 from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
-from jpaged.models.eagle import bind_any
+from jpaged.models.head_modules import bind_any
 from jpaged.models.param_spec import MeshAxis, ParamSpec, tokens_of
 from jpaged.models.params import (
     DONATED,

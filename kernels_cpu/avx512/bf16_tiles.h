@@ -16,21 +16,21 @@ class PackedTiles {
   static constexpr int64_t kSlots = kTile;
   static constexpr bool kAllHeads = false, kFetches = false;
 
-  PackedTiles(const Problem& p, const Item& item) : D_(p.D), rows_(item.count * p.G) {
+  PackedTiles(const Problem& p, const Item& item) : D_(p.D), V_(p.V), rows_(item.count * p.G) {
     static thread_local Memory q, v;
-    q_ = Scratch<bf16>(q, (rows_ + 3) / 4 * 4 * D_), v_ = Scratch<bf16>(v, kTile * D_);
+    q_ = Scratch<bf16>(q, (rows_ + 3) / 4 * 4 * D_), v_ = Scratch<bf16>(v, kTile * V_);
   }
 
   void SetQuery(int64_t row, const bf16* q) { std::memcpy(q_ + row * D_, q, D_ * sizeof(bf16)); }
 
-  void Enter(const Tile<bf16>& tile) {  // v [32][D][2 slots]
+  void Enter(const Tile<bf16>& tile) {  // v [32][V][2 slots]
     auto wide = [this](const bf16* key, int64_t d) {
       return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(key + D_ + d)));
     };
     for (int64_t i = 0; i < kTile; i += 2) {
-      for (int64_t d = 0; d < D_; d += 16) {
+      for (int64_t d = 0; d < V_; d += 16) {
         __m512i pair = _mm512_or_si512(wide(tile.keys[i], d), _mm512_slli_epi32(wide(tile.keys[i + 1], d), 16));
-        _mm512_storeu_si512(v_ + i * D_ + 2 * d, pair);
+        _mm512_storeu_si512(v_ + i * V_ + 2 * d, pair);
       }
     }
   }
@@ -43,13 +43,13 @@ class PackedTiles {
 
   void Weigh(const Tile<bf16>&, int64_t, const bf16* weights, const float* alpha, float* o) {
     int64_t d = 0;
-    for (; d + 64 <= D_; d += 64) WeighAll<4>(weights, d, alpha, o);
-    if (d < D_) WeighAll<2>(weights, d, alpha, o);
+    for (; d + 64 <= V_; d += 64) WeighAll<4>(weights, d, alpha, o);
+    if (d < V_) WeighAll<2>(weights, d, alpha, o);
   }
 
   void Write(const float* o, float total, bf16* to) {
     __m512 sum = _mm512_set1_ps(total);
-    for (int64_t d = 0; d < D_; d += 16) PutRounded(to + d, _mm512_div_ps(_mm512_loadu_ps(o + d), sum));
+    for (int64_t d = 0; d < V_; d += 16) PutRounded(to + d, _mm512_div_ps(_mm512_loadu_ps(o + d), sum));
   }
 
  private:
@@ -77,45 +77,46 @@ class PackedTiles {
     for (int r = 0; r < 4; ++r) std::memcpy(scores + r * kTile, sums + r * 4, 4 * sizeof(float));
   }
 
-  template <int V>
+  template <int C>
   void WeighAll(const bf16* weights, int64_t d, const float* alpha, float* o) {
-    static constexpr decltype(&WeighRows<1, V>) kBySize[] = {&WeighRows<1, V>, &WeighRows<2, V>, &WeighRows<3, V>,
-                                                             &WeighRows<4, V>, &WeighRows<5, V>, &WeighRows<6, V>};
+    static constexpr decltype(&WeighRows<1, C>) kBySize[] = {&WeighRows<1, C>, &WeighRows<2, C>, &WeighRows<3, C>,
+                                                             &WeighRows<4, C>, &WeighRows<5, C>, &WeighRows<6, C>};
     for (int64_t r = 0; r < rows_; r += kRows) {
-      kBySize[std::min(kRows, rows_ - r) - 1](weights + r * kTile, v_ + 2 * d, D_, o + r * D_ + d, alpha + r);
+      kBySize[std::min(kRows, rows_ - r) - 1](weights + r * kTile, v_ + 2 * d, V_, o + r * V_ + d, alpha + r);
     }
   }
 
-  // o[R][16 V] = alpha * o + weights . v: row i of v holds, for 16 V dimensions, the values of two slots in pairs.
-  template <int R, int V>
-  static void WeighRows(const bf16* weights, const bf16* v, int64_t D, float* o, const float* alpha) {
-    __m512 acc[R][V];
+  // o[R][16 C] = alpha * o + weights . v: row i of v holds, for 16 C dimensions, the values of two slots in pairs. V: the
+  // width of a value.
+  template <int R, int C>
+  static void WeighRows(const bf16* weights, const bf16* v, int64_t V, float* o, const float* alpha) {
+    __m512 acc[R][C];
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-      for (int i = 0; i < V; ++i) {
-        acc[r][i] = _mm512_mul_ps(_mm512_loadu_ps(o + r * D + 16 * i), _mm512_set1_ps(alpha[r]));
+      for (int i = 0; i < C; ++i) {
+        acc[r][i] = _mm512_mul_ps(_mm512_loadu_ps(o + r * V + 16 * i), _mm512_set1_ps(alpha[r]));
       }
     }
-    for (int64_t slot = 0; slot < kTile; slot += 2, v += 2 * D) {
-      __m512bh columns[V];
+    for (int64_t slot = 0; slot < kTile; slot += 2, v += 2 * V) {
+      __m512bh columns[C];
 #pragma GCC unroll 4
-      for (int i = 0; i < V; ++i) columns[i] = LoadBf16(v + 32 * i);
+      for (int i = 0; i < C; ++i) columns[i] = LoadBf16(v + 32 * i);
 #pragma GCC unroll 6
       for (int r = 0; r < R; ++r) {
         __m512bh w = PairOfBf16(weights + r * kTile + slot);
 #pragma GCC unroll 4
-        for (int i = 0; i < V; ++i) acc[r][i] = _mm512_dpbf16_ps(acc[r][i], w, columns[i]);
+        for (int i = 0; i < C; ++i) acc[r][i] = _mm512_dpbf16_ps(acc[r][i], w, columns[i]);
       }
     }
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-      for (int i = 0; i < V; ++i) _mm512_storeu_ps(o + r * D + 16 * i, acc[r][i]);
+      for (int i = 0; i < C; ++i) _mm512_storeu_ps(o + r * V + 16 * i, acc[r][i]);
     }
   }
 
-  int64_t D_, rows_;
+  int64_t D_, V_, rows_;
   bf16 *q_, *v_;
 };
 
@@ -130,19 +131,19 @@ class SlotTiles {
   static constexpr bool kAllHeads = true, kFetches = true;
 
   SlotTiles(const Problem& p, const Item& item)
-      : q_(p.q + (item.token * p.H + item.head * p.G) * p.D), heads_(item.heads), G_(p.G), D_(p.D) {}
+      : q_(p.q + (item.token * p.H + item.head * p.G) * p.D), heads_(item.heads), G_(p.G), D_(p.D), V_(p.V) {}
 
   void SetQuery(int64_t, const bf16*) {}  // the item's query rows lie together, from q_ on
 
   void Enter(const Tile<bf16>& tile) {
-    int64_t lines = heads_ * D_ / 16;
+    int64_t lines = heads_ * (D_ + V_) / 32;
     ahead_ = {tile.next, lines, kTile * lines / (2 * heads_ * G_ * tile.slots / 16) + 1};
   }
 
   void Score(const Tile<bf16>& tile, int64_t, float* scores) {
     for (int64_t g = 0; g < G_; g += kMostHeads) {
       auto score = kScore[std::min(kMostHeads, G_ - g) - 1];
-      score(q_ + g * D_, G_, tile.keys, tile.slots, heads_, D_, scores + g * kTile, ahead_);
+      score(q_ + g * D_, G_, tile.keys, tile.slots, heads_, D_, D_ + V_, scores + g * kTile, ahead_);
     }
   }
 
@@ -150,9 +151,9 @@ class SlotTiles {
     int64_t rows = heads_ * G_;
     for (int64_t r = 0, n; r < rows; r += n, ahead_.Fetch(n * tile.slots / 16)) {
       n = std::min<int64_t>(4, G_ - r % G_);
-      for (int64_t d = 0; d < D_;) {
+      for (int64_t d = 0; d < V_;) {
         // As many dimensions at a time as there are registers for.
-        int64_t size = n <= 2 && d + 128 <= D_ ? 128 : d + 64 <= D_ ? 64 : 32;
+        int64_t size = n <= 2 && d + 128 <= V_ ? 128 : d + 64 <= V_ ? 64 : 32;
         auto weigh = size == 128  ? (n == 2 ? &WeighRows<2, 4> : &WeighRows<1, 4>)
                      : size == 64 ? (n == 4   ? &WeighRows<4, 2>
                                      : n == 3 ? &WeighRows<3, 2>
@@ -162,7 +163,8 @@ class SlotTiles {
                                      : n == 3 ? &WeighRows<3, 1>
                                      : n == 2 ? &WeighRows<2, 1>
                                               : &WeighRows<1, 1>);
-        weigh(weights + r * kTile, tile.keys, (2 * (r / G_) + 1) * D_ + d, tile.slots, o + r * D_ + d, D_, alpha + r);
+        int64_t offset = r / G_ * (D_ + V_) + D_ + d;
+        weigh(weights + r * kTile, tile.keys, offset, tile.slots, o + r * V_ + d, V_, alpha + r);
         d += size;
       }
     }
@@ -173,7 +175,7 @@ class SlotTiles {
     const __m512i order[2] = {_mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23),
                               _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31)};
     __m512 sum = _mm512_set1_ps(total);
-    for (int64_t d = 0; d < D_; d += 32) {
+    for (int64_t d = 0; d < V_; d += 32) {
       __m512 left = _mm512_loadu_ps(o + d), right = _mm512_loadu_ps(o + d + 16);
       for (int half = 0; half < 2; ++half) {
         PutRounded(to + d + 16 * half, _mm512_div_ps(_mm512_permutex2var_ps(left, order[half], right), sum));
@@ -197,11 +199,11 @@ class SlotTiles {
     }
   };
 
-  // Scores of a tile's slots for G query heads of each KV head, slot by slot; keys of a slot lie 2 D apart, queries of KV heads
-  // `stride` D. Summed as in PackedTiles.
+  // Scores of a tile's slots for G query heads of each KV head, slot by slot; keys of a slot lie `apart` apart, queries of
+  // KV heads `stride` D. Summed as in PackedTiles.
   template <int G>
   static void ScoreHeads(const bf16* q, int64_t stride, const bf16* const* keys, int64_t slots, int64_t heads, int64_t D,
-                         float* scores, Ahead& ahead) {
+                         int64_t apart, float* scores, Ahead& ahead) {
     constexpr int kPairs = 16 / G;  // of a slot and a KV head
     int64_t slot = 0, head = 0;
     for (int64_t pair = 0; pair < slots * heads; pair += kPairs, ahead.Fetch(1)) {
@@ -211,7 +213,7 @@ class SlotTiles {
       for (int i = 0; i < 16; ++i) acc[i] = _mm512_setzero_ps();
 #pragma GCC unroll 16
       for (int i = 0; i < kPairs; ++i) {
-        const bf16 *key = keys[slot] + 2 * head * D, *query = q + head * stride * D;
+        const bf16 *key = keys[slot] + head * apart, *query = q + head * stride * D;
         to[i] = scores + head * stride * kTile + slot;
         for (int64_t d = 0; d < D; d += 32) {
           __m512bh x = LoadBf16(key + d);
@@ -229,16 +231,17 @@ class SlotTiles {
     }
   }
 
-  // o[R][32 V] = alpha * o + weights . v over a tile's slots, two of which are unpacked into pairs at a time.
-  template <int R, int V>
-  static void WeighRows(const bf16* weights, const bf16* const* keys, int64_t offset, int64_t slots, float* o, int64_t D,
+  // o[R][32 C] = alpha * o + weights . v over a tile's slots, two of which are unpacked into pairs at a time. V: the width of
+  // a value.
+  template <int R, int C>
+  static void WeighRows(const bf16* weights, const bf16* const* keys, int64_t offset, int64_t slots, float* o, int64_t V,
                         const float* alpha) {
-    __m512 acc[R][2 * V];
+    __m512 acc[R][2 * C];
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
-      for (int v = 0; v < 2 * V; ++v) {
-        acc[r][v] = _mm512_mul_ps(_mm512_loadu_ps(o + r * D + 16 * v), _mm512_set1_ps(alpha[r]));
+      for (int v = 0; v < 2 * C; ++v) {
+        acc[r][v] = _mm512_mul_ps(_mm512_loadu_ps(o + r * V + 16 * v), _mm512_set1_ps(alpha[r]));
       }
     }
     for (int64_t i = 0; i < slots; i += 2) {
@@ -246,7 +249,7 @@ class SlotTiles {
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) w[r] = PairOfBf16(weights + r * kTile + i);
 #pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) {
+      for (int v = 0; v < C; ++v) {
         __m512i x = _mm512_loadu_si512(keys[i] + offset + 32 * v), y = _mm512_loadu_si512(keys[i + 1] + offset + 32 * v);
         __m512bh low = (__m512bh)_mm512_unpacklo_epi16(x, y), high = (__m512bh)_mm512_unpackhi_epi16(x, y);
 #pragma GCC unroll 4
@@ -259,7 +262,7 @@ class SlotTiles {
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
-      for (int v = 0; v < 2 * V; ++v) _mm512_storeu_ps(o + r * D + 16 * v, acc[r][v]);
+      for (int v = 0; v < 2 * C; ++v) _mm512_storeu_ps(o + r * V + 16 * v, acc[r][v]);
     }
   }
 
@@ -269,7 +272,7 @@ class SlotTiles {
                                                                   &ScoreHeads<7>, &ScoreHeads<8>};
 
   const bf16* q_;
-  int64_t heads_, G_, D_;
+  int64_t heads_, G_, D_, V_;
   Ahead ahead_;
 };
 

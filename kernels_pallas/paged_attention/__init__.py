@@ -2,14 +2,15 @@
 
 Each module has the same functions, whose arguments `interface` describes:
 
-    unsupported(shapes, device) -> the reason why these shapes cannot run on a device, or None.
-        device None: only the shapes are judged
-    pool_layout(num_kv_heads, head_dim) -> the PoolLayout of one device's pool
+    OPTIONS: the names of the AttentionOptions that it computes
+    unsupported(shapes, attention, device) -> the reason why these shapes with these options cannot
+        run on a device, or None. device None: only shapes and options are judged
+    pool_layout(num_kv_heads, head_dim, value_dim=None) -> the PoolLayout of one device's pool
     prepare(query_start_loc_S1, context_lens_S, *, num_tokens, shapes, window) -> what every layer's
         `prefill` of one step needs and would otherwise compute again (a pytree, or None)
     prefill(q_THD, pool, layer, block_table_SM, context_lens_S, query_start_loc_S1, prepared=None,
-        *, options, sinks_H=None) -> o_THD
-    decode(q_SHD, pool, layer, block_table_SM, context_lens_S, *, options, sinks_H=None) -> o_SHD
+        *, options, sinks_H=None) -> o_THV
+    decode(q_SHD, pool, layer, block_table_SM, context_lens_S, *, options, sinks_H=None) -> o_SHV
 
 If a query's bits depend only on that query and its context, in prefill and decode alike, the module
 also has `batch_invariant() -> bool`, which returns True.

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from kernels_pallas.paged_attention.interface import Options, Shapes
+from kernels_pallas.paged_attention.interface import AttentionOptions, Options, Shapes
 
 # A masked score. It is finite so that a tile without any visible key does no harm: a later maximum
 # makes its weights zero.
@@ -48,7 +48,10 @@ def combine(o_SXKGD: Array, lse_SXKG: Array, sinks_H: Array | None = None) -> Ar
 
 
 def interpretation(
-    name: str, unsupported: Callable[[Shapes, Any], str | None], shapes: Shapes, options: Options
+    name: str,
+    unsupported: Callable[[Shapes, AttentionOptions, Any], str | None],
+    shapes: Shapes,
+    options: Options,
 ) -> Any:
     """Return how to interpret a call of a Pallas kernel, False to compile it.
 
@@ -58,6 +61,6 @@ def interpretation(
     on_cpu = jax.default_backend() == "cpu"
     interpret = on_cpu if options.interpret is None else options.interpret
     device = None if interpret or on_cpu else jax.devices()[0]
-    if reason := unsupported(shapes, device):
+    if reason := unsupported(shapes, options.attention, device):
         raise NotImplementedError(f"{name}: {reason}")
     return interpret

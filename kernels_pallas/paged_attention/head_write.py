@@ -14,7 +14,6 @@ Shapes: T packed tokens, L layers, N pool blocks, P block size, K KV heads, G qu
 
 import dataclasses
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -41,14 +40,13 @@ class HeadNorm:
     in_f32: bool = False
 
 
-def unsupported(shapes: Shapes, pool_layout: Callable[[int, int], PoolLayout]) -> str | None:
-    """Return why this kernel cannot write a pool that a pool_layout describes, or None."""
+def unsupported(shapes: Shapes, layout: PoolLayout) -> str | None:
+    """Return why this kernel cannot write a pool of a layout, or None."""
     if shapes.scaled:
         return shapes.scaled
     if jnp.dtype(shapes.dtype) not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"dtype {jnp.dtype(shapes.dtype)}"
-    heads = shapes.num_kv_heads, shapes.head_dim
-    layout, plain = pool_layout(*heads), plain_pool_layout(*heads)
+    plain = plain_pool_layout(shapes.num_kv_heads, shapes.head_dim)
     if (layout.rows, layout.width) != (plain.rows, plain.width):
         return "a pool with padding"
     return None

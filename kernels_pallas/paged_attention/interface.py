@@ -5,6 +5,7 @@ packed tokens, S rows, M blocks a row, H query heads, D head dim.
 """
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 
@@ -41,12 +42,31 @@ class AttentionOptions:
     operand of the call instead, as `sinks_H` is.
 
     scale: factor of the scores. soft_cap: c of c * tanh(score / c), None for plain scores. window:
-    tokens that a query sees, itself included; None for the whole context.
+    tokens that a query sees, itself included; None for the whole context. value_dim: Dv, the width
+    of a value where it is not D. sinks: each head has one more score, the operand sinks_H.
+
+    `unknown_options` names those that an implementation does not have: it is never called with one.
     """
 
     scale: float
     soft_cap: float | None = None
     window: int | None = None
+    value_dim: int | None = None
+    sinks: bool = False
+
+    def value_width(self, head_dim: int) -> int:
+        """Return the width of a value beside keys of head_dim."""
+        return head_dim if self.value_dim is None else self.value_dim
+
+
+def unknown_options(attention: AttentionOptions, known: Collection[str]) -> str | None:
+    """Return the reason why an implementation that has the options `known` cannot compute these;
+    None: it can. An option at its default changes nothing, and nobody needs to know it.
+    """
+    fields = {field.name: field for field in dataclasses.fields(attention)}
+    values = {name: getattr(attention, name) for name in fields.keys() - set(known)}
+    asked = [f"{n}={v!r}" for n, v in sorted(values.items()) if v != fields[n].default]
+    return f"it does not have the option {', '.join(asked)}" if asked else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,6 +95,13 @@ def prepare_nothing(
     """`prepare` of an implementation whose layers share nothing."""
 
 
+def kv_heads_of(pool: Any, attention: AttentionOptions) -> int:
+    """Return the KV heads of a pool without padding: a head has two rows of equal width, or, where
+    values are of another width than keys, one.
+    """
+    return pool.shape[2] // (2 if attention.value_dim is None else 1)
+
+
 def shapes_of(q_THD: Any, pool: Any, block_table_SM: Any, options: Options) -> Shapes:
     """Return the shapes of a call; options.num_kv_heads is needed if the pool is padded."""
     is_scaled = pool.dtype.itemsize == 1
@@ -84,7 +111,7 @@ def shapes_of(q_THD: Any, pool: Any, block_table_SM: Any, options: Options) -> S
         head_dim=q_THD.shape[2],
         block_size=pool.shape[1],
         num_heads=q_THD.shape[1],
-        num_kv_heads=options.num_kv_heads or pool.shape[2] // 2,
+        num_kv_heads=options.num_kv_heads or kv_heads_of(pool, options.attention),
         num_rows=block_table_SM.shape[0],
         blocks_per_row=block_table_SM.shape[1],
     )

@@ -4,6 +4,7 @@ loop).
 Shapes: T packed tokens, L layers, N pool blocks, P block size, K KV heads, D head dim.
 """
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,11 +16,12 @@ from kernels_pallas.paged_attention.pool_layout import ScaledPool, scaled
 def write_kv(
     pool: Any, layer: Array | int, kv_T2KD: Array, slot_mapping_T: Array, *, num_layers: int = 1
 ) -> Any:
-    """Return the pool with each token's keys and values (K0, V0, K1, V1, ...) in its slot.
+    """Return the pool with each token's keys and values, in its slot.
 
-    pool [L*N, P, 2K, D], or a ScaledPool, for which they are converted to 8 bits. slot_mapping_T
-    int32: block * P + slot of the layer, no slot twice. Tokens with an index outside [0, N*P) are
-    padding and are dropped; callers use L*N*P.
+    pool [L*N, P, 2K, D] (K0, V0, K1, V1, ...) or as another PoolLayout has it, kv likewise; or a
+    ScaledPool, for which they are converted to 8 bits. slot_mapping_T int32: block * P + slot of
+    the layer, no slot twice. Tokens with an index outside [0, N*P) are padding and are dropped;
+    callers use L*N*P.
     """
     if slot_mapping_T.shape[0] == 1:
         # XLA turns a scatter of one index into a selection, which copies the pool: add a second
@@ -29,12 +31,13 @@ def write_kv(
     slots = (layer, slot_mapping_T, num_layers)
     if not isinstance(pool, ScaledPool):
         return _write(pool, kv_T2KD.astype(pool.dtype), *slots)
-    new = scaled(kv_T2KD, pool.dtype, pool.scales_of_a_row)
+    new = scaled(kv_T2KD, pool.dtype, pool.scales_of_a_row, pool.key_width)
     if pool.slots_last:
         scales = _write_columns(pool.scales, pool.shape[1], new.scales, *slots)
     else:
         scales = _write(pool.scales, new.scales, *slots)
-    return ScaledPool(_write(pool.values, new.values, *slots), scales, pool.slots_last)
+    values = _write(pool.values, new.values, *slots)
+    return dataclasses.replace(pool, values=values, scales=scales)
 
 
 def _write(

@@ -3,16 +3,17 @@
 Every implementation is tested against it.
 
 Shapes: T packed tokens, S rows, M blocks a row, L layers, N pool blocks, P block size, H query
-heads, K KV heads, G = H/K, D head dim; Q queries of a row, C tokens of context that any of them
-sees, N = Q*G.
+heads, K KV heads, G = H/K, D head dim, V width of a value; Q queries of a row, C tokens of context
+that any of them sees, N = Q*G.
 """
 
 import numpy as np
 from jax.typing import ArrayLike
 
-from kernels_pallas.paged_attention.interface import Options
+from kernels_pallas.paged_attention.interface import Options, kv_heads_of, unknown_options
 from kernels_pallas.paged_attention.pool_layout import ScaledPool
 
+OPTIONS = ("scale", "soft_cap", "window", "value_dim", "sinks")
 QUERIES = 256  # computed together; bounds the memory of their scores
 
 
@@ -28,10 +29,11 @@ def prefill(
     sinks_H: ArrayLike | None = None,
     exact: bool = False,
 ) -> np.ndarray:
-    """Causal attention of packed queries over paged keys and values, [T, H, D] in q's dtype.
+    """Causal attention of packed queries over paged keys and values, [T, H, V] in q's dtype.
 
     pool [L*N, P, 2K, D]: row layer*N + b is block b of a layer, axis 2 is K0, V0, K1, V1, ...;
-    query head h reads KV head h // G. A ScaledPool stands for its values times their scales.
+    [L*N, P, K, D + V], a head's key and then its value, where their widths differ. Query head h
+    reads KV head h // G. A ScaledPool stands for its values times their scales.
     block_table_SM int32, padded with 0. context_lens_S counts a row's tokens, its queries included:
     their own keys and values are in the pool.
     query_start_loc_S1 is cumulative: row r owns the packed tokens query_start_loc[r] up to
@@ -55,10 +57,13 @@ def prefill(
     )
     attention, window = options.attention, options.attention.window
     dtype = np.dtype(np.float64 if exact else np.float32)
-    P, K = kv_pool.shape[1], kv_pool.shape[2] // 2
-    H = q.shape[1]
+    P, K, (_, H, D) = kv_pool.shape[1], kv_heads_of(kv_pool, attention), q.shape
+    V = attention.value_width(D)
+    if reason := unknown_options(attention, OPTIONS):
+        raise NotImplementedError(f"reference: {reason}")
+    assert attention.sinks == (sinks_H is not None)
     first_block = layer * (kv_pool.shape[0] // options.num_layers)
-    out = np.zeros(q.shape, dtype)
+    out = np.zeros((len(q), H, V), dtype)
     for row, context in enumerate(contexts):
         last = starts[row + 1]
         for token in range(starts[row], last, QUERIES):
@@ -69,10 +74,12 @@ def prefill(
                 first_Q = np.maximum(0, position_Q - window + 1)
             seen_C = np.arange(first_Q[0], position_Q[-1] + 1)
             slots = (first_block + tables[row, seen_C // P], seen_C % P)
-            kv = kv_pool[slots].astype(dtype)
+            kv = kv_pool[slots].astype(dtype).reshape(len(seen_C), K, D + V)
+            k_CKD, v_CKV = kv[..., :D], kv[..., D:]
             if scales is not None:
-                kv = kv * scales[slots].astype(dtype)[..., None]
-            k_KCD, v_KCD = (kv[:, which::2].swapaxes(0, 1) for which in (0, 1))
+                of_CK2 = scales[slots].astype(dtype).reshape(len(seen_C), K, 2)
+                k_CKD, v_CKV = k_CKD * of_CK2[..., :1], v_CKV * of_CK2[..., 1:]
+            k_KCD, v_KCV = k_CKD.swapaxes(0, 1), v_CKV.swapaxes(0, 1)
             q_KND = q_QHD.reshape(-1, K, H // K, q.shape[2]).swapaxes(0, 1)
             q_KND = q_KND.reshape(K, -1, q.shape[2])
             score_KNC = q_KND @ k_KCD.swapaxes(1, 2) * dtype.type(attention.scale)
@@ -93,8 +100,8 @@ def prefill(
                 by_K1C = 1 if scales is None else scales[slots][:, 1::2].T[:, None].astype(dtype)
                 rounded = kv_pool.dtype if scales is None else q.dtype
                 p_KNC = (p_KNC * by_K1C).astype(rounded).astype(dtype) / by_K1C
-            o_KQGD = (p_KNC @ v_KCD).reshape(K, len(q_QHD), H // K, -1)
-            out[token : token + len(q_QHD)] = o_KQGD.swapaxes(0, 1).reshape(q_QHD.shape)
+            o_KQGV = (p_KNC @ v_KCV).reshape(K, len(q_QHD), H // K, -1)
+            out[token : token + len(q_QHD)] = o_KQGV.swapaxes(0, 1).reshape(-1, H, V)
     return out if exact else out.astype(q.dtype)
 
 
@@ -109,7 +116,7 @@ def decode(
     sinks_H: ArrayLike | None = None,
     exact: bool = False,
 ) -> np.ndarray:
-    """The same for one query a row, [S, H, D]; a row with context 0 is padding and gives zeros."""
+    """The same for one query a row, [S, H, V]; a row with context 0 is padding and gives zeros."""
     q, contexts = np.asarray(q_SHD), np.asarray(context_lens_S)
     live = np.flatnonzero(contexts > 0)
     starts = np.arange(len(live) + 1)
@@ -125,6 +132,6 @@ def decode(
         exact=exact,
         sinks_H=sinks_H,
     )
-    out = np.zeros(q.shape, result.dtype)
+    out = np.zeros((len(q), *result.shape[1:]), result.dtype)
     out[live] = result
     return out

@@ -23,7 +23,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from kernels_pallas.paged_attention.common import LOG2E, NEG, combine, interpretation, rows_of
-from kernels_pallas.paged_attention.interface import Options, Shapes, shapes_of
+from kernels_pallas.paged_attention.interface import (
+    AttentionOptions,
+    Options,
+    Shapes,
+    shapes_of,
+    unknown_options,
+)
 from kernels_pallas.paged_attention.pool_layout import ScaledPool, slots_last_layout
 
 MIN_ROWS = 16  # of a Triton matmul
@@ -34,11 +40,15 @@ SLOTS = 64  # C
 PROGRAMS = 264  # fill a card twice over; decode splits its contexts to have so many
 MAX_SPLITS = 16
 
+OPTIONS = ("scale", "soft_cap", "window", "sinks")
+
 pool_layout = slots_last_layout
 
 
-def unsupported(shapes: Shapes, device: Any) -> str | None:
-    """Return why these shapes cannot run on a device, or None."""
+def unsupported(shapes: Shapes, attention: AttentionOptions, device: Any) -> str | None:
+    """Return why these shapes and options cannot run on a device, or None."""
+    if reason := unknown_options(attention, OPTIONS):
+        return reason
     dtype, head_dim = jnp.dtype(shapes.dtype), shapes.head_dim
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {dtype}: only bfloat16 and float16"

@@ -15,8 +15,9 @@ a fusion would compute an index anew for each element; for a single query, multi
 instead of batched matmuls, which spend their time packing the context.
 
 Shapes: T packed tokens, S rows, M blocks a row, L layers, N pool blocks, P block size, H query
-heads, K KV heads, G = H/K, D head dim, E = H*D; W work items an iteration, A query tiles, B tokens
-of a query tile, Q = B*G, C tokens of a KV tile, U pool rows that make up a KV tile.
+heads, K KV heads, G = H/K, D head dim, V width of a value, E = D + V; W work items an iteration, A
+query tiles, B tokens of a query tile, Q = B*G, C tokens of a KV tile, U pool rows that make up a KV
+tile.
 """
 
 import functools
@@ -28,7 +29,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kernels_pallas.paged_attention.common import NEG
-from kernels_pallas.paged_attention.interface import Options, Shapes, shapes_of
+from kernels_pallas.paged_attention.interface import (
+    AttentionOptions,
+    Options,
+    Shapes,
+    kv_heads_of,
+    shapes_of,
+    unknown_options,
+)
 from kernels_pallas.paged_attention.pool_layout import ScaledPool, plain_pool_layout
 
 KV_TILE = 64  # tokens of context a work item
@@ -42,17 +50,21 @@ _barrier = lax.optimization_barrier
 # layer.
 _jit = functools.partial(jax.jit, static_argnames="options")
 
+OPTIONS = ("scale", "soft_cap", "window", "value_dim", "sinks")
+
 pool_layout = plain_pool_layout
 
 
-def unsupported(shapes: Shapes, device: Any) -> None:
-    """Return why these shapes cannot run: None, all can."""
+def unsupported(shapes: Shapes, attention: AttentionOptions, device: Any) -> str | None:
+    """Return why these options cannot run; all shapes can, on every device."""
+    del shapes, device
+    return unknown_options(attention, OPTIONS)
 
 
 class _Tiles(NamedTuple):
     """The pool seen as rows of at most one KV tile."""
 
-    rows: Array  # [L*N*parts, P/parts * 2K*D]
+    rows: Array  # [L*N*parts, P/parts * K*(D+Dv)]
     scales: Array | None  # [L*N*parts, P/parts * 2K]
     size: int  # C
     units: int  # U: rows that make up a tile
@@ -73,10 +85,11 @@ def decode(
 ) -> Array:
     """Attention of one query a row, the last token of its context; see `reference.decode`."""
     S, H, D = q_SHD.shape
-    K, attention = pool.shape[2] // 2, options.attention
+    attention = options.attention
+    K, V = kv_heads_of(pool, attention), attention.value_width(D)
     tiles = _tiles(pool, layer, options.num_layers)
     C = tiles.size
-    W = _clamp_pow2(DECODE_BYTES // (C * 2 * K * D * max(pool.dtype.itemsize, 2)), 4, 32)
+    W = _clamp_pow2(DECODE_BYTES // (C * K * (D + V) * max(pool.dtype.itemsize, 2)), 4, 32)
     begin_S = (
         jnp.zeros_like(context_lens_S)
         if attention.window is None
@@ -106,7 +119,7 @@ def decode(
         ids, q_WHD, start_W, stop_W = _barrier((ids, q_SHD[row_W], start_W, stop_W))
         slot_C = jnp.arange(C)
         seen_WC = (slot_C[None, :] >= start_W[:, None]) & (slot_C[None, :] < stop_W[:, None])
-        kv = _barrier(_take(tiles.rows, ids)).reshape(W, C, K, 2, D)
+        kv = _barrier(_take(tiles.rows, ids)).reshape(W, C, K, D + V)
         of_keys, of_values = _scales(tiles, ids, (W, C, K), H)
         s_WCH = _capped(_times(_decode_scores(q_WHD, kv), of_keys), attention.soft_cap)
         s_WCH = jnp.where(seen_WC[:, :, None], s_WCH, NEG)
@@ -126,10 +139,10 @@ def decode(
             _times(p_WCH, of_values, seen_WC[..., None]),
         )
         acc = jnp.dot(
-            owner, _decode_values(weight_WCH, seen_WC, kv).reshape(W, H * D), precision="highest"
+            owner, _decode_values(weight_WCH, seen_WC, kv, D).reshape(W, H * V), precision="highest"
         )
         total = total0 * alpha + jnp.dot(owner, jnp.sum(p_WCH, axis=1), precision="highest")
-        new = (m, total, acc0 * alpha[:, :, None] + acc.reshape(W, H, D))
+        new = (m, total, acc0 * alpha[:, :, None] + acc.reshape(W, H, V))
         return tuple(
             lax.dynamic_update_slice_in_dim(x, y, first_rank, 0)
             for x, y in zip(state, new, strict=True)
@@ -140,21 +153,21 @@ def decode(
     state = (
         jnp.broadcast_to(most_H, (S + W, H)),
         jnp.broadcast_to(total_H, (S + W, H)),
-        jnp.zeros((S + W, H, D), f32),
+        jnp.zeros((S + W, H, V), f32),
     )
     _, total, acc = lax.fori_loop(0, (end_S[-1] + W - 1) // W, body, state)
     at_S = jnp.maximum(rank_S, 0)
-    o_SHD = acc[at_S] / jnp.maximum(total[at_S], 1e-30)[:, :, None]
-    return jnp.where((tiles_S > 0)[:, None, None], o_SHD, 0.0).astype(dtype)
+    o_SHV = acc[at_S] / jnp.maximum(total[at_S], 1e-30)[:, :, None]
+    return jnp.where((tiles_S > 0)[:, None, None], o_SHV, 0.0).astype(dtype)
 
 
-def _decode_scores(q_WHD: Array, kv_WCK2D: Array) -> Array:
+def _decode_scores(q_WHD: Array, kv_WCKE: Array) -> Array:
     """Return q (f32) . k in f32, [W, C, H]: vectors of 16 partial sums, then a tree."""
-    W, C, K, _, D = kv_WCK2D.shape
-    H = q_WHD.shape[1]
+    W, C, K, _ = kv_WCKE.shape
+    _, H, D = q_WHD.shape
     lanes = math.gcd(D, 16)
     q = q_WHD.reshape(W, 1, K, H // K, D)
-    k = kv_WCK2D[:, :, :, :1].astype(jnp.float32)
+    k = kv_WCKE[:, :, :, None, :D].astype(jnp.float32)
     x = q[..., :lanes] * k[..., :lanes]
     for i in range(lanes, D, lanes):
         x = x + q[..., i : i + lanes] * k[..., i : i + lanes]
@@ -164,25 +177,26 @@ def _decode_scores(q_WHD: Array, kv_WCK2D: Array) -> Array:
     return x.reshape(W, C, H)
 
 
-def _decode_values(p_WCH: Array, seen_WC: Array, kv_WCK2D: Array) -> Array:
-    """Return p . v in f32, [W, H, D], a few slots a turn; unseen slots count as zero, whatever
+def _decode_values(p_WCH: Array, seen_WC: Array, kv_WCKE: Array, D: int) -> Array:
+    """Return p . v in f32, [W, H, Dv], a few slots a turn; unseen slots count as zero, whatever
     they hold.
     """
-    W, C, K, _, D = kv_WCK2D.shape
+    W, C, K, E = kv_WCKE.shape
     G = p_WCH.shape[2] // K
     unroll = next(u for u in (4, 3, 2, 1) if C % u == 0)
 
     def body(i, acc_WKGD):
         p, seen, kv = (
-            lax.dynamic_slice_in_dim(x, i * unroll, unroll, 1) for x in (p_WCH, seen_WC, kv_WCK2D)
+            lax.dynamic_slice_in_dim(x, i * unroll, unroll, 1) for x in (p_WCH, seen_WC, kv_WCKE)
         )
         p = p.reshape(W, unroll, K, G, 1)
         for u in range(unroll):
-            v = jnp.where(seen[:, u, None, None, None], kv[:, u, :, 1:].astype(jnp.float32), 0.0)
+            v = kv[:, u, :, None, D:].astype(jnp.float32)
+            v = jnp.where(seen[:, u, None, None, None], v, 0.0)
             acc_WKGD = acc_WKGD + p[:, u] * v
         return acc_WKGD
 
-    return lax.fori_loop(0, C // unroll, body, jnp.zeros((W, K, G, D), jnp.float32))
+    return lax.fori_loop(0, C // unroll, body, jnp.zeros((W, K, G, E - D), jnp.float32))
 
 
 class _QueryTiles(NamedTuple):
@@ -258,7 +272,8 @@ def prefill(
 ) -> Array:
     """Causal attention of packed queries, any number a row; see `reference.prefill`."""
     T, H, D = q_THD.shape
-    K, attention, window = pool.shape[2] // 2, options.attention, options.attention.window
+    attention, window = options.attention, options.attention.window
+    K, V = kv_heads_of(pool, attention), attention.value_width(D)
     dtype = q_THD.dtype if isinstance(pool, ScaledPool) else pool.dtype
     tiles = _tiles(pool, layer, options.num_layers)
     C = tiles.size
@@ -272,14 +287,14 @@ def prefill(
             window=window,
         )
     queries, at_T = prepared.tiles, prepared.at_T
-    q_TE, kv_pool = q_THD.reshape(T, H * D), tiles.rows.reshape(-1, C // tiles.units, K, 2, D)
+    flat_q, kv_pool = q_THD.reshape(T, H * D), tiles.rows.reshape(-1, C // tiles.units, K, D + V)
 
     def group(g, out):
         mine = _QueryTiles(*(lax.dynamic_slice_in_dim(x, g * W, W) for x in queries))
         slot_B, slot_C = jnp.arange(B), jnp.arange(C)
         valid_WB = slot_B[None, :] < mine.size[:, None]
         token_WB = jnp.where(valid_WB, mine.token[:, None] + slot_B[None, :], 0)
-        q = _barrier(_take(q_TE, token_WB.reshape(-1))).reshape(W, B, K, H // K * D)
+        q = _barrier(_take(flat_q, token_WB.reshape(-1))).reshape(W, B, K, H // K * D)
         q = _barrier(q.transpose(0, 2, 1, 3).reshape(W * K, -1, D)).astype(dtype)
         pos_WB = jnp.where(valid_WB, mine.position[:, None] + slot_B[None, :], -1)
         pos_WQ = jnp.repeat(pos_WB, H // K, axis=1)
@@ -291,14 +306,14 @@ def prefill(
                 (_pool_rows(tiles, block_table_SM, mine.row, tile_W), tile_W * C)
             )
             pos_WC = start_W[:, None] + slot_C[None, :]
-            # [2, W, K, C, D].
-            kv = _take(kv_pool, ids).reshape(W, C, K, 2, D).transpose(3, 0, 2, 1, 4)
+            # [W, K, C, D + V].
+            kv = _take(kv_pool, ids).reshape(W, C, K, D + V).transpose(0, 2, 1, 3)
             seen_WC = (pos_WC >= mine.begin[:, None]) & (
                 pos_WC < (mine.position + mine.size)[:, None]
             )
             kv = kv.astype(dtype)
-            v = jnp.where(seen_WC[:, None, :, None], kv[1], jnp.zeros((), dtype))
-            k, v = _barrier(kv[0].reshape(W * K, C, D)), _barrier(v.reshape(W * K, C, D))
+            v = jnp.where(seen_WC[:, None, :, None], kv[..., D:], jnp.zeros((), dtype))
+            k, v = _barrier(kv[..., :D].reshape(W * K, C, D)), _barrier(v.reshape(W * K, C, V))
             of_keys, of_values = _scales(tiles, ids, (W, C, K))
             s = _times(_einsum("wqd,wcd->wqc", q, k).reshape(W, K, -1, C), of_keys)
             mask = pos_WC[:, None, :] <= pos_WQ[:, :, None]
@@ -320,21 +335,21 @@ def prefill(
         state = (
             jnp.broadcast_to(most, shape),
             jnp.broadcast_to(total, shape),
-            jnp.zeros((*shape, D), jnp.float32),
+            jnp.zeros((*shape, V), jnp.float32),
         )
         _, total, acc = lax.fori_loop(0, mine.need[0], body, state)
         o = (
             (acc / jnp.maximum(total, 1e-30)[..., None])
             .astype(q_THD.dtype)
-            .reshape(W, K, B, H // K * D)
+            .reshape(W, K, B, H // K * V)
         )
-        o = _barrier(o.transpose(0, 2, 1, 3).reshape(W * B, H * D))
+        o = _barrier(o.transpose(0, 2, 1, 3).reshape(W * B, H * V))
         return lax.dynamic_update_slice_in_dim(out, o, g * W * B, 0)
 
     groups = (jnp.sum((queries.need > 0).astype(jnp.int32)) + W - 1) // W
     A = queries.need.shape[0]
-    out = lax.fori_loop(0, groups, group, jnp.zeros((A * B + 1, H * D), q_THD.dtype))
-    return _take(out, _barrier(at_T)).reshape(T, H, D)
+    out = lax.fori_loop(0, groups, group, jnp.zeros((A * B + 1, H * V), q_THD.dtype))
+    return _take(out, _barrier(at_T)).reshape(T, H, V)
 
 
 def _start(sinks_H: Array | None, H: int) -> tuple[Array, Array]:

@@ -17,6 +17,7 @@ from jpaged.errors import CheckpointError
 from jpaged.models.config import ModelConfig
 from jpaged.models.families import FAMILIES
 from jpaged.models.layers.attention import AttentionConfig
+from jpaged.models.layers.conv import ConvConfig
 from jpaged.models.layers.delta import DeltaConfig
 from jpaged.models.layers.experts import ExpertsConfig
 from tests.golden.configs import CONFIGS
@@ -44,31 +45,35 @@ PIXTRAL = [
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Index:
-    """What a file holds. layer: of every layer; window: of those with one; attention, delta: of
-    those that have it, or the gated delta rule; dense, mixture: of those with an MLP, with experts.
-    others: of no layer of the model, which no part of it takes. {x} is an expert, {L} the number of
-    layers.
+    """What a file holds. layer: of every layer; window: of those with one; attention, delta, conv:
+    of those that have it, or the gated delta rule, or a short convolution; dense, mixture: of those
+    with an MLP, with experts. norm: after the last layer. others: of no layer of the model, which
+    no part of it takes. {x} is an expert, {L} the number of layers.
     """
 
     layer: list[str]
     window: list[str] = dataclasses.field(default_factory=list)
+    conv: list[str] = dataclasses.field(default_factory=list)
     attention: list[str] = dataclasses.field(default_factory=list)
     delta: list[str] = dataclasses.field(default_factory=list)
     dense: list[str] = dataclasses.field(default_factory=lambda: MLP)
     mixture: list[str] = dataclasses.field(default_factory=list)
     others: list[str] = dataclasses.field(default_factory=list)
     text: str = "model."
+    norm: str = "norm.weight"
     head: str | None = "lm_head.weight"
 
     def names(self, config: ModelConfig) -> list[str]:
         """Return all names in a file of a model."""
-        names = [self.text + "embed_tokens.weight", self.text + "norm.weight"]
+        names = [self.text + "embed_tokens.weight", self.text + self.norm]
         for i, layer in enumerate(config.layers):
             ffn = layer.ffn
             count = ffn.num_experts if isinstance(ffn, ExpertsConfig) else 0
             has_window = isinstance(layer.mixer, AttentionConfig) and layer.mixer.window is not None
             of_kind = [*(self.mixture if count else self.dense), *(self.window * has_window)]
-            of_kind += self.delta if isinstance(layer.mixer, DeltaConfig) else self.attention
+            kinds = ((DeltaConfig, self.delta), (ConvConfig, self.conv))
+            of_mixer = (names for kind, names in kinds if isinstance(layer.mixer, kind))
+            of_kind += next(of_mixer, self.attention)
             for name in [*self.layer, *of_kind]:
                 copies = range(count) if "{x}" in name else [0]
                 names += [f"{self.text}layers.{i}.{name.replace('{x}', str(x))}" for x in copies]
@@ -82,6 +87,16 @@ DELTA_IN = [f"linear_attn.in_proj_{x}.weight" for x in ("qkv", "z", "b", "a")]
 SHARED_EXPERT = [f"mlp.shared_expert.{part}" for part in PARTS] + ["mlp.shared_expert_gate.weight"]
 MTP = [f"mtp.{x}.weight" for x in ("fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")]
 MTP += [f"mtp.layers.0.{name}" for name in [*QKVO, *QK_NORMS, *NORMS]]
+LFM2 = Index(
+    layer=["operator_norm.weight", "ffn_norm.weight"],
+    attention=[
+        *(f"self_attn.{x}_proj.weight" for x in ("q", "k", "v", "out")),
+        *("self_attn.q_layernorm.weight", "self_attn.k_layernorm.weight"),
+    ],
+    conv=[f"conv.{x}.weight" for x in ("in_proj", "conv", "out_proj")],
+    dense=[f"feed_forward.{w}.weight" for w in ("w1", "w2", "w3")],
+    norm="embedding_norm.weight",
+)
 GUESSES = ["eh_proj.weight", "enorm.weight", "hnorm.weight", "shared_head.norm.weight"]
 INDICES = {
     "ministral3_g4_d64_mscale_tied": Index(
@@ -172,6 +187,14 @@ INDICES = {
             *("linear_attn.A_log", "linear_attn.dt_bias", "linear_attn.o_norm.weight"),
             *(f"linear_attn.{x}_proj.weight" for x in "qkvbago"),
             *(f"linear_attn.{x}_conv1d.weight" for x in "qkv"),
+        ],
+    ),
+    "lfm2_c96_w3": LFM2,
+    "lfm2_moe_c80_w3": dataclasses.replace(
+        LFM2,
+        mixture=[
+            *("feed_forward.gate.weight", "feed_forward.expert_bias"),
+            *(f"feed_forward.experts.{{x}}.{w}.weight" for w in ("w1", "w2", "w3")),
         ],
     ),
     "solar_open_g1_d32": Index(layer=QKVO + QKV_BIAS + NORMS, mixture=BIASED + EXPERTS + SHARED),

@@ -102,7 +102,7 @@ def test_nothing_is_lost_with_a_killed_engine_and_the_text_is_that_of_one_engine
     ]
     failed = {line.get("line", 11): line["error"]["code"] for line in found if line.get("error")}
     assert failed == {11: "invalid_json", 21: "context_length_exceeded", 31: "invalid_value"}
-    assert b"1 died" in stdout and b"run again on others" in stdout
+    assert b"1 died" in stdout and b"run again on other replicas" in stdout
     one = start(source, "--output", one_out, stdout=subprocess.PIPE)
     _, stderr = one.communicate(timeout=240)
     assert one.returncode == 2, stderr.decode()

@@ -147,7 +147,7 @@ def test_an_engine_that_raises_is_replaced_and_one_that_cannot_start_ends_the_ru
     try:
         llm.add_request("a")
         with pytest.raises(
-            ReplicaError, match=r"no replica can be kept up: 2 starts.*no room for the model"
+            ReplicaError, match=r"no replica can be kept running: 2 starts.*no room for the model"
         ):
             finish(llm)
     finally:

@@ -18,12 +18,12 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from jpaged.config import EngineConfig
-from jpaged.engine.cache.kinds import GroupSize
+from jpaged.engine.cache.kinds import GroupSize, Replay
 from jpaged.engine.layout import CONTROLS, Section, input_sections, output_sections
-from jpaged.engine.packing import ON_DEVICE, PAD_TOKEN, Batch, unpack
+from jpaged.engine.packing import ON_DEVICE, PAD_TOKEN, Batch, pack_replays, unpack
 from jpaged.engine.plan import StepResult
 from jpaged.engine.sequence import Sequence
-from jpaged.engine.shapes import Shape, StepShapes
+from jpaged.engine.shapes import PrefillShape, ReplayShape, Shape, StepShapes
 from jpaged.models.config import ModelConfig
 from jpaged.search.beam import BeamSearch, EarlyStopping
 
@@ -150,6 +150,7 @@ class Handle(NamedTuple):
     batch: Batch
     outs: list[np.ndarray]
     era: int
+    replayed: list[dict[int, int]]  # of each replica, the tokens of rows with guesses by place
 
 
 class MockRunner:
@@ -184,7 +185,8 @@ class MockRunner:
         )
         self.fail: set[tuple[str, int]] = set()
         self.calls: dict[str, int] = dict.fromkeys(
-            ("dispatch", "draw", "fetch", "read_blocks", "fetch_blocks", "write_blocks"), 0
+            ("dispatch", "draw", "fetch", "replay", "read_blocks", "fetch_blocks", "write_blocks"),
+            0,
         )
         self.dispatched: list[
             tuple[str, list[tuple[int, int]]]
@@ -198,6 +200,7 @@ class MockRunner:
         self.born = [[self.era] * size for size in sizes]
         self.last = [POISON] * self.config.max_num_seqs
         self.undrawn: Callable[[np.ndarray | None], None] | None = None
+        self._replayed: dict[int, int] = {}  # in the last step, the tokens of rows with guesses
         self._states: list[list[int]] | None = None  # the pools before a step of rows side by side
         self.tables = [POISON] * self.config.max_loras  # the version in each slot
 
@@ -210,7 +213,7 @@ class MockRunner:
         assert self.undrawn is None, "the model needs the tokens of the step before"
         for slot, adapter in batch.loads:
             self.tables[slot] = adapter.version
-        view = self._inputs(batch.bucket, batch.packed)
+        view, self._replayed = self._inputs(batch.bucket, batch.packed), {}
         if batch.copies is not None:
             self._copy(batch.copies)
         buckets = [bucket for bucket in (batch.bucket, batch.sample) if bucket is not None]
@@ -238,7 +241,29 @@ class MockRunner:
             for at, (start, end) in chunks.items():
                 spans += [(start, end)] + [(end, end)] * (forks[at] - 1)
         self.dispatched.append((batch.bucket.phase, spans))
-        return Handle(batch, [out for out in reversed(outs) if out.size], self.era)
+        outs = [out for out in reversed(outs) if out.size]
+        return Handle(batch, outs, self.era, [self._replayed])
+
+    def replay(self, handle: Handle, rounds: list[list[list[Replay]]]) -> None:
+        self._may_fail("replay")
+        bucket = handle.batch.bucket
+        assert isinstance(bucket, PrefillShape)
+        shape = ReplayShape.after(bucket, self.config)
+        (tokens,) = handle.replayed
+        for replays in rounds:
+            view = self._inputs(shape, pack_replays(replays, shape, self.config))
+            before = [list(pool) for pool in self.pools]
+            for row, (first, past) in enumerate(itertools.pairwise(view["query_start_loc"])):
+                for at, group in enumerate(self.kv_groups):
+                    blocks = [view[name][at, row] for name in ("read_blocks", "written_blocks")]
+                    if first == past or group.per == "token":
+                        assert blocks == [-1, -1], "a replay of what no group keeps"
+                        continue
+                    read, written = blocks
+                    assert view["starts"][row] > 0 and before[at][read] != POISON
+                    kept = [tokens[place] for place in view["places"][first:past].tolist()]
+                    *_, state = itertools.accumulate(kept, next_kv, initial=before[at][read])
+                    self.pools[at][written], self.born[at][written] = state, self.born[at][read]
 
     def draw(self, handle: Handle, masks_SW: np.ndarray | None = None) -> Handle:
         if masks_SW is None:
@@ -323,8 +348,11 @@ class MockRunner:
                 contexts[past - 1], chunks[past - 1] = (int(end), [], last), (start, int(end))
                 continue
             if places & set(range(first, past - 1)):  # a run, after each token of which it draws
+                guesses = "guesses" in view and bool(view["guesses"][row])
+                if guesses:
+                    self._replayed |= dict(enumerate(tokens, first))
                 for i in range(len(tokens)):
-                    past, is_last = start + i + 1, i + 1 == len(tokens)
+                    past, is_last = start + i + 1, i + 1 == len(tokens) and not guesses
                     _, seen = self._attend(tables, past, tokens[: i + 1], is_last=is_last)
                     contexts[first + i] = past, seen, None
                 chunks[first + len(tokens) - 1] = start, int(end)
@@ -533,12 +561,14 @@ class MockReplicas:
         count = len(self.runners)
         packed = np.split(batch.packed, count)
         copies = [None] * count if batch.copies is None else np.split(batch.copies, count)
-        outs = []
+        outs, replayed = [], []
         for runner, part, own, pairs in zip(self.runners, batch.each, packed, copies, strict=True):
             assert (part.bucket, part.sample) == (batch.bucket, batch.sample)
             moved = dataclasses.replace(part, packed=own, copies=pairs)
             if part.num_tokens:
-                outs.append(runner.dispatch(moved).outs)
+                own_handle = runner.dispatch(moved)
+                outs.append(own_handle.outs)
+                replayed += own_handle.replayed
                 continue
             view = _views(own, input_sections(batch.bucket, self.config)[0])
             if batch.sample is not None:
@@ -548,12 +578,18 @@ class MockReplicas:
             if batch.sample is not None or batch.bucket.phase == "decode":
                 assert (view["device_rows"] == self.config.max_num_seqs).all()
             outs.append(None)
+            replayed.append({})
         self.phases.append((batch.bucket.phase, [own is not None for own in outs]))
         self._drawing = outs  # of a draw that waits for its masks
         some = next(own for own in outs if own is not None)
         whole = [[out * 0 + POISON for out in some] if own is None else own for own in outs]
         joined = [np.concatenate(buffers) for buffers in zip(*whole, strict=True)]
-        return Handle(batch, joined, self.runners[0].era)
+        return Handle(batch, joined, self.runners[0].era, replayed)
+
+    def replay(self, handle: Handle, rounds: list[list[list[Replay]]]) -> None:
+        for index, runner in enumerate(self.runners):
+            own = handle._replace(replayed=handle.replayed[index : index + 1])
+            runner.replay(own, [[replays[index]] for replays in rounds])
 
     def draw(self, handle: Handle, masks_SW: np.ndarray | None = None) -> Handle:
         """Into the parts of the joined buffer of draws, the first of outs."""

@@ -294,6 +294,7 @@ def groups_workload(depth: int, seed: int) -> None:
     settings: dict[str, Any] = {"windows": kinds[seed % 5], "windowed_blocks": 12}
     if "state" in settings["windows"]:
         settings["max_num_batched_tokens"] = 5  # chunks that end within a block
+        settings["speculative"] = {"method": "ngram", "num_tokens": 3, "adaptive": False}
     sharing_workload(depth, seed, **settings, mixed=seed % 3 < 2, decode_steps=1 + seed % 2)
 
 
@@ -416,6 +417,35 @@ def state_written_in_place(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(State, "make_writable", mutated)
 
 
+def replayed_by_one_token_less(patch: pytest.MonkeyPatch) -> None:
+    """The state of the token before the last one that was right."""
+
+    def mutated(self: BlockManager, tables: Any, place: int, start: int, count: int) -> Any:
+        return replays(self, tables, place, start, max(count - 1, 1))
+
+    replays = BlockManager.replays
+    patch.setattr(BlockManager, "replays", mutated)
+
+
+def never_replayed(patch: pytest.MonkeyPatch) -> None:
+    """A row goes on from the state before its guesses."""
+    patch.setattr(State, "can_rewind", True)
+
+
+def replayed_past_the_end_of_a_block(patch: pytest.MonkeyPatch) -> None:
+    """A block that closes within guesses gets no state of its own."""
+
+    def mutated(self: BlockManager, tables: Any, place: int, start: int, count: int) -> Any:
+        made = replays(self, tables, place, start, count)
+        whole = made[-1]._replace(
+            place=place, start=start, num_tokens=count, read=made[0].read, written=made[-1].written
+        )
+        return [whole]
+
+    replays = BlockManager.replays
+    patch.setattr(BlockManager, "replays", mutated)
+
+
 def state_of_another_block(patch: pytest.MonkeyPatch) -> None:
     """A match goes on from the state of some other block that is cached."""
 
@@ -470,6 +500,9 @@ GROUP_MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     states_closed_unwritten,
     states_read_before_they_are_written,
     state_written_in_place,
+    replayed_by_one_token_less,
+    never_replayed,
+    replayed_past_the_end_of_a_block,
     state_of_another_block,
     states_leak,
     follows_ignored,

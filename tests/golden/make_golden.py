@@ -1,10 +1,11 @@
 """Stores what transformers computes for the tiny models of tests/golden/configs.py:
-tests/golden/NAME.npz, seeds.npz, beams.json.
+tests/golden/NAME.npz, seeds.npz, mtp.npz, beams.json.
 
     python tests/golden/make_golden.py [NAME ...]
     python tests/golden/make_golden.py --here     # in this interpreter: it has torch, transformers
     python tests/golden/make_golden.py beams      # beam search alone, from the prompts stored
     python tests/golden/make_golden.py seeds      # other weights of one model a family
+    python tests/golden/make_golden.py mtp        # heads that guess a further token
 
 Without --here it runs in an environment of its own, .venv-golden, which the first run makes.
 torch on CPU is all it needs. Its wheels lag behind Python, so each Python that is found (3.11
@@ -43,8 +44,9 @@ ENOUGH_GAP = (
 OF_IMAGES = ("model.vision_tower.", "model.multi_modal_projector.", "model.visual.")
 VARIETY = 8  # distinct tokens in a continuation
 TRIES = 100
-# What make_golden_beams.py and make_golden_seeds.py make, as names on the command line.
-BEAMS, SEEDED = "beams", "seeds"
+# What make_golden_beams.py, make_golden_seeds.py and make_golden_mtp.py make, as names on the
+# command line.
+BEAMS, SEEDED, MTP = "beams", "seeds", "mtp"
 
 
 def main() -> int:
@@ -52,7 +54,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "names", nargs="*", help="configs to make, beams, seeds; all of them when none is named"
+        "names",
+        nargs="*",
+        help="configs to make, beams, seeds, mtp; all when none is named",
     )
     parser.add_argument("--here", action="store_true", help="run in this interpreter")
     parser.add_argument(
@@ -65,9 +69,10 @@ def main() -> int:
     sys.path.insert(0, str(ROOT))
     from tests.golden.configs import CONFIGS
     from tests.golden.make_golden_beams import make_beams
+    from tests.golden.make_golden_mtp import make_mtp
     from tests.golden.make_golden_seeds import make_seeds
 
-    special = {BEAMS: make_beams, SEEDED: make_seeds}
+    special = {BEAMS: make_beams, SEEDED: make_seeds, MTP: make_mtp}
     if unknown := set(args.names) - {*CONFIGS, *special}:
         print(f"no such config: {', '.join(sorted(unknown))}", file=sys.stderr)
         return 1

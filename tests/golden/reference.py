@@ -11,8 +11,8 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from tests.golden.configs import CONFIGS, SEEDED, SEEDS
-from tests.golden.make_golden_seeds import POSITIONS
+from tests.golden.configs import CONFIGS
+from tests.golden.make_golden_seeds import POSITIONS, STORED
 from tests.golden.weights import checksum, state_dict
 
 
@@ -137,20 +137,20 @@ def load(name: str) -> Golden:
     return Golden(name=name, config=copy.deepcopy(CONFIGS[name]), prompts=prompts, **meta)
 
 
-def load_seeds(name: str) -> list[Model]:
-    """Of a config of SEEDED what transformers gives with other weights, float32 alone."""
-    found = []
+def load_seeds(*keys: str) -> list[Model]:
+    """Return what transformers gives for models of STORED, float32 alone."""
     with np.load(Path(__file__).parent / "seeds.npz", allow_pickle=False) as stored:
         meta = json.loads(str(stored["meta"]))
-        assert meta.keys() == {f"{name}/{seed}" for name in SEEDED for seed in SEEDS}
-        for key in (f"{name}/{seed}" for seed in SEEDS):
+        assert meta.keys() == STORED.keys(), "run tests/golden/make_golden.py seeds"
+        models = []
+        for key in keys:
             said = "run tests/golden/make_golden.py seeds, its config changed"
-            assert meta[key]["config"] == CONFIGS[name], f"{key}: {said}"
+            assert meta[key]["config"] == STORED[key], f"{key}: {said}"
             prompt = Answer(
                 token_ids=stored[f"{key}/token_ids"].tolist(),
                 positions=np.asarray(POSITIONS, np.int32),
                 logits=stored[f"{key}/logits"],
                 greedy=stored[f"{key}/greedy"].tolist(),
             )
-            found.append(Model(name=key, prompts=[prompt], **copy.deepcopy(meta[key])))
-    return found
+            models.append(Model(name=key, prompts=[prompt], **copy.deepcopy(meta[key])))
+    return models

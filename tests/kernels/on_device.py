@@ -50,7 +50,9 @@ def checks(name: str, phase: str, *, dry: bool) -> dict[str, Callable[[], dict[s
     implementation = importlib.import_module(f"kernels_pallas.paged_attention.{name}")
     found = {}
     scaled = (*SCALED[::6], IN_TILES[0]) if dry else (*DEVICE_IN_8_BITS, *SCALED, *IN_TILES)
-    scaled = [c for c in scaled if implementation.unsupported(c.shapes, None) is None]
+    scaled = [
+        c for c in scaled if implementation.unsupported(c.shapes, c.options.attention, None) is None
+    ]
     for case in (*(DRY if dry else (*DEVICE, *GPU)), *scaled):
         if (case.queries is None) != (phase == "decode"):
             continue

@@ -15,7 +15,7 @@ import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 from kernels_pallas.paged_attention import reference
-from kernels_pallas.paged_attention.pool_layout import ScaledPool, scaled
+from kernels_pallas.paged_attention.pool_layout import ScaledPool, plain_pool_layout, scaled
 from scripts._attention_cases import DECODE, PREFILL, Case
 
 CASES = (*DECODE, *PREFILL)
@@ -50,18 +50,21 @@ def build(
     that no query sees.
 
     values: "random" is standard normal. "coded" has q = 0, so that a query weighs all that it sees
-    equally, and for the token at position t the value vector that is one at t % D and zero
+    equally, and for the token at position t the value vector that is one at t % V and zero
     elsewhere: what comes out is a histogram of the positions seen, in which a single dropped,
     doubled or added token shows.
     """
     rng = np.random.default_rng(seed)
     dtype = jnp.dtype(case.dtype)
     P, K, D = case.P, case.K, case.D
+    V = case.options.attention.value_width(D)
     blocks = [-(-n // P) for n in case.contexts]
     N = sum(blocks) + 2
     ids = rng.permutation(np.arange(1, N))
     table = np.zeros((len(blocks), max(1, *blocks) + case.extra_blocks), np.int32)
-    pool = np.full((case.num_layers * N, P, 2 * K, D), np.nan if poison else 0.0, np.float32)
+    token = plain_pool_layout(K, D, case.V)
+    shape = (case.num_layers * N, P, token.rows, token.width)
+    pool = np.full(shape, np.nan if poison else 0.0, np.float32)
     for row, (context, queries, used) in enumerate(
         zip(case.contexts, case.query_lens, blocks, strict=True)
     ):
@@ -72,10 +75,11 @@ def build(
             else max(0, context - queries + 1 - case.sliding_window)
         )
         seen = np.arange(first if queries else context, context)
-        kv = rng.standard_normal((len(seen), 2 * K, D), np.float32)
+        new = rng.standard_normal((len(seen), K, D + V), np.float32)
         if values == "coded":
-            kv[:, 1::2] = (np.arange(D) == seen[:, None] % D)[:, None]
-        pool[case.layer * N + table[row, seen // P], seen % P] = kv
+            new[..., D:] = (np.arange(V) == seen[:, None] % V)[:, None]
+        new = new.reshape(len(seen), token.rows, token.width)
+        pool[case.layer * N + table[row, seen // P], seen % P] = new
     starts, tokens = None, len(case.contexts)
     if case.queries is not None:
         starts = np.concatenate([[0], np.cumsum(case.queries)]).astype(np.int32)
@@ -85,18 +89,21 @@ def build(
     contexts = np.asarray(case.contexts, np.int32)
     # Some take almost all, some nothing.
     sinks = np.linspace(-6, 8, case.H).astype(np.float32) if case.sinks else None
-    kv = pool.astype(dtype) if case.kv_dtype is None else in_8_bits(pool, case.kv_dtype)
+    kv: Any = pool.astype(dtype)
+    if case.kv_dtype is not None:
+        kv = in_8_bits(pool, case.kv_dtype, token.key_width)
     return Inputs(q, kv, case.layer, table, contexts, starts, sinks)
 
 
-def in_8_bits(pool: np.ndarray, kv_dtype: str) -> ScaledPool:
+def in_8_bits(pool: np.ndarray, kv_dtype: str, key_width: int | None = None) -> ScaledPool:
     """The pool with scales; where it is NaN so are they, and the values are as large as can be (or
     NaN too).
     """
-    made, poisoned = scaled(jnp.asarray(np.nan_to_num(pool)), kv_dtype), np.isnan(pool)
-    values, scales = np.array(made.values), np.array(made.scales)
-    values[poisoned], scales[poisoned.any(axis=-1)] = 127 if kv_dtype == "int8" else np.nan, np.nan
-    return ScaledPool(values, scales)
+    made = scaled(jnp.asarray(np.nan_to_num(pool)), kv_dtype, key_width=key_width)
+    poisoned, values, scales = np.isnan(pool), np.array(made.values), np.array(made.scales)
+    of_scales = poisoned.any(axis=-1).repeat(scales.shape[-1] // values.shape[2], axis=-1)
+    values[poisoned], scales[of_scales] = 127 if kv_dtype == "int8" else np.nan, np.nan
+    return ScaledPool(values, scales, key_width=key_width)
 
 
 def call(
@@ -116,7 +123,7 @@ def call(
     options = dataclasses.replace(case.options, **(how or {}))
     function = implementation.decode if case.queries is None else implementation.prefill
     if isinstance(inputs.pool, ScaledPool) and hasattr(implementation, "pool_layout"):
-        layout = implementation.pool_layout(case.K, case.D)
+        layout = implementation.pool_layout(case.K, case.D, case.V)
         if layout.slots_last and not inputs.pool.slots_last:
             inputs = dataclasses.replace(inputs, pool=layout.pack_scaled(inputs.pool))
     own |= {} if inputs.sinks is None else {"sinks_H": inputs.sinks}

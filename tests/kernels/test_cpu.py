@@ -10,7 +10,7 @@ import pytest
 from kernels_cpu import paged_attention
 from kernels_cpu.library import unavailable
 from kernels_cpu.linear import NativeProducts, linear
-from scripts._attention_cases import DECODE, GPU, PREFILL, SCALED, Case
+from scripts._attention_cases import DECODE, GPU, NARROW_IN_8_BITS, PREFILL, SCALED, Case
 from tests.kernels.suite import PagedAttentionSuite, build, call, check_bits_in_any_batch
 
 pytestmark = pytest.mark.skipif(
@@ -73,6 +73,7 @@ class TestPagedAttention(PagedAttentionSuite):
 # In 8 bits: the shared cases, and its own paths.
 IN_8_BITS = (
     *SCALED,
+    *NARROW_IN_8_BITS,
     *(
         dataclasses.replace(c, dtype="bfloat16", kv_dtype=d)
         for c, d in zip(OWN, ["int8", "float8_e4m3fn"] * 3, strict=False)

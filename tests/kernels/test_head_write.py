@@ -199,7 +199,9 @@ def test_it_touches_nothing_outside(name: str, monkeypatch: pytest.MonkeyPatch) 
 )
 def test_unsupported(own: dict[str, Any], layout: Any, reason: str | None) -> None:
     given = {"dtype": jnp.bfloat16, "head_dim": 64, "block_size": 16} | own
-    found = head_write.unsupported(Shapes(num_heads=4, num_kv_heads=2, **given), layout)
+    found = head_write.unsupported(
+        Shapes(num_heads=4, num_kv_heads=2, **given), layout(2, given["head_dim"])
+    )
     assert found is None if reason is None else found is not None and reason in found
 
 

@@ -38,6 +38,7 @@ SECONDS = 120  # that a test may take: a deadlock in a kernel would otherwise ne
 COMPILING = 600  # seconds for all kernels, on a busy machine
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 
+PLAIN = AttentionOptions(scale=1.0)
 SUPPORTED = Shapes(dtype=jnp.bfloat16, head_dim=128, block_size=64, num_heads=16, num_kv_heads=8)
 
 DECODE, PREFILL = (
@@ -526,19 +527,19 @@ def test_a_mutation_fails(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_unsupported_says_why(change: dict[str, Any], reason: str) -> None:
     shapes = dataclasses.replace(SUPPORTED, **change)
-    assert reason in str(mosaic_gpu.unsupported(shapes, None))
+    assert reason in str(mosaic_gpu.unsupported(shapes, PLAIN, None))
 
 
 @pytest.mark.parametrize("capability", ["8.0", "10.0"])
 def test_other_cards_are_not_supported(capability: str) -> None:
     device = SimpleNamespace(platform="gpu", compute_capability=capability)
-    reason = mosaic_gpu.unsupported(SUPPORTED, device)
+    reason = mosaic_gpu.unsupported(SUPPORTED, PLAIN, device)
     assert f"compute capability {capability}" in str(reason)
 
 
 def test_supported() -> None:
     hopper = SimpleNamespace(platform="gpu", compute_capability="9.0")
-    assert mosaic_gpu.unsupported(SUPPORTED, hopper) is None
+    assert mosaic_gpu.unsupported(SUPPORTED, PLAIN, hopper) is None
     changes: tuple[dict[str, Any], ...] = (
         {},
         {"dtype": jnp.float16},
@@ -548,7 +549,10 @@ def test_supported() -> None:
         {"kv_dtype": jnp.float8_e4m3fn, "block_size": 128},
     )
     for change in changes:
-        assert mosaic_gpu.unsupported(dataclasses.replace(SUPPORTED, **change), None) is None
+        shapes = dataclasses.replace(SUPPORTED, **change)
+        assert mosaic_gpu.unsupported(shapes, PLAIN, None) is None
+    narrow = AttentionOptions(scale=1.0, value_dim=64)
+    assert "value_dim=64" in str(mosaic_gpu.unsupported(SUPPORTED, narrow, None))
 
 
 @pytest.mark.parametrize("queries", [None, (9,)])

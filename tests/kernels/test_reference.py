@@ -36,7 +36,8 @@ def dense(
     """
     inputs = build(case, values=values, poison=False)
     N = inputs.pool.shape[0] // case.num_layers
-    out = np.zeros(inputs.q.shape)
+    width = case.options.attention.value_width(case.D)
+    out = np.zeros((*inputs.q.shape[:2], width))
     start = 0
     for row, (context, queries) in enumerate(zip(case.contexts, case.query_lens, strict=True)):
         rows = slice(row, row + queries) if case.queries is None else slice(start, start + queries)
@@ -45,9 +46,10 @@ def dense(
         kv = (
             np.concatenate(blocks)[: context + 1]
             .astype(np.float64)
-            .reshape(context + 1, case.K, 2, case.D)
+            .reshape(context + 1, case.K, -1)
         )
-        k, v = (spread(kv[:, :, i].transpose(1, 0, 2), case.H // case.K, 0) for i in (0, 1))
+        kv = spread(kv.transpose(1, 0, 2), case.H // case.K, 0)
+        k, v = kv[..., : case.D], kv[..., case.D :]
         scores = (
             np.einsum("qhd,hkd->hqk", inputs.q[rows].astype(np.float64), k)
             * scale

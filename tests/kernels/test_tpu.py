@@ -24,7 +24,7 @@ from jax.experimental.pallas.ops.tpu import ragged_paged_attention as jax_kernel
 
 from kernels_pallas.e4m3 import e4m3_to_f32
 from kernels_pallas.paged_attention import reference, tpu
-from kernels_pallas.paged_attention.interface import Options, Shapes
+from kernels_pallas.paged_attention.interface import AttentionOptions, Options, Shapes
 from kernels_pallas.paged_attention.tpu import attention, kernel
 from scripts._attention_cases import DECODE, PREFILL, Case
 from scripts._common import cannot_compile
@@ -336,10 +336,11 @@ def test_refuses_with_the_reason(
 def test_refuses_other_devices_and_pools() -> None:
     shapes = Shapes(dtype=jnp.bfloat16, head_dim=128, block_size=64, num_heads=8, num_kv_heads=4)
     v5 = types.SimpleNamespace(device_kind="TPU v5 lite")
-    assert tpu.unsupported(shapes, None) is tpu.unsupported(shapes, v5) is None
+    plain = AttentionOptions(scale=1.0)
+    assert tpu.unsupported(shapes, plain, None) is tpu.unsupported(shapes, plain, v5) is None
     for device_kind in ("NVIDIA H200", "TPU v3"):
         device = types.SimpleNamespace(device_kind=device_kind)
-        assert device_kind in (tpu.unsupported(shapes, device) or "")
+        assert device_kind in (tpu.unsupported(shapes, plain, device) or "")
     case = Case(name="unpadded", contexts=(9,), D=80)
     with pytest.raises(NotImplementedError, match="pool"):
         call(tpu, case, build(case), how={"interpret": False})

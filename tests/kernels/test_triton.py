@@ -23,7 +23,9 @@ from tests.kernels.suite import PagedAttentionSuite, build, call, check
 
 # 16-bit cases of the others too; a head of 24, 80 or f32 is not taken.
 CASES = [
-    case for case in (*GPU, *DECODE, *PREFILL) if triton.unsupported(case.shapes, None) is None
+    case
+    for case in (*GPU, *DECODE, *PREFILL)
+    if triton.unsupported(case.shapes, case.options.attention, None) is None
 ]
 FIRST_PREFILL = next(case for case in GPU if case.queries is not None)
 
@@ -58,7 +60,7 @@ def test_splits_without_steps() -> None:
 @pytest.mark.parametrize(("dtype", "head_dim"), [("float32", 64), ("bfloat16", 80)])
 def test_unsupported(dtype: str, head_dim: int) -> None:
     case = Case(name="odd", contexts=(3,), D=head_dim, dtype=dtype)
-    assert triton.unsupported(case.shapes, None)
+    assert triton.unsupported(case.shapes, case.options.attention, None)
     with pytest.raises(NotImplementedError, match=r"triton: (dtype float32|head_dim 80): only"):
         call(triton, case, build(case))
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kernels_pallas.paged_attention import xla
-from scripts._attention_cases import DECODE, PREFILL, SCALED, Case
+from scripts._attention_cases import DECODE, NARROW_IN_8_BITS, PREFILL, SCALED, Case
 from tests.kernels.suite import PagedAttentionSuite, build, call, check, check_bits_in_any_batch
 
 
@@ -18,6 +18,7 @@ class TestScaled(PagedAttentionSuite):
     implementation = xla
     cases = (
         *SCALED,
+        *NARROW_IN_8_BITS,
         *(dataclasses.replace(c, name=c.name + "_f32", dtype="float32") for c in SCALED),
     )
     plain_cases = (SCALED[0], SCALED[3])

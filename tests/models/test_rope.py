@@ -2,6 +2,7 @@
 at a time.
 """
 
+import dataclasses
 import math
 from typing import Any
 
@@ -12,7 +13,9 @@ import pytest
 
 from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig, RopeScaling
+from jpaged.models.layers.attention import AttentionConfig
 from jpaged.models.layers.rope import RopeConfig, inverse_frequencies, rotate, rotation
+from tests.golden.configs import CONFIGS
 from tests.tiny import CONFIG
 from tests.tiny import config as tiny_config
 
@@ -198,3 +201,30 @@ def test_large_positions() -> None:
     cos, _ = jax.jit(lambda p: rotation(rope_of(CONFIG), p))(positions)
     inv, _ = inverse_frequencies(rope_of(CONFIG))
     np.testing.assert_allclose(cos[0], np.cos(100_000 * inv.astype(np.float64)), atol=8e-3)
+
+
+def test_the_rope_of_a_model() -> None:
+    """That of layers without a window, whatever other layers keep; an error where they differ."""
+    ropes = {
+        name: ModelConfig.from_hf(CONFIGS[name])
+        for name in ("qwen3_5_h2x3_c16_y24", "gemma4_k2_d32_k1_d64", "lfm2_c64_w4_bias_tied")
+    }
+    assert ropes["qwen3_5_h2x3_c16_y24"].rope_theta == 1e7
+    assert ropes["lfm2_c64_w4_bias_tied"].rope_theta == 10000.0
+    scaling = ropes["gemma4_k2_d32_k1_d64"].rope_scaling
+    assert scaling is not None and scaling.kind == "proportional"
+    plain = ModelConfig.from_hf(CONFIGS["qwen3_g7_d80"])
+    assert plain.rope_theta == 10000.0 and plain.rope_scaling is None
+    first, second = plain.layers
+    assert isinstance(second.mixer, AttentionConfig) and second.mixer.rope is not None
+    other = dataclasses.replace(second.mixer.rope, theta=5.0)
+    unlike = dataclasses.replace(second, mixer=dataclasses.replace(second.mixer, rope=other))
+    with pytest.raises(AttributeError, match="rope is one of 2 by layer"):
+        dataclasses.replace(plain, layers=(first, unlike)).rope_theta  # noqa: B018
+    still = tuple(
+        dataclasses.replace(x, mixer=dataclasses.replace(second.mixer, rope=None))
+        for x in plain.layers
+    )
+    without = dataclasses.replace(plain, layers=still)
+    with pytest.raises(AttributeError, match="rope is in no layer"):
+        without.rope_scaling  # noqa: B018

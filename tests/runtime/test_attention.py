@@ -14,7 +14,7 @@ import pytest
 
 from jpaged import LLM, EngineConfig, SamplingParams, UnsupportedError
 from jpaged.models.config import ModelConfig
-from jpaged.models.kv_groups import kv_groups
+from jpaged.models.kv_groups import attention_options, kv_groups
 from jpaged.models.layers.heads import Heads
 from jpaged.models.layers.rope import QueryScaling, RopeConfig, Rotary
 from jpaged.runtime.attention import Kernel, choose_kernel
@@ -45,9 +45,10 @@ def choose(
     device: Any, *, model: Any = MODEL, dtype: Any = jnp.bfloat16, shards: int = 1, **settings: Any
 ) -> Kernel:
     engine = EngineConfig(**{**SETTINGS, **settings}).resolve(model)
-    (group,) = kv_groups(model)
+    (group,), (options,) = kv_groups(model), attention_options(model)
     return choose_kernel(
         group,
+        options,
         engine,
         jnp.dtype(dtype),
         device,
@@ -313,12 +314,13 @@ def test_a_group_is_asked_about_the_norms_of_its_layers_alone() -> None:
     kernels = [
         choose_kernel(
             group,
+            options,
             engine,
             jnp.dtype(jnp.bfloat16),
             HOPPER,
             1,
             unfused=unfused(model, group.layers),
         )
-        for group in kv_groups(model)
+        for group, options in zip(kv_groups(model), attention_options(model), strict=True)
     ]
     assert [kernel.writes_heads for kernel in kernels] == [True, False]

@@ -22,7 +22,7 @@ from jpaged.runtime.runner import Runner
 from tests.tiny import CONFIG, config, make_params
 
 MIB, GIB = 1 << 20, 1 << 30
-COST = memory.PoolCost(((MIB, None),))
+COST = memory.PoolCost((memory.GroupCost(MIB),))
 
 
 def engine(**changes: Any) -> EngineConfig:
@@ -181,7 +181,11 @@ def test_a_fresh_pool_is_zeros_where_it_belongs() -> None:
 
 COSTS = st.lists(
     st.tuples(st.integers(1, 5000), st.none() | st.integers(1, 60)), min_size=1, max_size=4
-).map(lambda groups: memory.PoolCost((*groups, (7, None))))
+).map(
+    lambda groups: memory.PoolCost(
+        (*(memory.GroupCost(*group) for group in groups), memory.GroupCost(7))
+    )
+)
 
 
 @hypothesis.given(COSTS, st.integers(0, 300), st.integers(0, 1 << 20))
@@ -215,9 +219,11 @@ def test_a_window_needs_few_blocks() -> None:
     settings = EngineConfig(**sizes).resolve(model)
     most = kv_cache.most_blocks(model, settings)
     assert most == [blocks, local.num_blocks] and kv_cache.widest_group(model, settings) == 0
-    cost = memory.PoolCost(((full.block_bytes, None), (local.block_bytes, local.num_blocks)))
+    cost = memory.PoolCost(
+        (memory.GroupCost(full.block_bytes), memory.GroupCost(local.block_bytes, local.num_blocks))
+    )
     assert cost.of(blocks) == found
-    limits = memory.Limits(total=found + cost.groups[0][0] - 1)
+    limits = memory.Limits(total=found + full.block_bytes - 1)
     planned = memory.plan(settings, limits, pool=cost, needs=memory.Needs())
     assert (planned.num_blocks, planned.account["pool"]) == (blocks, found)
 
@@ -286,3 +292,30 @@ def test_a_real_allocation_that_fails() -> None:
     wanted = pytest.raises(ConfigError, match="KV pool of 70368744177664 bytes")
     with wanted, memory.explained(engine(), pool_bytes=1 << 46):
         kv_cache.zeros((1 << 46,), jnp.int8, SingleDeviceSharding(jax.devices()[0]))
+
+
+@pytest.mark.parametrize("sizes", [(1, 10, 512, 19), (4, 4, 2048, 5), (1, 1, 16, 15)])
+def test_a_pool_is_divided_for_short_and_long_sequences(sizes: tuple[int, ...]) -> None:
+    """The same share of the best that could be held of the shortest and of the longest ones, no
+    less of any between, and more of the worst than equal numbers of blocks would hold.
+    """
+    full, local, longest, a_row = sizes
+    budget = 1e6
+    share = memory.window_share((full, longest), [(local, a_row)])
+
+    def held(length: int, share: float) -> float:
+        blocks = budget / (full + share * local)
+        best = budget / (full * length + local * min(length, a_row))
+        return min(blocks / length, share * blocks / min(length, a_row)) / best
+
+    shares = [held(length, share) for length in range(1, longest + 1)]
+    assert share < 1 and shares[0] == pytest.approx(shares[-1]) == pytest.approx(min(shares))
+    for other in (1.0, 1.1 * share, share / 1.1):
+        assert min(held(n, other) for n in (1, longest)) < min(shares)
+
+
+def test_blocks_of_a_group_with_a_window() -> None:
+    cost = memory.GroupCost(3, 40, least=10, share=0.25)
+    assert [cost.count(n) for n in (4, 12, 41, 100, 1000)] == [4, 10, 11, 25, 40]
+    assert memory.GroupCost(3).count(7) == 7
+    assert memory.window_share((5, 9), []) == 1.0

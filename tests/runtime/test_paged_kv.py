@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from jpaged.config import EngineConfig
-from jpaged.models.kv_groups import kv_groups
+from jpaged.models.kv_groups import attention_options, kv_groups
 from jpaged.models.kv_view import Place
 from jpaged.models.layers.heads import Heads
 from jpaged.runtime import attention
@@ -34,7 +34,8 @@ class MoreOptions(AttentionOptions):
 
 def view(config: EngineConfig, *, is_decode: bool) -> PagedKV:
     (group,) = kv_groups(CONFIG)
-    kernel = choose_kernel(group, config, jnp.float32, CPU, 1)
+    (options,) = attention_options(CONFIG)
+    kernel = choose_kernel(group, options, config, jnp.float32, CPU, 1)
     sizes = {"num_blocks": 4, "block_size": config.block_size, "dtype": jnp.dtype("float32")}
     spec = PoolSpec(group=group, kernel=kernel, **sizes)
     table, zeros = jnp.zeros((2, 4), jnp.int32), jnp.zeros(2, jnp.int32)
@@ -64,7 +65,8 @@ def test_options_and_sinks_reach_the_kernel_unopened(
     module = SimpleNamespace(prefill=record, decode=record, pool_layout=kernel.module.pool_layout)
     implementation = SimpleNamespace(module=lambda: module)
     monkeypatch.setitem(attention.IMPLEMENTATIONS, kernel.name, implementation)
-    options, sinks = MoreOptions(scale=0.5, sees_images=True), jnp.zeros(CONFIG.num_heads)
+    options = MoreOptions(scale=0.5, sinks=True, sees_images=True)
+    sinks = jnp.zeros(CONFIG.num_heads)
     K, G, D = CONFIG.num_kv_heads, CONFIG.group_size, CONFIG.head_dim
     heads = Heads(q_norm=None, k_norm=None, rotary=None)
     place = Place(0, 0)

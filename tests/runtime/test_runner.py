@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from jpaged import LLM, ConfigError, SamplingParams
-from jpaged.engine.commit import commit
+from jpaged.engine.commit import Committed, commit
 from jpaged.engine.plan import Plan, StepResult
 from jpaged.engine.queues import Queues
-from jpaged.engine.sequence import Request
 from jpaged.engine.shapes import DecodeShape, shape_table
 from jpaged.runtime.runner import Runner
 from tests.tiny import (
@@ -248,12 +247,12 @@ def test_results_carry_the_version_of_the_weights_that_drew(
     other = LLM(make_params(), **vars(ENGINE))
     drawn: list[tuple[int, list[int]]] = []
 
-    def watched(queues: Queues, plan: Plan, result: StepResult) -> list[Request]:
-        to_steer = commit(queues, plan, result)
+    def watched(queues: Queues, plan: Plan, result: StepResult) -> Committed:
+        done = commit(queues, plan, result)
         drawn.extend(
             (e.seq.request.weight_version, e.seq.generated.weight_versions) for e in plan.entries
         )
-        return to_steer
+        return done
 
     monkeypatch.setattr("jpaged.engine.engine.commit", watched)
     for version in (1, 2, 3):

@@ -17,6 +17,7 @@ from jpaged.engine.packing import Batch, unpack
 from jpaged.engine.shapes import DecodeShape, DraftShape, PrefillShape, SampleShape, Shape
 from jpaged.models.config import ModelConfig
 from jpaged.models.forward import bind
+from jpaged.models.layers.attention import AttentionConfig
 from jpaged.runtime import choices, paged_kv, steps
 from jpaged.runtime.choices import Choices, choose
 from jpaged.runtime.compiled_steps import CompiledSteps
@@ -32,6 +33,15 @@ from tests.tiny import CONFIG, config, engine, make_params
 
 ONE_DEVICE = Placement(mesh=None, axis=None, device=jax.devices()[0])
 TWO_GROUPS = config(sliding_windows=(None, 7))
+SECOND = CONFIG.layers[1].mixer
+assert isinstance(SECOND, AttentionConfig)
+NARROW = dataclasses.replace(  # values of another width than keys, in a group of their own
+    CONFIG,
+    layers=(
+        CONFIG.layers[0],
+        dataclasses.replace(CONFIG.layers[1], mixer=dataclasses.replace(SECOND, value_dim=8)),
+    ),
+)
 BUCKETS = {
     "prefill": PrefillShape(tokens=16, rows=8, tables=1, blocks=16),
     "decode": DecodeShape(rows=8, tables=1, blocks=16),
@@ -99,12 +109,18 @@ KINDS = [
     pytest.param("prefill prompt", TWO_GROUPS, True, marks=SLOW, id="prompt mixed of two groups"),
     pytest.param("decode full", TWO_GROUPS, False, marks=MIDDLE, id="decode full of two groups"),
     pytest.param("decode 4 steps", TWO_GROUPS, False, id="decode 4 steps of two groups"),
+    pytest.param("prefill", NARROW, True, marks=MIDDLE, id="prefill of narrow values"),
+    pytest.param("decode 4 steps", NARROW, False, id="decode 4 steps of narrow values"),
     pytest.param("prefill", HYBRID, True, id="prefill mixed with states"),
     pytest.param("decode 4 steps", HYBRID, False, id="decode 4 steps with states"),
 ]
 
 
-FIELDS = {TWO_GROUPS: [["kv"], ["kv"]], HYBRID: [["state", "inputs"], ["kv"]]}
+FIELDS = {
+    TWO_GROUPS: [["kv"], ["kv"]],
+    NARROW: [["kv"], ["kv"]],
+    HYBRID: [["state", "inputs"], ["kv"]],
+}
 
 
 @pytest.mark.parametrize(("name", "model", "mixed"), KINDS)

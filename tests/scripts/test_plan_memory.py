@@ -10,6 +10,7 @@ from pathlib import Path
 
 import _common as common
 import jax
+import memory_table
 import plan_memory
 import pytest
 
@@ -70,7 +71,7 @@ def test_the_machine_at_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_the_account_as_a_table() -> None:
-    limits, pool = memory.Limits(total=64 << 20), memory.PoolCost(((1 << 20, None),))
+    limits, pool = memory.Limits(total=64 << 20), memory.PoolCost((memory.GroupCost(1 << 20),))
     sizes = EngineConfig(block_size=16, max_num_seqs=4).resolve(CONFIG)
     found = memory.plan(sizes, limits, pool=pool, weights=16 << 20, needs=memory.Needs())
     *rows, last = plan_memory.table(found).splitlines()
@@ -97,7 +98,7 @@ def test_the_blocks_of_groups(capsys: pytest.CaptureFixture[str]) -> None:
     """One line a group of layers: one with a window has no more blocks than its rows see."""
     model = config(sliding_windows=(None, 7))
     sizes = EngineConfig(block_size=16, max_num_seqs=4).resolve(model)
-    pool = memory.PoolCost(((2048, None), (1024, 9)))
+    pool = memory.PoolCost((memory.GroupCost(2048), memory.GroupCost(1024, 9)))
     limits = memory.Limits(total=64 << 20)
     found = memory.plan(sizes, limits, pool=pool, needs=memory.Needs())
     plan_memory.print_groups(found, model)
@@ -231,3 +232,20 @@ def test_steps_compiled_for_a_card_that_is_not_here(
     assert (account["code"] > 0) == (card == "v5e"), (
         "code lies in a TPU's memory, and not in the share of a GPU's"
     )
+
+
+def test_a_line_a_model_and_a_card() -> None:
+    """Of those whose layers differ: the fewest cards that hold it, rows as far as there are states,
+    and blocks by group.
+    """
+    args = memory_table.parse_args(["--cards", "h200"])
+    _, hybrid, gemma = (
+        [cell.strip() for cell in line.split("  ") if cell] for line in memory_table.table(args)
+    )
+    assert (hybrid[:2], gemma[:2]) == (["Qwen3.6-35B-A3B", "1 x h200"], ["Gemma-4-31B", "1 x h200"])
+    # 30 layers of 32 matrices of 128 x 128 in f32, and 3 inputs of 8,192 channels in bf16.
+    of_state = 30 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
+    assert hybrid[5] == f"{of_state / 2**20:.1f}" and 64 < int(hybrid[7]) < 256 == int(gemma[7])
+    windows, full = (int(count.replace(",", "")) for count in gemma[6].split("/"))
+    short, long = map(int, gemma[8].split(" / "))
+    assert windows < full / 4 and short > 3 * long >= 12

@@ -191,7 +191,7 @@ class TestConfig:
         assert self.parse(tmp_path, '{"input": "-", "seed": 3}', name="batch.json").seed == 3
 
     def test_what_cannot_be(self, tmp_path: Path, capsys: Any) -> None:
-        assert "'temprature' is no flag; there are input, " in self.refused(
+        assert "'temprature' is not a flag; the flags are input, " in self.refused(
             capsys, tmp_path, "temprature: 1", "-"
         )
         assert "batch.yaml: argument --max-tokens: invalid int" in self.refused(
@@ -203,7 +203,7 @@ class TestConfig:
         assert "'check' is 3: must be true or false" in self.refused(
             capsys, tmp_path, "check: 3", "-"
         )
-        assert "'config' is no flag" in self.refused(capsys, tmp_path, "config: x", "-")
+        assert "'config' is not a flag" in self.refused(capsys, tmp_path, "config: x", "-")
         assert "give an input" in self.refused(capsys, tmp_path, "seed: 3")
 
     def test_a_run(self, tmp_path: Path) -> None:

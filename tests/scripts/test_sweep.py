@@ -338,7 +338,7 @@ def test_settings_from_a_file(
     assert (args.checkpoint, args.random, args.batch, args.output) == ("folder", None, [1, 2], [64])
     path.write_text('{"bacth": [1]}')
     for text, reason in (
-        ('{"bacth": [1]}', "'bacth' is no flag"),
+        ('{"bacth": [1]}', "'bacth' is not a flag"),
         ('{"batch": ["x"]}', "'x'"),
         ("[1]", "a mapping"),
     ):

@@ -16,9 +16,10 @@ whoever writes one that has other owners copies it first. Blocks that the window
 left are given back while their sequence runs.
 """
 
+from array import array
 from collections.abc import Iterable
 
-from jpaged.engine.cache.kinds import Copies, GroupSize, kind_of
+from jpaged.engine.cache.kinds import GONE, Copies, GroupSize, Replay, kind_of
 from jpaged.engine.cache.prefix_cache import Contents, Match, PrefixCache
 from jpaged.engine.cache.store import BlockStore, Move, Traffic
 from jpaged.engine.sequence import Sequence
@@ -165,6 +166,27 @@ class BlockManager:
             assert i == len(table) or i >= seq.num_closed, f"{seq!r}: a closed block needs no copy"
             group.make_writable(table, i)
         return True
+
+    def replays(
+        self, tables: tuple["array[int]", ...], place: int, start: int, count: int
+    ) -> list[Replay]:
+        """Return the replays that write the states after so many tokens of a row from position
+        `start` on, one for each block that they are of, in order. place: see Replay.
+        """
+        made, end = list[Replay](), start + count
+        while start < end:
+            i = start // self.block_size
+            past = min((i + 1) * self.block_size, end)
+            blocks = [
+                (table[(start - 1) // self.block_size], table[i])
+                if not group.can_rewind
+                else (GONE, GONE)
+                for group, table in zip(self.groups, tables, strict=True)
+            ]
+            read, written = zip(*blocks, strict=True)
+            made.append(Replay(place, start, past - start, read, written))
+            place, start = place + past - start, past
+        return made
 
     def take_copies(self) -> Copies:
         """Return (source, target) pairs since the last call, in the order in which they must be

@@ -27,6 +27,21 @@ UNBOUNDED = 1 << 62  # tokens
 Copies = tuple[tuple[tuple[int, int], ...], ...]  # (source, target) blocks, a group each
 
 
+class Replay(NamedTuple):
+    """The tokens of a row after which a state is written, once it is known that they are right.
+
+    place: of the first among the tokens of the step that guessed. start: its position. num_tokens:
+    so many, all of one block. read, written: by group the block of the state before them, and that
+    of the state after them; GONE where the group keeps none.
+    """
+
+    place: int
+    start: int
+    num_tokens: int
+    read: tuple[int, ...]
+    written: tuple[int, ...]
+
+
 class GroupSize(NamedTuple):
     """The blocks of one group of layers. window: tokens that a query sees; None is all of them.
 

@@ -157,8 +157,8 @@ def check_same(
     if (difference := first_difference(old, new)) is not None:
         name, was, now = difference
         raise BatchError(
-            f"{output} belongs to another run: {name} was {was}, now it is {now} (--overwrite "
-            "starts again)"
+            f"{output} belongs to another run: {name} is {was} there, {now} in this run "
+            "(--overwrite starts again)"
         )
 
 

@@ -38,6 +38,37 @@ class StackedExperts:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class MTPFiles:
+    """How a file of a family names the tensors of its MTP head (models/mtp.py).
+
+    layer: how names of its layer's tensors begin. embed_norm, hidden_norm, fc, norm: the others;
+    {L} in any stands for the number of the model's layers. shared: ends of names of tensors that
+    are the model's own, written once more.
+    """
+
+    layer: str
+    embed_norm: str
+    hidden_norm: str
+    fc: str
+    norm: str
+    shared: tuple[str, ...] = ()
+
+    def ours(self, name: str, num_layers: int) -> str | None:
+        """Return the name of a file's tensor in a head, whose layer is that of a model of one; None
+        where it is the model's.
+        """
+        if name.endswith(self.shared):
+            return None
+        for kind in ("embed_norm", "hidden_norm", "fc", "norm"):
+            if name == self._at(getattr(self, kind), num_layers):
+                return "model.norm.weight" if kind == "norm" else f"{kind}.weight"
+        return name.replace(self._at(self.layer, num_layers), "model.layers.0.", 1)
+
+    def _at(self, name: str, num_layers: int) -> str:
+        return name.replace("{L}", str(num_layers))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
     """A Hugging Face `model_type`.
 
@@ -47,7 +78,8 @@ class Family:
     part, by our name of it, where that is not what the layer says (ParamSpec.source); parts of one
     tensor under one name follow each other in it. stacked_experts: a file holds the experts of a
     layer in one tensor. unread: a regular expression of how names of tensors begin that no part of
-    the model takes, as layers that guess further tokens; {L} stands for the number of layers.
+    the model takes, as layers that guess further tokens; {L} stands for the number of layers. mtp:
+    how these are read as a head of the model; None where they are not.
     """
 
     model_type: str
@@ -57,6 +89,7 @@ class Family:
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     stacked_experts: StackedExperts | None = None
     unread: str | None = None
+    mtp: MTPFiles | None = None
 
 
 LAYER, HF_LAYER = "layers.{i}.", "model.layers.{i}."

@@ -1,6 +1,6 @@
 """GLM-4-0414, GLM-4.5 to 4.7, and Solar Open."""
 
-from jpaged.models.families.family import Family, in_layers
+from jpaged.models.families.family import Family, MTPFiles, in_layers
 from jpaged.models.families.switches import ExpertKeys, FirstDenseLayers, Switches
 
 QKV_BIAS = {"attention_bias": ("qkv_bias",)}
@@ -53,6 +53,14 @@ GLM4_MOE = Family(
     ),
     names=in_layers(**SHARED_NAMES),
     unread=r"model\.layers\.{L}\.",  # it guesses the token after next
+    mtp=MTPFiles(
+        layer="model.layers.{L}.",
+        embed_norm="model.layers.{L}.enorm.weight",
+        hidden_norm="model.layers.{L}.hnorm.weight",
+        fc="model.layers.{L}.eh_proj.weight",
+        norm="model.layers.{L}.shared_head.norm.weight",
+        shared=(".embed_tokens.weight", ".shared_head.head.weight"),
+    ),
 )
 SOLAR_OPEN = Family(
     model_type="solar_open",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from jpaged.errors import ConfigError
-from jpaged.models.families.family import Family, StackedExperts, in_layers
+from jpaged.models.families.family import Family, MTPFiles, StackedExperts, in_layers
 from jpaged.models.families.switches import BIASES, ExpertKeys, ListedDenseLayers, Switches
 from jpaged.models.layers.attention import AttentionConfig
 from jpaged.models.layers.delta import DeltaConfig
@@ -96,7 +96,14 @@ class Hybrid:
 
 QWEN: Mapping[str, Any] = {"qk_norm": True, "norm_offset": True, "norm_in_f32": True}
 GATED: Mapping[str, Any] = {"gate": True}
-GUESSES = r"mtp\."  # layers that guess further tokens
+GUESSES = r"mtp\."  # a layer that guesses a further token
+MTP = MTPFiles(
+    layer="mtp.layers.0.",
+    embed_norm="mtp.pre_fc_norm_embedding.weight",
+    hidden_norm="mtp.pre_fc_norm_hidden.weight",
+    fc="mtp.fc.weight",
+    norm="mtp.norm.weight",
+)
 EXPERTS = {
     "num_experts": "num_experts",
     "experts_per_token": "num_experts_per_tok",
@@ -111,6 +118,7 @@ QWEN3_5 = Family(
         switches=Switches(always=QWEN, attention=GATED, keys=BIASES, partial_rotary=True)
     ),
     unread=GUESSES,
+    mtp=MTP,
 )
 QWEN3_5_MOE = Family(
     model_type="qwen3_5_moe_text",
@@ -127,6 +135,7 @@ QWEN3_5_MOE = Family(
     ),
     stacked_experts=StackedExperts(alternate=False, transposed=False),
     unread=GUESSES,
+    mtp=MTP,
 )
 QWEN3_NEXT = Family(
     model_type="qwen3_next",
@@ -141,6 +150,7 @@ QWEN3_NEXT = Family(
         ),
     ),
     unread=GUESSES,
+    mtp=MTP,
     # What belongs to a key head lies together in its files, too.
     names=in_layers(
         delta__qkvz="linear_attn.in_proj_qkvz.weight", delta__ba="linear_attn.in_proj_ba.weight"

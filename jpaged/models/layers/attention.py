@@ -115,7 +115,13 @@ class AttentionConfig:
     @property
     def options(self) -> AttentionOptions:
         """What the view of a step passes on to the kernel."""
-        return AttentionOptions(scale=self.scale, soft_cap=self.soft_cap, window=self.window)
+        return AttentionOptions(
+            scale=self.scale,
+            soft_cap=self.soft_cap,
+            window=self.window,
+            value_dim=None if self.value_width == self.head_dim else self.value_width,
+            sinks=self.sinks,
+        )
 
     @property
     def unfused(self) -> str | None:

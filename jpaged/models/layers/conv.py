@@ -14,6 +14,7 @@ from jpaged.models.layers.rope import Rotary
 from jpaged.models.layers.scratch import Scratch, StepSizes
 from jpaged.models.param_spec import Parameters, ParamSpec
 from jpaged.models.record import Field, Record
+from jpaged.models.rows import State
 from kernels_pallas import short_conv
 from kernels_pallas.packed_rows import PackedRows
 
@@ -58,7 +59,14 @@ class ConvConfig:
     def keeps(self) -> tuple[Record, ...]:
         """Return what the cache holds of a row: the gated inputs that its next token sees."""
         inputs = Field("inputs", (self.width - 1, self.channels), split=1)
-        return (Record(fields=(inputs,), per="block"),)
+        replayed = Field("inputs", (self.channels,), split=0)
+        return (Record(fields=(inputs,), per="block", replayed=(replayed,)),)
+
+    def replay(self, tokens: State, pool: State, rows: PackedRows, step: StepContext) -> State:
+        """Return the pool with the states after these tokens, of each of which it takes what
+        `keeps` names as replayed: arrays [T, *field.shape].
+        """
+        return {"inputs": short_conv.advanced(tokens["inputs"], pool["inputs"], rows)}
 
     def scratch(self, step: StepSizes) -> Scratch:
         """Return what a step allocates for it, in f32: gates, inputs, and its taps one by one."""
@@ -123,5 +131,5 @@ class Conv:
             y_TN, inputs = convolve(u_TN, self.taps[:, 0], slots.pool["inputs"], packed)
             if self.taps_bias is not None:
                 y_TN = y_TN + self.taps_bias.astype(y_TN.dtype)[None]
-        kv = kv.with_slots(place, {"inputs": inputs})
+        kv = kv.with_slots(place, {"inputs": inputs}).with_replayed(place, {"inputs": u_TN})
         return self.out(gate_out * y_TN.astype(x.dtype).reshape(u.shape), step), kv

@@ -18,6 +18,7 @@ from jpaged.models.layers.rope import Rotary
 from jpaged.models.layers.scratch import Scratch, StepSizes
 from jpaged.models.param_spec import Parameters, ParamSpec, Part
 from jpaged.models.record import Field, Record
+from jpaged.models.rows import State
 from kernels_pallas import short_conv
 from kernels_pallas.gated_delta import xla
 from kernels_pallas.gated_delta.interface import Shapes
@@ -112,7 +113,25 @@ class DeltaConfig:
         state = (self.num_value_heads, self.key_dim, self.value_dim)
         inputs = (self.conv_width - 1, self.num_key_heads, self.channels)
         fields = (Field("state", state, 0, jnp.float32), Field("inputs", inputs, split=1))
-        return (Record(fields=fields, per="block"),)
+        heads, f32 = self.num_value_heads, jnp.float32
+        replayed = (
+            Field("keys", (self.num_key_heads, self.key_dim), 0, f32),
+            Field("values", (heads, self.value_dim), 0, f32),
+            Field("decay", (heads,), 0, f32),
+            Field("strength", (heads,), 0, f32),
+            Field("inputs", (self.num_key_heads, self.channels), 0),
+        )
+        return (Record(fields=fields, per="block", replayed=replayed),)
+
+    def replay(self, tokens: State, pool: State, rows: PackedRows, step: StepContext) -> State:
+        """Return the pool with the states after these tokens, of each of which it takes what
+        `keeps` names as replayed: arrays [T, *field.shape].
+        """
+        keys, kernel = tokens["keys"], xla if step.delta is None else step.delta
+        changes = (keys, tokens["values"], tokens["decay"], tokens["strength"])
+        _, state = kernel.prefill(keys, *changes, pool["state"], rows)  # what it reads is of no use
+        inputs = short_conv.advanced(tokens["inputs"], pool["inputs"], rows)
+        return {"state": state, "inputs": inputs}
 
     def scratch(self, step: StepSizes) -> Scratch:
         """Return what a step allocates for it: f32 channels and heads of every token, the parts of
@@ -213,6 +232,8 @@ class Delta:
             else:
                 o_THY, state = dense(tokens, slots.pool["state"], packed, rows.length)
         kv = kv.with_slots(place, {"state": state, "inputs": inputs})
+        changes = {"keys": k_TNC, "values": v_THY, "decay": g_TH, "strength": beta_TH}
+        kv = kv.with_replayed(place, changes | {"inputs": inputs_TNC})
         with jax.named_scope("out"):
             z_THY = z_TNU.reshape(o_THY.shape)
             y_THY = self.norm(o_THY.astype(x.dtype)).astype(jnp.float32)

@@ -12,8 +12,8 @@ before use.
 """
 
 from kernels_pallas.paged_attention.mosaic_gpu.decode_kernel import decode
-from kernels_pallas.paged_attention.mosaic_gpu.pieces import unsupported
+from kernels_pallas.paged_attention.mosaic_gpu.pieces import OPTIONS, unsupported
 from kernels_pallas.paged_attention.mosaic_gpu.prefill_kernel import prefill, prepare
 from kernels_pallas.paged_attention.pool_layout import slots_last_layout as pool_layout
 
-__all__ = ["decode", "pool_layout", "prefill", "prepare", "unsupported"]
+__all__ = ["OPTIONS", "decode", "pool_layout", "prefill", "prepare", "unsupported"]

@@ -16,9 +16,10 @@ from jax.typing import DTypeLike
 
 from kernels_pallas.paged_attention import triton
 from kernels_pallas.paged_attention.common import LOG2E, NEG
-from kernels_pallas.paged_attention.interface import AttentionOptions, Shapes
+from kernels_pallas.paged_attention.interface import AttentionOptions, Shapes, unknown_options
 from kernels_pallas.paged_attention.pool_layout import ScaledPool
 
+OPTIONS = ("scale", "soft_cap", "window", "sinks")
 Q = 64  # rows of a wgmma
 DECODE_C = 64
 PREFILL_C = 128
@@ -38,8 +39,10 @@ def multiprocessors() -> int:
     return getattr(jax.devices()[0], "core_count", None) or 132
 
 
-def unsupported(shapes: Shapes, device: Any) -> str | None:
-    """Return why these shapes cannot run on a device, or None."""
+def unsupported(shapes: Shapes, attention: AttentionOptions, device: Any) -> str | None:
+    """Return why these shapes and options cannot run on a device, or None."""
+    if reason := unknown_options(attention, OPTIONS):
+        return reason
     capability = None if device is None else str(getattr(device, "compute_capability", "unknown"))
     dtype, head_dim, block_size = jnp.dtype(shapes.dtype), shapes.head_dim, shapes.block_size
     num_heads, num_kv_heads = shapes.num_heads, shapes.num_kv_heads
@@ -57,7 +60,7 @@ def unsupported(shapes: Shapes, device: Any) -> str | None:
     if shapes.scaled and block_size % DECODE_C > 0:
         sizes = f"only {DECODE_C} and multiples of {PREFILL_C}"
         return f"{shapes.scaled}, block_size {block_size}: {sizes}"
-    return triton.unsupported(shapes, device) if shapes.scaled else None  # for prefill
+    return triton.unsupported(shapes, attention, device) if shapes.scaled else None  # for prefill
 
 
 def launch(

@@ -11,6 +11,7 @@ also runs in the interpreter.
 """
 
 from kernels_pallas.paged_attention.tpu.attention import (
+    OPTIONS,
     decode,
     pool_layout,
     prefill,
@@ -18,4 +19,4 @@ from kernels_pallas.paged_attention.tpu.attention import (
     unsupported,
 )
 
-__all__ = ["decode", "pool_layout", "prefill", "prepare", "unsupported"]
+__all__ = ["OPTIONS", "decode", "pool_layout", "prefill", "prepare", "unsupported"]

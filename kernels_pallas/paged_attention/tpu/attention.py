@@ -1,9 +1,9 @@
 """The call of the TPU kernel: the layout of its pool, its tile sizes, and its list of items.
 
 Shapes: T packed tokens, S rows, M blocks a row, L layers, N pool blocks, P block size, H query
-heads, K KV heads, G = H/K, D head dim; Y, X the last two dimensions of the pool; A items, B tokens
-of a query tile, Q = B*G, U blocks of a KV tile, C = U*P tokens, W 32-bit words of a token in each
-lane.
+heads, K KV heads, G = H/K, D head dim, V width of a value; Y, X the last two dimensions of the
+pool; A items, B tokens of a query tile, Q = B*G, U blocks of a KV tile, C = U*P tokens, W 32-bit
+words of a token in each lane.
 """
 
 import dataclasses
@@ -18,10 +18,12 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas.paged_attention.common import interpretation, rows_of
 from kernels_pallas.paged_attention.interface import (
+    AttentionOptions,
     Options,
     Shapes,
     prepare_nothing,
     shapes_of,
+    unknown_options,
 )
 from kernels_pallas.paged_attention.pool_layout import PoolLayout, ScaledPool, pad
 from kernels_pallas.paged_attention.tpu.kernel import kernel
@@ -31,6 +33,7 @@ QUERY_TILE = 6 << 20  # bytes of queries, output and softmax state
 # Of at least 64 MiB and 1 MiB since TPU v5; the compiler needs some too.
 VMEM, SMEM = 48 << 20, 960 << 10
 LANES = 128  # numbers in a row of memory
+OPTIONS = ("scale", "soft_cap", "window", "value_dim", "sinks")
 
 _i32 = jnp.int32
 _jit = functools.partial(jax.jit, static_argnames="options")
@@ -38,25 +41,38 @@ _jit = functools.partial(jax.jit, static_argnames="options")
 prepare = prepare_nothing
 
 
-def pool_layout(num_kv_heads: int, head_dim: int) -> PoolLayout:
+def pool_layout(num_kv_heads: int, head_dim: int, value_dim: int | None = None) -> PoolLayout:
     """Return (Y, X), the last two dimensions of a pool that XLA updates in place on TPU.
 
     Heads of up to 64 are packed: K in the first 64 lanes of a row, V in the others. Longer heads
-    have a row for K and a row for V. In 8 bits, scales run along lanes, as the scores that they
-    multiply do.
+    have a row for K and a row for V. Where values are of another width, they follow K in its row.
+    In 8 bits, scales run along lanes, as the scores that they multiply do.
     """
-    if head_dim <= 64:
+    key_width = None
+    if value_dim is not None:
+        rows, width, key_width = num_kv_heads, -(-(head_dim + value_dim) // LANES) * LANES, head_dim
+        head_width = width
+    elif head_dim <= 64:
         rows, width, head_width = num_kv_heads, 128, 64
     else:
         rows, width = 2 * num_kv_heads, -(-head_dim // 128) * 128
         head_width = width
     rows = next((n for n in (2, 4) if rows <= n), -(-rows // 8) * 8)
-    return PoolLayout(rows=rows, width=width, head_width=head_width, slots_last=True, lanes=LANES)
+    return PoolLayout(
+        rows=rows,
+        width=width,
+        head_width=head_width,
+        slots_last=True,
+        lanes=LANES,
+        key_width=key_width,
+    )
 
 
-def unsupported(shapes: Shapes, device: Any) -> str | None:
-    """Return why these shapes cannot run on a device, or None."""
-    layout = pool_layout(shapes.num_kv_heads, shapes.head_dim)
+def unsupported(shapes: Shapes, attention: AttentionOptions, device: Any) -> str | None:
+    """Return why these shapes and options cannot run on a device, or None."""
+    if reason := unknown_options(attention, OPTIONS):
+        return reason
+    layout = pool_layout(shapes.num_kv_heads, shapes.head_dim, attention.value_dim)
     dtype, num_rows, blocks_per_row = (
         jnp.dtype(shapes.dtype),
         shapes.num_rows,
@@ -163,10 +179,13 @@ def attend(
     """
     T, H, D = q_THD.shape
     S, M = block_table_SM.shape
-    K = options.num_kv_heads or pool.shape[2] // (1 if D <= 64 and pool.shape[3] == 128 else 2)
+    value_dim, V = options.attention.value_dim, options.attention.value_width(D)
+    packed = value_dim is not None or D <= 64  # K and V of a head lie in one row
+    is_plain = value_dim is None and not (packed and pool.shape[3] == 128)
+    K = options.num_kv_heads or pool.shape[2] // (2 if is_plain else 1)
     shapes = shapes_of(q_THD, pool, block_table_SM, dataclasses.replace(options, num_kv_heads=K))
     interpret = interpretation("TPU attention", unsupported, shapes, options)
-    needed = pool_layout(K, D)
+    needed = pool_layout(K, D, value_dim)
     if isinstance(pool, ScaledPool):
         pool = needed.pack_scaled(pool) if interpret and not pool.slots_last else pool
     elif interpret and pool.shape[2:] != (needed.rows, needed.width):
@@ -230,7 +249,7 @@ def attend(
             scale=attention.scale,
             sliding_window=attention.window,
             soft_cap=attention.soft_cap,
-            packed=D <= 64,
+            packed=packed,
             kv_dtype=pool.dtype.name if scales else None,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -259,9 +278,10 @@ def attend(
         interpret=pltpu.InterpretParams() if interpret is True else interpret,
         name="paged_attention",
     )(*scalars, q, values, table, *scales, *sinks)
-    lead = 64 if D <= 64 else 0  # packed: what the probabilities make of V's lanes
-    o_THD = o.reshape(K, -1, G, X).swapaxes(0, 1).reshape(-1, H, X)[:T, :, lead : lead + D]
-    return jnp.where(live_T[:, None, None], o_THD, 0)
+    # Packed: what the probabilities make of V's lanes.
+    lead = 0 if not packed else 64 if value_dim is None else D
+    o_THV = o.reshape(K, -1, G, X).swapaxes(0, 1).reshape(-1, H, X)[:T, :, lead : lead + V]
+    return jnp.where(live_T[:, None, None], o_THV, 0)
 
 
 @_jit

@@ -1,15 +1,15 @@
 """Kinds of cache: what each keeps of a sequence, and where its chunks stop."""
 
 import random
+from array import array
 from typing import Any
 
 import pytest
 
 from jpaged.engine.cache.block_manager import BlockManager
-from jpaged.engine.cache.kinds import GONE, GroupSize
+from jpaged.engine.cache.kinds import GONE, GroupSize, Replay
 from jpaged.engine.integrity import check_blocks
 from jpaged.engine.sequence import Sequence
-from jpaged.errors import UnsupportedError
 from jpaged.sampling_params import SamplingParams
 from tests.engine.host import Host
 from tests.engine.mock import expected, generated
@@ -137,7 +137,18 @@ def test_a_long_prompt_needs_two_states(depth: int, windows: Any):
     assert seq.error is None and generated(seq) == expected(seq, host.windows)
 
 
-def test_no_guesses_where_a_state_cannot_go_back():
-    guesses = {"method": "ngram", "num_tokens": 3}
-    with pytest.raises(UnsupportedError, match=r"speculative.*keeps a state a sequence"):
-        Host(1, (None, "state"), speculative=guesses)
+def test_replays_end_with_blocks():
+    """Of tokens 5 to 12, in blocks of 4: the rest of the second one, the third, the first of the
+    fourth. Of keys and values nothing is written again.
+    """
+    blocks = BlockManager([GroupSize(8), STATE], 4)
+    keys, states = array("i", [0, 1, 2, 3]), array("i", [GONE, 6, 7, 4])
+    made = blocks.replays((keys, states), place=10, start=5, count=8)
+    assert made == [
+        Replay(10, 5, 3, (GONE, 6), (GONE, 6)),
+        Replay(13, 8, 4, (GONE, 6), (GONE, 7)),
+        Replay(17, 12, 1, (GONE, 7), (GONE, 4)),
+    ]
+    assert blocks.replays((keys, states), place=0, start=8, count=1) == [
+        Replay(0, 8, 1, (GONE, 6), (GONE, 7))
+    ]

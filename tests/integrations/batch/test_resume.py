@@ -146,7 +146,7 @@ def test_what_is_no_output_is_left_alone(files: Files, capsys: pytest.CaptureFix
     files.output.write_bytes(data)
     manifest = files.output.with_name("out.jsonl.manifest.json")
     manifest.write_text("{}")
-    assert files.run("--resume") == 1 and "not of this version" in capsys.readouterr().err
+    assert files.run("--resume") == 1 and "has another version" in capsys.readouterr().err
     manifest.unlink()
     assert files.run("--resume") == 1 and "has no" in capsys.readouterr().err
     assert (

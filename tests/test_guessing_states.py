@@ -1,0 +1,247 @@
+"""Guesses of models that keep states: bits are those without, wherever a guess is right or wrong,
+and what is found again later is the state that tokens one by one leave.
+"""
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from jpaged import LLM, Params, RequestOutput, SamplingParams
+from jpaged.engine.cache.block_manager import BlockManager
+from jpaged.engine.cache.kinds import Replay
+from jpaged.engine.drafting import Drafter, can_draft
+from jpaged.engine.sequence import Sequence
+from jpaged.errors import UnsupportedError
+from jpaged.models.layers.conv import ConvConfig
+from jpaged.models.layers.delta import DeltaConfig
+from jpaged.models.mtp import mtp_config
+from kernels_cpu.library import unavailable
+from tests.test_states import checked
+from tests.tiny import ENGINE, config, make_params, make_prompts, tokens_of
+
+# Layers of each kind, in bf16 by kernels of one bit. The rule's kernel takes tiles of 32 columns.
+PLAIN = config(num_layers=3, head_dim=32, intermediate_size=64, eos_token_ids=())
+MIXERS = (
+    DeltaConfig(num_key_heads=1, num_value_heads=2, key_dim=8, value_dim=32),
+    ConvConfig(channels=PLAIN.hidden_size),
+    PLAIN.layers[2].mixer,
+)
+MODEL = dataclasses.replace(
+    PLAIN,
+    family="qwen3_5_text",
+    layers=[
+        dataclasses.replace(layer, mixer=mixer)
+        for layer, mixer in zip(PLAIN.layers, MIXERS, strict=True)
+    ],
+)
+PARAMS = make_params(0, MODEL, jnp.bfloat16)
+AHEAD = 6  # guesses of a step: a run may pass the ends of two blocks of 4
+IS_EXACT = unavailable() is None
+SETTINGS: dict[str, Any] = vars(ENGINE) | {"deterministic": IS_EXACT, "num_blocks": 160}
+GUESSES: dict[str, Any] = {"method": "ngram", "num_tokens": AHEAD, "adaptive": False}
+PROMPTS = make_prompts(5, 7, 4, 9)
+WAYS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"seed": 1},
+    {"temperature": 0.7, "n": 2, "seed": 2},
+    {"seed": 3},
+]
+ASKED = [SamplingParams(max_tokens=24, ignore_eos=True, **how) for how in WAYS]
+
+
+class Foretold:
+    """Drafts of which the first some are what comes and the others are not: at each place in a
+    block, so many as were not tried there yet. rests: what comes after each prompt, by the index of
+    the sample. tried: places, and how many were right.
+    """
+
+    def __init__(self) -> None:
+        self.rests: dict[tuple[tuple[int, ...], int], list[int]] = {}
+        self.right = itertools.cycle(range(AHEAD + 1))
+        self.tried: set[tuple[int, int]] = set()
+
+    def learn(self, prompts: list[list[int]], outputs: list[RequestOutput]) -> None:
+        for prompt, output in zip(prompts, outputs, strict=True):
+            for completion in output.outputs:
+                self.rests[tuple(prompt), completion.index] = list(completion.token_ids)
+
+    def draft(self, drafter: Drafter, seq: Sequence, row: Any, most: int) -> list[int]:
+        most = min(most, AHEAD, seq.end - len(seq) - seq.pending - 1)
+        if most < 1 or not can_draft(seq):
+            return []
+        rest = self.rests[tuple(seq.token_ids[: seq.prompt_len]), seq.index]
+        coming, place = rest[seq.num_generated :][:most], len(seq) % 4
+        untried = [n for n in range(len(coming) + 1) if (place, n) not in self.tried]
+        right = untried[-1] if untried else min(next(self.right), len(coming))
+        self.tried.add((place, right))
+        return [t if i < right else (t + 1) % 90 for i, t in enumerate(coming)]
+
+
+@pytest.fixture
+def foretold(monkeypatch: pytest.MonkeyPatch) -> Foretold:
+    told = Foretold()
+    monkeypatch.setattr(Drafter, "_draft", lambda *args: told.draft(*args))
+    return told
+
+
+def served(params: Params, *, mesh: Mesh | None = None, **changes: Any) -> LLM:
+    settings: dict[str, Any] = SETTINGS | changes
+    return LLM(params, mesh=mesh, **settings)
+
+
+@functools.cache
+def plain() -> LLM:
+    return served(PARAMS)
+
+
+@functools.cache
+def guessing() -> LLM:
+    return served(PARAMS, speculative=GUESSES)
+
+
+def run(llm: LLM, prompts: Any, asked: list[SamplingParams]) -> list[RequestOutput]:
+    ids = [llm.add_request(p, how) for p, how in zip(prompts, asked, strict=True)]
+    found = checked(llm)
+    return [found[i] for i in ids]
+
+
+def bits(outputs: list[RequestOutput]) -> Any:
+    """Tokens, and where rows have the same bits in any batch, their logprobs."""
+    completions = [c for output in outputs for c in output.outputs]
+    return [(c.token_ids, c.token_logprobs.tobytes() if IS_EXACT else None) for c in completions]
+
+
+def expected(foretold: Foretold, prompts: Any, asked: list[SamplingParams]) -> Any:
+    outputs = run(plain(), prompts, asked)
+    foretold.learn(prompts, outputs)
+    return bits(outputs)
+
+
+def test_right_and_wrong_at_every_place(foretold: Foretold) -> None:
+    """Greedy and seeded rows, of several samples too; then prompts that go on from each block that
+    was closed within guesses.
+    """
+    llm = guessing()
+    llm.reset_prefix_cache()
+    wanted = expected(foretold, PROMPTS, ASKED)
+    outputs = run(llm, PROMPTS, ASKED)
+    assert bits(outputs) == wanted == bits(run(llm, PROMPTS, ASKED))
+    for i in (0, 1) * 6:  # alone, with room for all guesses
+        assert bits(run(llm, PROMPTS[i : i + 1], ASKED[i : i + 1])) == wanted[i : i + 1]
+    assert foretold.tried >= {(place, right) for place in range(4) for right in range(AHEAD + 1)}
+    assert llm.stats()["accepted_tokens"] > 0
+    whole = PROMPTS[0] + list(outputs[0].outputs[0].token_ids)
+    prompts = [[*whole[:shared], 90 + shared % 3] for shared in range(8, len(whole), 4)]
+    greedy = [ASKED[0]] * len(prompts)
+    plain().reset_prefix_cache()
+    wanted = expected(foretold, prompts, greedy)
+    outputs = run(llm, prompts, greedy)
+    assert bits(outputs) == wanted
+    assert [out.num_cached_tokens for out in outputs] == [len(p) - 1 for p in prompts]
+
+
+def test_a_replay_off_by_one_shows(foretold: Foretold, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = expected(foretold, PROMPTS, ASKED)
+    replays = BlockManager.replays
+
+    def short(blocks: BlockManager, tables: Any, *span: int) -> list[Replay]:
+        *before, last = replays(blocks, tables, *span)
+        return [*before, last._replace(num_tokens=last.num_tokens - 1)]
+
+    monkeypatch.setattr(BlockManager, "replays", short)
+    guessing().reset_prefix_cache()
+    assert bits(run(guessing(), PROMPTS, ASKED)) != wanted
+    guessing().reset_prefix_cache()
+
+
+@pytest.mark.middle
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_blocks": 16, "swap_space_gib": 0.01, "swap_min_tokens": 0},
+        {"num_blocks": 18, "mixed": True, "decode_steps": 4, "deterministic": False},
+        {"deterministic": False, "enable_prefix_caching": False, "num_states": 40},
+    ],
+    ids=["swapped", "mixed, 4 steps", "no prefix cache"],
+)
+def test_whatever_happens_to_a_row(foretold: Foretold, changes: dict[str, Any]) -> None:
+    wanted = [tokens for tokens, _ in expected(foretold, PROMPTS, ASKED)]
+    llm = served(PARAMS, speculative=GUESSES, **changes)
+    for _ in range(2):
+        assert [tokens for tokens, _ in bits(run(llm, PROMPTS, ASKED))] == wanted
+    if "num_blocks" in changes:
+        assert llm.stats()["preemptions"] > 0
+    llm.close()
+
+
+@pytest.mark.middle
+@pytest.mark.parametrize(
+    ("axes", "changes"),
+    [({"tp": 2}, {}), ({"dp": 2}, {"data_parallel_size": 2, "num_blocks": 80})],
+    ids=["tp", "dp"],
+)
+def test_on_two_devices(foretold: Foretold, axes: dict[str, int], changes: dict[str, Any]) -> None:
+    """In f32, in which no near tie turns: states are split, or rows go to two replicas."""
+    delta = dataclasses.replace(MIXERS[0], num_key_heads=2)
+    layers = [dataclasses.replace(MODEL.layers[0], mixer=delta), *MODEL.layers[1:]]
+    params = make_params(0, dataclasses.replace(MODEL, layers=layers))
+    alone = served(params, deterministic=False)
+    outputs = run(alone, PROMPTS, ASKED)
+    foretold.learn(PROMPTS, outputs)
+    mesh = Mesh(np.array(jax.devices()[:2]), tuple(axes))
+    llm = served(params, mesh=mesh, deterministic=False, speculative=GUESSES, **changes)
+    assert tokens_of(run(llm, PROMPTS, ASKED)) == tokens_of(outputs)
+    assert llm.stats()["accepted_tokens"] > 0
+    llm.close()
+    alone.close()
+
+
+def counting() -> tuple[Params, Params]:
+    """The model, changed to go on with the token after the last mostly, and an MTP head that knows
+    it.
+    """
+    size = MODEL.hidden_size
+    embed = np.asarray(PARAMS["embed"]["weight"], np.float32)
+    lm_head = jnp.asarray(np.roll(embed, 1, axis=0) * 6 / size, jnp.bfloat16)
+    own = {"norm": {"scale": jnp.ones(size, jnp.bfloat16)}, "lm_head": {"weight": lm_head}}
+    own["layers"] = jax.tree_util.tree_map_with_path(_fainter, PARAMS["layers"])
+    head = make_params(5, mtp_config(MODEL), jnp.bfloat16)
+    fc = jnp.concatenate([jnp.eye(size), jnp.zeros((size, size))], 1).astype(jnp.bfloat16)
+    ones = dict.fromkeys(("embed_norm", "hidden_norm", "norm"), own["norm"])
+    layers = jax.tree_util.tree_map_with_path(_fainter, head["layers"])
+    mtp = dict(head) | ones | {"fc": {"weight": fc}, "layers": layers}
+    return Params(dict(PARAMS) | own, MODEL), Params(mtp, head.config)
+
+
+def _fainter(path: Any, x: jax.Array) -> jax.Array:
+    """A layer's weights, of which those that add to the hidden states add less."""
+    is_last = any(getattr(key, "key", None) in ("out", "down") for key in path)
+    return 0.2 * x if is_last else x
+
+
+@pytest.mark.middle
+def test_an_mtp_head_guesses_for_states() -> None:
+    """By the engine's own steps: most guesses are right, and bits are those without."""
+    params, head = counting()
+    alone = served(params)
+    wanted = bits(alone.generate(PROMPTS, ASKED, use_tqdm=False))
+    asked = {**GUESSES, "method": "mtp", "num_tokens": 3, "model": head}
+    llm = served(params, speculative=asked)
+    assert bits(run(llm, PROMPTS, ASKED)) == wanted
+    stats = llm.stats()
+    assert stats["acceptance_rate"] > 0.5 and stats["drafted_tokens"] > 30, stats
+    for used in (alone, llm):
+        used.close()
+
+
+def test_a_draft_model_with_states_is_refused() -> None:
+    asked = {**GUESSES, "method": "draft", "model": PARAMS}
+    with pytest.raises(UnsupportedError, match=r"a draft model of qwen3_5_text keeps a state"):
+        served(PARAMS, speculative=asked)
