@@ -25,7 +25,13 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.lora import Adapter, initial_lora, merged
 from jpaged.models.params import Params
 from jpaged.request.arrays import score_arrays, to_arrays
-from jpaged.request.outputs import CompletionChunk, CompletionOutput, Logprob, RequestOutput
+from jpaged.request.outputs import (
+    CompletionChunk,
+    CompletionOutput,
+    Logprob,
+    RequestOutput,
+    WeightSpan,
+)
 from jpaged.request.scores import Scores
 from jpaged.runtime.footprint import plan_memory
 from jpaged.runtime.memory import Limits, MemoryPlan
@@ -59,6 +65,7 @@ __all__ = [
     "Scores",
     "Snapshot",
     "UnsupportedError",
+    "WeightSpan",
     "beam_search",
     "broadcast",
     "generate",

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Self, Unpack
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from jpaged.config import EngineConfig
@@ -16,13 +17,21 @@ from jpaged.engine.keys import fold_in
 from jpaged.engine.origin import Origin
 from jpaged.engine.types import Report
 from jpaged.engine_fields import EngineFields
-from jpaged.engine_thread import Coming, EngineThread, Inbox, Job
+from jpaged.engine_thread import Coming, Delivery, Inbox
 from jpaged.errors import ConfigError
 from jpaged.llm import LLM
-from jpaged.request.inputs import Chat, PromptLike, SamplingParamsLike, match_sampling_params
+from jpaged.request.inputs import (
+    Chat,
+    PromptLike,
+    PromptsLike,
+    SamplingParamsLike,
+    match_sampling_params,
+)
 from jpaged.request.outputs import CompletionChunk, LiveCompletions, RequestOutput
+from jpaged.request.scores import ScoreOptions, ScoreResult
 from jpaged.sampling_params import SamplingParams
-from jpaged.types import Messages, ModelLike, PyTree, Tokenizer
+from jpaged.session import OnPause, OnUnfinished, OnUpdate
+from jpaged.types import IntArrays, Messages, ModelLike, PyTree, Structured, Tokenizer
 
 PROMPT_THREADS = 4  # that render and tokenize; the tokenizer lets go of Python's lock meanwhile
 
@@ -64,8 +73,7 @@ class AsyncLLM:
             # Once before the threads: the first call may change settings of the tokenizer.
             llm.tokenizer.encode("a")
         self._prompts = ThreadPoolExecutor(PROMPT_THREADS, "jpaged-prompts")
-        self._thread = EngineThread(llm.session)
-        self._thread.start()
+        self._thread = llm.engine_thread("AsyncLLM")
 
     async def generate(
         self, prompt: PromptLike, sampling_params: SamplingParams | None = None
@@ -120,14 +128,14 @@ class AsyncLLM:
         session, loop = self._llm.session, asyncio.get_running_loop()
         key, asked = self._llm.keys.next(), match_sampling_params(sampling_params, len(prompts))
         build = partial(session.request, streaming=streaming, origin=origin)
-        jobs: list[Job] = []
+        jobs: list[Delivery] = []
         inbox = Inbox()
         with contextlib.closing(coming or self.expect()) as coming:
             for index, (prompt, one) in enumerate(zip(prompts, asked, strict=True)):
                 drawn = fold_in(key, index)
                 request = await loop.run_in_executor(self._prompts, build, prompt, one, drawn)
                 live = LiveCompletions([request], self.tokenizer) if streaming else None
-                jobs.append(Job(request, inbox, index, live))
+                jobs.append(Delivery(request, inbox, index, live))
             self._thread.add(jobs)
         try:
             yield inbox
@@ -145,6 +153,93 @@ class AsyncLLM:
         sleep or reset the prefix cache. What it returns or raises.
         """
         return await asyncio.wrap_future(self._thread.call(function, self._llm, *args))
+
+    async def update_params(
+        self,
+        params: PyTree,
+        *,
+        mode: OnUpdate = "refuse",
+        donate: bool = False,
+        draft: PyTree = None,
+    ) -> None:
+        """Serve these weights from now on: see LLM.update_params. Other tasks go on meanwhile."""
+        update = partial(self._llm.update_params, mode=mode, donate=donate, draft=draft)
+        await self._beside(update, params)
+
+    async def pause(self, *, mode: OnPause = "keep") -> None:
+        """Have the device do nothing until `resume`: see LLM.pause. Requests wait."""
+        await self._beside(partial(self._llm.pause, mode=mode))
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+        self._llm.resume()
+
+    @contextlib.asynccontextmanager
+    async def paused(self, *, mode: OnPause = "keep") -> AsyncIterator[None]:
+        """Pause inside the block: the device is the caller's."""
+        await self.pause(mode=mode)
+        try:
+            yield
+        finally:
+            self._llm.resume()
+
+    async def sleep(self, *, mode: OnUnfinished = "refuse") -> None:
+        """Free pool and weights' copies until `wake`: see LLM.sleep."""
+        await self._beside(partial(self._llm.sleep, mode=mode))
+
+    async def wake(self) -> None:
+        """Serve again: see LLM.wake."""
+        await self._beside(self._llm.wake)
+
+    async def score(
+        self,
+        token_lists: PromptsLike,
+        *,
+        temperature: float = 1.0,
+        return_greedy: bool = False,
+        structured: Structured | None = None,
+        prompt_lens: List[int] | None = None,
+        start: List[int] | np.ndarray | None = None,
+        top_k: int | None = None,
+        at: IntArrays | None = None,
+        entropy: bool = False,
+    ) -> ScoreResult:
+        """Return the scores of sequences, in one batch with what runs: see LLM.score."""
+        options = ScoreOptions(
+            temperature=temperature,
+            return_greedy=return_greedy,
+            structured=structured,
+            prompt_lens=prompt_lens,
+            start=start,
+            top_k=top_k,
+            at=at,
+            entropy=entropy,
+        )
+        return await self._beside(self._llm.session.score, token_lists, options)
+
+    async def hidden(
+        self, token_lists: PromptsLike, *, max_len: int | None = None
+    ) -> list[jax.Array]:
+        """Return the final hidden states of each sequence, on the device: see LLM.hidden."""
+        return await self._beside(self._llm.session.hidden, token_lists, max_len)
+
+    async def add_adapter(self, name: str, source: PyTree) -> int:
+        """Serve an adapter to prompts that name it; return its version: see LLM.add_adapter."""
+        return await self._beside(self._llm.add_adapter, name, source)
+
+    async def remove_adapter(self, name: str) -> None:
+        """Forget an adapter; requests that run with it go on."""
+        await self._beside(self._llm.remove_adapter, name)
+
+    @property
+    def weight_version(self) -> int:
+        """How many distinct params this LLM has served."""
+        return self._llm.weight_version
+
+    async def _beside[T, *Args](self, function: Callable[[*Args], T], *args: *Args) -> T:
+        """Call a function in another thread, while this one's steps go on."""
+        self._thread.check()
+        return await asyncio.to_thread(function, *args)
 
     async def prepare[T, *Args](self, function: Callable[[LLM, *Args], T], *args: *Args) -> T:
         """function(LLM, *args) in a thread of those that render and tokenize, while the engine

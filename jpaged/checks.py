@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 from types import UnionType
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, get_args
 
 from jpaged.errors import ConfigError, JpagedError, RequestError
 
@@ -37,6 +37,13 @@ def check_whole(name: str, value: object, low: int, high: int | None = None) -> 
             f"{name}={value}: must be at least {low}"
             + ("" if high is None else f" and at most {high}")
         )
+
+
+def check_choice(name: str, value: object, choices: Any) -> None:
+    """RequestError unless it is one of the values of a Literal."""
+    if value not in get_args(choices):
+        *first, last = map(repr, get_args(choices))
+        raise RequestError(f"{name}={value!r}: must be {', '.join(first)} or {last}")
 
 
 def check_seed(value: object) -> None:

@@ -53,6 +53,8 @@ class Facts:
     built_dtypes: those that steps were compiled for. keeps_forms: whether every weight lies in the
     form that steps were compiled for.
 
+    has_thread: whether a thread of the LLM's own steps it.
+
     adapter_rank, adapter_changes: of an adapter. draws_masked, scores_masked: a request wants
     tokens of a given form, or the scores of such a text. scores_more: a call wants more of scores
     than logprobs.
@@ -86,6 +88,7 @@ class Facts:
     dtypes: Sequence[str] | None = None
     built_dtypes: Sequence[str] | None = None
     keeps_forms: bool | None = None
+    has_thread: bool | None = None
     adapter_rank: int | None = None
     adapter_changes: Collection[str] | None = None
     draws_masked: bool | None = None
@@ -480,6 +483,19 @@ def draft_models_run_in_one_process(config: EngineConfig, processes: int) -> str
         return (
             f"speculative: method={config.speculative.method!r} over {processes} processes: a "
             "draft model only in one process; method='ngram' runs there"
+        )
+    return None
+
+
+@_rule("submit", "as_completed", "AsyncLLM", "processes")
+def threads_of_an_engine_step_in_one_process(processes: int, has_thread: bool) -> str | None:
+    """A model over several processes has no thread that steps by itself: its steps would differ
+    from those of the other processes; `generate` runs there, called in each process alike.
+    """
+    if processes > 1 and has_thread:
+        return (
+            f"submit, as_completed and AsyncLLM over {processes} processes: their thread would "
+            "step at other moments than those of the other processes; call generate in each"
         )
     return None
 

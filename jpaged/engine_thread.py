@@ -1,6 +1,9 @@
-"""EngineThread: steps an engine for tasks of event loops, and hands each task its results."""
+"""EngineThread: steps an engine for tasks of event loops and for futures, and hands each its
+results.
+"""
 
 import asyncio
+import atexit
 import contextlib
 import logging
 import queue
@@ -13,6 +16,7 @@ from jpaged.engine.sequence import Request
 from jpaged.errors import ConfigError, PeerError
 from jpaged.request.outputs import CompletionChunk, LiveCompletions, RequestOutput, collect
 from jpaged.session import Session
+from jpaged.turns import FORKED, LOOK_S
 
 log = logging.getLogger("jpaged")
 
@@ -23,7 +27,8 @@ STATS_S = 0.25  # how old the stats may be while it steps
 # How long a step may wait for requests that are on their way, after a pause or while the device is
 # at prompts: a step that begins with one of many costs as much as one with all of them.
 GATHER_S = 0.02
-LOOK_S = 0.002  # how often it looks whether any still are
+COMING_S = 0.002  # how often it looks whether any still are
+EXIT_S = 10.0  # how long the interpreter's end waits for a step
 
 # A result: the index of the request, and a piece of it, its output when it has ended, or the error
 # for which there is none.
@@ -54,12 +59,37 @@ class Inbox:
             self._arrival.set_result(None)
 
 
-class Job:
-    """A request that runs for a task. index: its place among those that share the inbox. live:
-    makes its pieces, where those are wanted.
+class Answer:
+    """What waits in a future for the output of one request, or its error. raises: the error of an
+    output is the future's; else the output is its result all the same.
     """
 
-    def __init__(self, request: Request, inbox: Inbox, index: int, live: LiveCompletions | None):
+    def __init__(self, *, raises: bool = True):
+        self.future: Future[RequestOutput] = Future()
+        self._raises = raises
+
+    def put(self, news: list[News]) -> None:
+        """Resolve the future, unless it was cancelled."""
+        for _, item in news:
+            error = item if isinstance(item, BaseException) else None
+            if isinstance(item, RequestOutput) and self._raises:
+                error = item.error
+            if not self.future.set_running_or_notify_cancel():
+                return
+            if error is not None:
+                self.future.set_exception(error)
+            elif isinstance(item, RequestOutput):
+                self.future.set_result(item)
+
+
+class Delivery:
+    """A request that runs for a task or a future. index: its place among those that share the
+    inbox. live: makes its pieces, where those are wanted.
+    """
+
+    def __init__(
+        self, request: Request, inbox: Inbox | Answer, index: int, live: LiveCompletions | None
+    ):
         self.request, self.inbox, self.index, self.live = request, inbox, index, live
 
     def take(self) -> list[News]:
@@ -88,24 +118,25 @@ class Coming:
 
 
 class EngineThread(threading.Thread):
-    """Steps the engine of a session from `start` to `close`; the Owner of what it runs. Others may
-    step too (a function that `call` runs, another thread): what their steps bring is delivered all
-    the same. `_jobs` and `_results` are touched at rest only.
+    """Steps the engine of a session from `start` to `close`, while it has jobs and no other thread
+    has the role (see Stepping, whose Waiter it is); the Owner of what it runs. What the steps of
+    others bring is delivered all the same. `_jobs` and `_results` are touched at rest only.
 
     error: what it died of, None while it lives. stats: the session's report, a moment old.
     """
 
-    def __init__(self, session: Session):
+    def __init__(self, session: Session, face: str = "LLM"):
         super().__init__(name="jpaged-engine", daemon=True)
-        self._session = session
+        self._session, self._face = session, face
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._jobs: dict[Request, Job] = {}  # those that have not ended
+        self._jobs: dict[Request, Delivery] = {}  # those that have not ended
+        self._held: list[Delivery] = []  # until new requests are admitted again
         self._lock = threading.Lock()  # of _ended and _coming
         self._ended: BaseException | None = None
         self._coming = 0
         self._is_closing = False
         self._failures = 0  # steps in a row that raised
-        self._results: dict[Inbox, list[News]] = {}  # since they were last delivered
+        self._results: dict[Inbox | Answer, list[News]] = {}  # since they were last delivered
         self.error: BaseException | None = None
         self.stats = session.report()
         self._stats_at = 0.0
@@ -113,11 +144,13 @@ class EngineThread(threading.Thread):
     # Asked from other threads
 
     def check(self) -> None:
-        """Raise what the thread has ended with, if it has."""
+        """Raise what the thread has ended with, if it has; ConfigError in a forked process."""
         if self._ended is not None:
             raise self._ended
+        if self.ident is not None and not self.is_alive() and not self._is_closing:
+            raise ConfigError(FORKED)
 
-    def add(self, jobs: list[Job]) -> None:
+    def add(self, jobs: list[Delivery]) -> None:
         """Run these; their results go to their inboxes."""
 
         def run(closed: BaseException | None) -> None:
@@ -126,21 +159,31 @@ class EngineThread(threading.Thread):
 
         self._post(run)
 
+    def submit(self, request: Request, answer: Answer) -> None:
+        """Run a request whose output goes to the answer's future; `cancel` of that aborts it."""
+        job = Delivery(request, answer, 0, None)
+
+        def cancelled(future: Future[RequestOutput]) -> None:
+            if future.cancelled():
+                self.abort([job])
+
+        answer.future.add_done_callback(cancelled)
+        self.add([job])
+
     def count_coming(self, change: int) -> None:
         """Count so many more requests that are on their way."""
         with self._lock:
             self._coming += change
 
-    def abort(self, jobs: list[Job]) -> None:
+    def abort(self, jobs: list[Delivery]) -> None:
         """End those of them that still run, without a result."""
 
         def run(closed: BaseException | None) -> None:
             self._drop([job.request for job in jobs])
 
-        try:
-            self._post(run)
-        except (ConfigError, PeerError):
-            return  # it has ended, and they with it
+        # Without a lock: the collector of garbage, too, ends what asked for them. A thread that has
+        # ended has none.
+        self._commands.put(run)
 
     def call[T, *Args](self, function: Callable[[*Args], T], *args: *Args) -> Future[T]:
         """Call a function between two steps; return what it will return or raise."""
@@ -161,33 +204,42 @@ class EngineThread(threading.Thread):
 
     def close(self) -> None:
         """End what runs with an error, and the thread; waits for it."""
+        self.stop()
+        if threading.current_thread() is not self:
+            self.join()
+
+    def stop(self) -> None:
+        """Have the thread end soon. Takes no lock: the collector of garbage may call."""
 
         def run(closed: BaseException | None) -> None:
             self._is_closing = True
 
-        with self._lock:
-            self._commands.put(run)
-        self.join()
+        self._commands.put(run)
+
+    @property
+    def requests(self) -> object:
+        """What runs for others."""
+        return self._jobs
+
+    def wake(self) -> None:
+        self._commands.put(_nothing)
 
     def _post(self, command: Command) -> None:
         with self._lock:
-            if self._ended is not None:
-                raise self._ended
+            self.check()
             self._commands.put(command)
 
     # The thread
 
     def run(self) -> None:
-        ending: BaseException = ConfigError("this AsyncLLM is closed")
+        ending: BaseException = ConfigError(f"this {self._face} is closed")
         self._session.after_step = self._after_step
         try:
             while not self._is_closing:
-                self._obey()
+                self._obey(wait=not self._jobs)
                 if self._jobs:
-                    self._step()
-                with self._session.at_rest():
-                    self._deliver()
-                    self._look(often=bool(self._jobs))
+                    self._work()
+                self._publish()
         except BaseException as e:
             log.exception("the engine's thread has died")
             self.error = ending = e
@@ -197,6 +249,8 @@ class EngineThread(threading.Thread):
         while not self._commands.empty():
             self._commands.get()(ending)
         with self._session.at_rest():
+            for job in self._held:
+                self._keep(job, [(job.index, ending)])
             if self.error is None:
                 self._fail(ending)
             for job in self._jobs.values():
@@ -204,14 +258,36 @@ class EngineThread(threading.Thread):
             self._jobs.clear()
             self._deliver()
 
-    def _obey(self) -> None:
-        """Run the commands that are there; with nothing else to do, wait for one."""
+    def _work(self) -> None:
+        """Step while there are jobs, unless another thread does or it is paused: then wait."""
+        stepping = self._session.stepping
+        with stepping.role(self) as steps:
+            if not steps:
+                self._obey(wait=True)  # it is woken when it may step
+            while steps and self._jobs and not stepping.is_paused and not self._is_closing:
+                self._step()
+                self._publish()
+                self._obey(wait=False)
+
+    def _publish(self) -> None:
         with self._session.at_rest():
-            wait = not self._jobs
-            may_gather = wait or self._session.is_at_prompts()
-        while not self._is_closing and (wait or not self._commands.empty()):
+            self._deliver()
+            self._look(often=bool(self._jobs))
+
+    def _obey(self, *, wait: bool) -> None:
+        """Run the commands that are there; with nothing else to do, wait for one."""
+        if self._held and self._session.is_open:
+            held, self._held = self._held, []
+            for job in held:
+                self._add(job, None)
+        with self._session.at_rest():
+            may_gather = not self._jobs or self._session.is_at_prompts()
+            idle = not self._jobs and not self._held
+        if wait and self._commands.empty():
+            with contextlib.suppress(queue.Empty):
+                self._commands.get(timeout=None if idle else LOOK_S)(None)
+        while not self._is_closing and not self._commands.empty():
             self._commands.get()(None)
-            wait = False
         if may_gather and self._jobs:
             self._gather()
 
@@ -221,9 +297,12 @@ class EngineThread(threading.Thread):
         while (self._coming or not self._commands.empty()) and time.monotonic() < until:
             # A cancelled request sends no command, so look again soon.
             with contextlib.suppress(queue.Empty):
-                self._commands.get(timeout=LOOK_S)(None)
+                self._commands.get(timeout=COMING_S)(None)
 
-    def _add(self, job: Job, closed: BaseException | None) -> None:
+    def _add(self, job: Delivery, closed: BaseException | None) -> None:
+        if closed is None and not self._session.is_open:
+            self._held.append(job)  # who keeps new requests out may wait for what runs here
+            return
         with self._session.at_rest():
             try:
                 if closed is not None:
@@ -277,24 +356,28 @@ class EngineThread(threading.Thread):
 
     def _drop(self, requests: list[Request]) -> None:
         """End those of them that still run, for nobody."""
+        self._held = [job for job in self._held if job.request not in requests]
         with self._session.at_rest():
             running = [request for request in requests if request in self._jobs]
             self._session.discard(running)
             for request in running:
                 del self._jobs[request]
 
-    def _keep(self, job: Job, news: list[News]) -> None:
+    def _keep(self, job: Delivery, news: list[News]) -> None:
         """Keep results for `_deliver`."""
         self._results.setdefault(job.inbox, []).extend(news)
         if threading.current_thread() is not self:  # which may wait for a command
-            self._commands.put(lambda closed: None)
+            self._commands.put(_nothing)
 
     def _deliver(self) -> None:
         """Hand over the results of a step, those of each event loop in one call."""
         loops: dict[asyncio.AbstractEventLoop, list[tuple[Inbox, list[News]]]] = {}
-        for inbox, news in self._results.items():
-            loops.setdefault(inbox.loop, []).append((inbox, news))
-        self._results = {}
+        results, self._results = self._results, {}
+        for inbox, news in results.items():
+            if isinstance(inbox, Answer):
+                inbox.put(news)
+            else:
+                loops.setdefault(inbox.loop, []).append((inbox, news))
         for loop, results in loops.items():
             try:
                 loop.call_soon_threadsafe(_put, results)
@@ -308,6 +391,22 @@ class EngineThread(threading.Thread):
         if not often or now - self._stats_at >= STATS_S:
             self._stats_at = now
             self.stats = self._session.report()
+
+
+def _end_all() -> None:
+    """Let no thread be inside a step when the interpreter ends under it."""
+    threads = [thread for thread in threading.enumerate() if isinstance(thread, EngineThread)]
+    for thread in threads:
+        thread.stop()
+    for thread in threads:
+        thread.join(EXIT_S)
+
+
+atexit.register(_end_all)
+
+
+def _nothing(closed: BaseException | None) -> None:
+    """The command that wakes the thread."""
 
 
 def _put(results: list[tuple[Inbox, list[News]]]) -> None:

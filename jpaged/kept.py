@@ -1,6 +1,9 @@
 """The sessions that generate and score keep between calls, each for params of one form."""
 
 import contextlib
+import dataclasses
+import os
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -13,12 +16,12 @@ from jax.sharding import Mesh
 
 from jpaged.checkpoint.load import load_params
 from jpaged.config import EngineConfig, reads_mtp_head
-from jpaged.fair_lock import FairLock
 from jpaged.models.config import ModelConfig
 from jpaged.models.params import Params
 from jpaged.runtime.mesh import serving_mesh
 from jpaged.runtime.weights import as_params
 from jpaged.session import Session
+from jpaged.turns import Turns
 from jpaged.types import ModelLike, PyTree, Tokenizer
 
 MAX_SESSIONS = 2
@@ -38,7 +41,25 @@ class Call(NamedTuple):
 
 _kept: OrderedDict[Any, Session] = OrderedDict()  # least recently used first; none that is in use
 _latest: Call | None = None  # None where the latest call passed what may change
-_turns = FairLock()  # of a whole call: its weights are bound, and only one call's can be
+
+
+@dataclasses.dataclass(eq=False)
+class Lease:
+    """A session that is in use. group: what its calls have in common; None for a call that shares
+    it with no other. key: by which it is kept. users: a lock for each call, free once the call has
+    ended, however it did.
+    """
+
+    session: Session
+    key: Any
+    group: object
+    users: list[threading.Lock]
+
+
+# Of whole calls: weights are bound to a session, so calls hold it together only by the same.
+_turns = Turns()
+_leases: list[Lease] = []  # one a group, but for calls within calls
+_changing = threading.RLock()  # held while `_kept` and `_leases` change
 
 
 @contextlib.contextmanager
@@ -58,12 +79,60 @@ def session(
     A call that passes the very objects of the latest one has its session, once it is seen that
     the params have the same arrays still.
 
-    Other threads wait. A call that this thread makes inside the block (a tokenizer's, say) finds
-    another session: one that is in use is not among the kept ones. any_tokenizer: one with another
+    Threads that pass the same arrays, and otherwise equal arguments, have the session together;
+    others wait. A call that this thread makes inside the block (a tokenizer's, say) finds another
+    session: one that is in use is not among the kept ones. any_tokenizer: one with another
     tokenizer than this will do.
     """
     others = (config, mesh, engine_config, tokenizer, any_tokenizer, draft)
-    with _turns.held():
+    group, user = None, threading.Lock()
+    if not isinstance(params, str | Path):
+        # Two trees have it in common only if they are one, or of the same arrays.
+        trees = [
+            id(x) if x is None or type(x) is Params else [*map(id, jax.tree.leaves(x))]
+            for x in (params, draft)
+        ]
+        group = (trees, config, mesh, engine_config, id(tokenizer))
+    with user, contextlib.ExitStack() as turn:
+        if not turn.enter_context(_turns.held(group)):
+            group = None  # a call within a call
+        lease = _lease(params, others, group, user)
+        if lease is None:
+            # The arrays in a tree were replaced while a call with this tree runs: wait for it.
+            turn.close()
+            turn.enter_context(_turns.held())
+            lease = _lease(params, others, None, user)
+            assert lease is not None, "a call that is alone joins none"
+        try:
+            yield lease.session
+        finally:
+            with _changing:
+                lease.users.remove(user)
+                if not lease.users:
+                    _end(lease)
+
+
+def _lease(
+    params: PyTree, others: tuple[Any, ...], group: object, user: threading.Lock
+) -> Lease | None:
+    """Return the lease of this group, with one user more, or a new one of a session to which these
+    weights are bound; None where the group's has other arrays than these trees. What interrupted
+    calls have left is ended.
+    """
+    with _changing:
+        for lease in list(_leases):
+            if not [other for other in lease.users if other.locked()]:
+                _end(lease)
+            elif group is not None and lease.group == group:
+                served, draft = lease.session.served, others[-1]
+                # Arrays of Params can be replaced; those of other trees are in the group.
+                kinds = [(params, served.weights)]
+                kinds += [] if served.draft is None else [(draft, served.draft.weights)]
+                if [x for x, w in kinds if type(x) is Params and w.again(x) is None]:
+                    return None
+                lease.users.append(user)
+                return lease
+        config, mesh, engine_config, tokenizer, any_tokenizer, draft = others
         last, key, session = _latest, None, None
         if last is not None and last.params() is params and all(map(is_, last.others, others)):
             key, session = last.key, _kept.get(last.key)
@@ -87,19 +156,39 @@ def session(
                 session = Session(
                     weights, engine_config, mesh, tokenizer, grows=True, draft=guesses, turns=_turns
                 )
+        lease = Lease(session, key, group, [user])
         try:
+            _leases.append(lease)
             if weights is not None:
                 session.served.bind(weights, draft=guesses)
-            yield session
-        finally:
-            session.served.unbind()
-            # An interrupt of the call's own clearing up may have left requests: the next call's
-            # session must have none.
-            if session.pool.is_idle:
-                _kept[key] = session
-                _kept.move_to_end(key)
-                if len(_kept) > MAX_SESSIONS:
-                    _trim(MAX_SESSIONS)
+        except BaseException:
+            _end(lease)
+            raise
+        return lease
+
+
+def _end(lease: Lease) -> None:
+    """Keep a session that nobody uses."""
+    _leases.remove(lease)
+    lease.session.served.unbind()
+    # An interrupt of the call's own clearing up may have left requests: the next call's session
+    # must have none.
+    if lease.session.pool.is_idle:
+        _kept[lease.key] = lease.session
+        _kept.move_to_end(lease.key)
+        if len(_kept) > MAX_SESSIONS:
+            _trim(MAX_SESSIONS)
+
+
+def _forget_all() -> None:
+    """Have no session in a fork of the process: its threads are not there."""
+    global _turns, _changing
+    _turns, _changing = Turns(), threading.RLock()
+    _kept.clear()
+    _leases.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)
 
 
 def _key(
@@ -136,7 +225,7 @@ def _remember(params: PyTree, others: tuple[object, ...], key: Any) -> None:
 def release(compiled: bool) -> None:
     """Free the pools and derived weights of all that are kept; executables too if `compiled`."""
     global _latest
-    with _turns.held():
+    with _turns.held(), _changing:
         for kept in _kept.values():
             kept.served.release()
         if compiled:
@@ -146,7 +235,7 @@ def release(compiled: bool) -> None:
 
 def sessions() -> list[Session]:
     """Return what is kept now, the session of the latest call last."""
-    with _turns.held():
+    with _turns.held(), _changing:
         return list(_kept.values())
 
 

@@ -1,8 +1,13 @@
 """LLM: the face of one model that is kept: prompts in bulk, one by one, as a stream."""
 
+import contextlib
+import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as List
+from concurrent.futures import Future
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Literal, Unpack, overload
 
 import jax
@@ -11,10 +16,14 @@ from jax.sharding import Mesh
 
 from jpaged.checkpoint.kept_tokenizer import whole
 from jpaged.checkpoint.load import read_params
+from jpaged.combinations import Facts, check_combination
 from jpaged.config import EngineConfig
 from jpaged.engine.keys import fold_in
+from jpaged.engine.sequence import Request
 from jpaged.engine.types import Report
 from jpaged.engine_fields import EngineFields, check_fields
+from jpaged.engine_thread import Answer, EngineThread
+from jpaged.errors import RequestError
 from jpaged.models.params import Params
 from jpaged.request.inputs import (
     CallKeys,
@@ -27,11 +36,12 @@ from jpaged.request.inputs import (
 from jpaged.request.outputs import CompletionChunk, RequestOutput
 from jpaged.request.scores import ScoreOptions, ScoreResult, Scores
 from jpaged.runtime.mesh import serving_mesh
+from jpaged.runtime.processes import count_of
 from jpaged.runtime.step_table import BucketReport
 from jpaged.runtime.weights import as_params
 from jpaged.sampling_params import SamplingParams
 from jpaged.search.beam import EarlyStopping
-from jpaged.session import OnError, OnUnfinished, Session, Snapshot
+from jpaged.session import OnError, OnPause, OnUnfinished, OnUpdate, Session, Snapshot
 from jpaged.types import IntArrays, Messages, ModelLike, PyTree, Structured, Tokenizer
 
 
@@ -46,10 +56,10 @@ class LLM:
     the nearest one to a name that is none. session holds weights and pool. Raises CheckpointError,
     ConfigError.
 
-    Any thread may call any method: tokens are as if alone. `generate`, `chat`, `beam_search`,
-    `score` and what changes the LLM as a whole (update_params, sleep, snapshot, close, ...) take
-    turns, first come first served. `stream`, `add_request`, `step`, `abort` and `stats` come in
-    between two steps of another thread's call; their requests run beside its own.
+    Any thread may call any method: tokens are as if alone, and the requests of all run in one
+    batch, which one of the threads that wait steps for all. What changes the LLM as a whole
+    (update_params, sleep, snapshot, close, ...) waits for calls of `generate`, `chat`,
+    `beam_search` and `score`, and these for it, first come first served.
     """
 
     def __init__(
@@ -67,6 +77,8 @@ class LLM:
         self.session = Session(weights, config, mesh, tokenizer, grows=False, draft=draft)
         self.model_config, self.engine_config = weights.config, self.session.engine_config
         self.keys = CallKeys(seed)
+        self._thread: EngineThread | None = None  # from the first submit on
+        self._making_thread = threading.Lock()
         self.session.served.bind(weights)
         self.session.pool.start()
 
@@ -88,6 +100,86 @@ class LLM:
         return self.session.generate(
             prompts, sampling_params, key, on_error=on_error, use_tqdm=use_tqdm
         )
+
+    def submit(
+        self,
+        prompt: PromptLike,
+        sampling_params: SamplingParams | None = None,
+        *,
+        seed: int | jax.Array | None = None,
+    ) -> Future[RequestOutput]:
+        """Queue one prompt, which a thread of this LLM steps in one batch with all other requests;
+        return the future of its output, with the tokens of `generate` by the same seed.
+
+        The future has the error of a prompt that cannot run, or of a request that failed. `cancel`
+        aborts it until it is done. ConfigError for an LLM that is closed.
+        """
+        key, asked, answer = self.keys.of(seed), sampling_params or SamplingParams(), Answer()
+        thread = self.engine_thread()
+        thread.check()
+        try:
+            request = self.session.request(prompt, asked, fold_in(key, 0))
+            if error := self.session.pool.misfit(request):
+                raise error
+        except RequestError as e:
+            answer.put([(0, e)])
+        else:
+            thread.submit(request, answer)
+        return answer.future
+
+    def as_completed(
+        self,
+        prompts: PromptsLike,
+        sampling_params: SamplingParamsLike = None,
+        *,
+        seed: int | jax.Array | None = None,
+        on_error: OnError = "raise",
+    ) -> Iterator[RequestOutput]:
+        """Complete each prompt, with the tokens of `generate` by the same seed; yield the outputs
+        in the order in which they end, while the others go on. `index` of each is the place of its
+        prompt. Leaving the loop aborts the rest.
+
+        on_error: "raise" raises the error of a prompt that cannot run before anything runs, and
+        that of a request that fails in its place, which aborts the rest; "return" yields outputs
+        that have it.
+        """
+        jobs = self.session.completions(prompts, sampling_params, self.keys.of(seed), on_error)
+        return self._as_completed(jobs, on_error)
+
+    def _as_completed(
+        self, jobs: List[Request | RequestOutput], on_error: OnError
+    ) -> Iterator[RequestOutput]:
+        thread, answers = self.engine_thread(), [Answer(raises=on_error == "raise") for _ in jobs]
+        index_of = {answer.future: index for index, answer in enumerate(answers)}
+        ended: SimpleQueue[Future[RequestOutput]] = SimpleQueue()
+        try:
+            for job, answer in zip(jobs, answers, strict=True):
+                answer.future.add_done_callback(ended.put)
+                if isinstance(job, RequestOutput):
+                    answer.put([(0, job)])
+                else:
+                    thread.submit(job, answer)
+            for _ in jobs:
+                future = ended.get()
+                output = future.result()
+                output.index = index_of[future]
+                yield output
+        finally:
+            for answer in answers:
+                answer.future.cancel()
+
+    def engine_thread(self, face: str = "LLM") -> EngineThread:
+        """Return the thread that steps what nobody waits for in a call, which runs from the first
+        time on until the LLM is closed or gone. face: the class that its errors name.
+        """
+        with self._making_thread:
+            if self._thread is None:
+                mesh = self.session.served.placement.mesh
+                check_combination(Facts(processes=count_of(mesh), has_thread=True))
+                self._thread = EngineThread(self.session, face)
+                weakref.finalize(self, self._thread.stop).atexit = False
+                self._thread.start()
+            return self._thread
 
     def beam_search(
         self,
@@ -266,15 +358,44 @@ class LLM:
         self,
         params: PyTree,
         *,
-        mode: OnUnfinished = "refuse",
+        mode: OnUpdate = "refuse",
         donate: bool = False,
         draft: PyTree = None,
     ) -> None:
-        """Serve these weights from now on; other objects than before drop the prefix cache. Refused
-        with RequestError while requests are unfinished, unless mode="abort" ends them. donate: the
-        old arrays are deleted, whoever holds them, but those shared. draft: a draft model's.
+        """Serve these weights from now on; other objects than before drop the prefix cache.
+
+        mode: what becomes of unfinished requests. "refuse" waits for the calls of other threads,
+        then raises RequestError if there are any. "abort" ends them. "wait" steps them to their
+        end, and admits no new one before the weights are there. "keep": their next token is drawn
+        by the new weights over the keys and values that there are. "recompute": these are computed
+        again too, so that later logprobs are those of `score` by the new weights. Either way, a
+        prompt that is being scored is scored anew, and weight_versions of each completion say
+        which weights drew what. donate: the old arrays are deleted, whoever holds them, but those
+        shared. draft: a draft model's.
         """
         self.session.update_params(params, mode=mode, donate=donate, draft=draft)
+
+    def pause(self, *, mode: OnPause = "keep") -> None:
+        """Have the device do nothing until `resume`: once this returns, no step runs, and calls of
+        other threads wait. mode: "keep" leaves unfinished requests as they are, "wait" steps them
+        to their end first and admits no new one, "abort" ends them. Requests can be added and
+        aborted meanwhile, weights updated; what would wait for a step in this thread raises
+        RequestError.
+        """
+        self.session.pause(mode)
+
+    def resume(self) -> None:
+        """Go on after `pause`, from any thread."""
+        self.session.resume()
+
+    @contextlib.contextmanager
+    def paused(self, *, mode: OnPause = "keep") -> Iterator[None]:
+        """Pause inside the block: the device is the caller's."""
+        self.pause(mode=mode)
+        try:
+            yield
+        finally:
+            self.resume()
 
     def add_adapter(self, name: str, source: PyTree) -> int:
         """Serve an adapter (see docs/lora.md) to prompts that name it; its version."""
@@ -343,6 +464,8 @@ class LLM:
 
     def close(self) -> None:
         """End every request and free pool, weights and executables; of no use afterwards."""
+        if self._thread is not None:
+            self._thread.close()
         self.session.close()
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Iterable
+from collections.abc import Sequence as List
 
 from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine
@@ -73,13 +73,14 @@ class Pool:
         grows: bool,
     ):
         self.config = config
-        self._model, self._placement, self._choices, self._grows = model, placement, choices, grows
+        self._model, self._placement, self._choices, self.grows = model, placement, choices, grows
         self._has_state = model.has_state
         self._served: Served | None = None  # None while no weights are bound
         self._cached_version = 0  # of the weights that the prefix cache is of
         self._engine: Engine | None = None
         self._runner: Runner | None = None  # the engine's
         self.size: Size | None = None  # of the pool that there is
+        self._asked: Size | None = None  # what `reserve` has made room for as far as there is any
         self._needs: Needs | None = None  # of compiled steps, once they were asked
 
     @property
@@ -145,21 +146,17 @@ class Pool:
         self._runner, self.size = runner, size
         self._cached_version = served.version
 
-    def reserve(self, sizes: Iterable[int]) -> None:
+    def reserve(self, sizes: List[int]) -> None:
         """If it grows, have a pool that holds sequences of so many blocks each, as far as they
         run at once. It has a power of two of blocks, or num_blocks, and states for a power of two
         of sequences. No request may be unfinished.
         """
-        if not self._grows:
+        if self.is_enough(sizes):
             return
         held, config = self.size, self.config
         longest = sorted(sizes, reverse=True)[: config.max_num_seqs]
-        blocks = max(sum(longest), LEAST_BLOCKS)
-        states = self._states_of(len(longest)) if self._has_state else config.num_states
-        if held is not None:
-            holds = blocks <= held.num_blocks and (states or 0) <= (held.num_states or 0)
-            if holds or config.num_blocks is not None:
-                return
+        blocks, states = max(sum(longest), LEAST_BLOCKS), self._states_of(len(longest))
+        needed = Size(blocks, states)
         assert self._served is not None, "bind weights first"
         most = self._largest(self._served)
         if most.num_states is not None and states is not None:
@@ -171,6 +168,20 @@ class Pool:
             if held is not None:
                 log.info("the KV pool grows from %s to %s: steps compile again", held, size)
             self.start(size)
+        # More than there is room for is not asked for again.
+        self._asked = needed.grown(size)
+
+    def is_enough(self, sizes: List[int]) -> bool:
+        """Return whether `reserve` would leave the pool as it is."""
+        held, config = self.size, self.config
+        if not self.grows or (held is not None and config.num_blocks is not None):
+            return True
+        if held is None or self._asked is None:
+            return False
+        longest = sorted(sizes, reverse=True)[: config.max_num_seqs]
+        states = self._states_of(len(longest)) if self._has_state else config.num_states
+        few = sum(longest) <= self._asked.num_blocks
+        return few and (states or 0) <= (self._asked.num_states or 0)
 
     def _states_of(self, sequences: int) -> int | None:
         """Return the states that so many sequences are given, or num_states."""

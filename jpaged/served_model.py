@@ -3,6 +3,8 @@ adapters.
 """
 
 import dataclasses
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import jax
 from jax.sharding import Mesh
@@ -178,20 +180,21 @@ class ServedModel:
         """
         return self.adapters.add(name, source, self.pool.config)
 
-    def adapters_of(self, lora: PyTree, count: int) -> list[AdapterVersion | None]:
+    def adapters_of(
+        self, lora: PyTree, count: int, drained: Callable[[], AbstractContextManager[None]]
+    ) -> list[AdapterVersion | None]:
         """Return the adapter of each of so many prompts, from one for all or a list. The pool has
-        tables that hold them afterwards: larger ones if they grow, else ConfigError.
+        tables that hold them afterwards: larger ones if they grow, which are made inside the
+        block of `drained`, else ConfigError.
         """
         if lora is None:
             return [None] * count
         adapters = self.adapters.of_call(match_adapters(lora, count))
         asked = list({a.version: a for a in adapters if a is not None}.values())
-        config = self.pool.config
-        if self._grows_tables and asked:
-            config = grown(config, asked)
-        if config != self.pool.config:
-            self.pool.resize_tables(config)
-        check_fits(asked, config)
+        if self._grows_tables and asked and grown(self.pool.config, asked) != self.pool.config:
+            with drained():
+                self.pool.resize_tables(grown(self.pool.config, asked))
+        check_fits(asked, self.pool.config)
         return adapters
 
     def report(self) -> Report:

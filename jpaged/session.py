@@ -6,6 +6,7 @@ each request.
 
 import contextlib
 import dataclasses
+import itertools
 import threading
 import time
 from collections import deque
@@ -17,7 +18,7 @@ import jax
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from jpaged.checks import check_whole
+from jpaged.checks import check_choice, check_whole
 from jpaged.config import EngineConfig
 from jpaged.engine.adapters import AdapterVersion
 from jpaged.engine.engine import Engine, EngineState
@@ -26,8 +27,8 @@ from jpaged.engine.origin import Origin
 from jpaged.engine.sequence import Request
 from jpaged.engine.types import Report
 from jpaged.errors import CapacityError, ConfigError, GenerationError, RequestError
-from jpaged.fair_lock import FairLock
 from jpaged.models.params import Params
+from jpaged.pool import Pool
 from jpaged.request.build import Builder
 from jpaged.request.inputs import (
     Inputs,
@@ -52,10 +53,14 @@ from jpaged.runtime.step_table import warmup as compile_steps
 from jpaged.sampling_params import SamplingParams
 from jpaged.search.beam import EarlyStopping
 from jpaged.served_model import ServedModel
+from jpaged.turns import LOOK_S, FairLock, Stepping, Turns
 from jpaged.types import PyTree, Structured, Tokenizer
 
 OnError = Literal["raise", "return"]
 OnUnfinished = Literal["refuse", "abort"]
+OnPause = Literal["keep", "wait", "abort"]
+OnUpdate = Literal["refuse", "abort", "wait", "keep", "recompute"]
+WHOLE_CALLS = "whole calls"  # the group of Turns in which they are
 RESTORED = "the requests of this call are gone: the LLM was restored to a snapshot"
 Job = Request | RequestOutput  # the output is that of a request which cannot run
 
@@ -88,18 +93,38 @@ class Owner(Protocol):
 
 
 class Pending:
-    """The requests of one call, as long as they have not ended; an Owner. error: of a lost one."""
+    """The requests of one call, as long as they have not ended; an Owner, and the Waiter of the
+    call. error: of a lost one.
+    """
 
-    def __init__(self, requests: Iterable[Request]):
+    def __init__(self, requests: Iterable[Request] = ()):
         self.requests = dict.fromkeys(requests)  # an ordered set
         self.error: Exception | None = None
+        self.bell = threading.Event()  # rung to have the thread look again
+        self.wake = self.bell.set
 
     def ended(self, request: Request) -> None:
         self.requests.pop(request, None)
+        if not self.requests:
+            self.bell.set()
 
     def lost(self, request: Request, error: Exception) -> None:
         self.error = error
-        self.requests.pop(request, None)
+        self.ended(request)
+
+
+class Draining:
+    """The Waiter of a thread that needs an engine without requests."""
+
+    def __init__(self, pool: Pool):
+        self._pool = pool
+        self.bell = threading.Event()
+        self.wake = self.bell.set
+
+    @property
+    def requests(self) -> bool:
+        """Whether any are left."""
+        return not self._pool.is_idle
 
 
 class Session:
@@ -112,10 +137,11 @@ class Session:
     ConfigError.
 
     Two locks, both first come first served. `whole_call` is for a call that runs until its requests
-    have ended: such calls take turns, also with those of other sessions that are made with the same
-    `turns`. `at_rest` is for the time between two steps, so that a stream, `step`, `add` or `abort`
-    of another thread comes in while a whole call runs. To have whole calls share their steps, let
-    them hold `whole_call` together; nothing else counts on their being alone.
+    have ended: such calls hold it together, and take turns with what needs the session `alone`,
+    also with those of other sessions that are made with the same `turns`. `at_rest` is for the time
+    between two steps, so that a call, a stream, `step`, `add` or `abort` of another thread comes in
+    while a whole call runs. `stepping`: the role of the one thread that steps for all who wait.
+    `drained` is for what needs an engine without requests.
 
     ready: outputs of requests that no call waits for, which `step` returns. after_step: what to
     call after each step, whoever took it; may be None.
@@ -130,7 +156,7 @@ class Session:
         *,
         grows: bool,
         draft: Params | None = None,
-        turns: FairLock | None = None,
+        turns: Turns | None = None,
     ):
         self.served = ServedModel(params, config, mesh, grows=grows, draft=draft)
         self.pool = self.served.pool
@@ -144,8 +170,12 @@ class Session:
         self.builder = Builder(self.inputs, self.engine_config)
         self.ready: dict[object, RequestOutput] = {}  # by their requests
         self.after_step: Callable[[], None] | None = None
-        self._turns, self._engine_lock = FairLock() if turns is None else turns, FairLock()
+        self._turns, self._engine_lock = Turns() if turns is None else turns, FairLock()
         self._in_step = threading.Lock()
+        self._gate = threading.Lock()  # held by a thread that keeps new requests out
+        # Of each thread's whole call: the blocks of its sequences at full length.
+        self._needs: dict[int, list[int]] = {}
+        self.stepping = Stepping()
         self._owners: dict[Request, Owner] = {}  # of every request in the engine
         self._is_settled = True  # whether `_owners` and the engine are known to agree
         self._abandoned: deque[Request] = deque()  # of streams that were closed
@@ -168,32 +198,72 @@ class Session:
     # Locks
 
     @contextlib.contextmanager
-    def whole_call(self) -> Iterator[None]:
-        """Inside the block no other thread has a whole call."""
+    def whole_call(self, *, alone: bool = False) -> Iterator[None]:
+        """Inside the block no other thread has the session alone, nor a call by other weights.
+        alone: nor any whole call.
+        """
         if self._engine_lock.is_mine and not self._turns.is_mine:
             # To wait for a thread that waits for the engine would be to wait for ever.
             raise RequestError("this call came from inside a step: it can be made after the step")
-        with self._turns.held():
-            yield
+        with self._turns.held(None if alone else WHOLE_CALLS):
+            try:
+                yield
+            finally:
+                self._needs.pop(threading.get_ident(), None)
 
     @contextlib.contextmanager
-    def at_rest(self) -> Iterator[None]:
-        """Inside the block the engine is between two steps, and this thread's."""
-        with self._engine_lock.held():
-            if self._in_step.locked():
-                raise RequestError(
-                    "this call came from inside a step (of a tokenizer, say): it can be made after "
-                    "the step"
-                )
-            if self._abandoned or not self._is_settled:
-                self._settle()
-            yield
+    def at_rest(self, *, admits: bool = False) -> Iterator[None]:
+        """Inside the block the engine is between two steps, and this thread's. admits: new requests
+        may be queued, also in view of a thread that drains it.
+        """
+        while True:
+            with self._engine_lock.held():
+                if self._in_step.locked():
+                    raise RequestError(
+                        "this call came from inside a step (of a tokenizer, say): it can be made "
+                        "after the step"
+                    )
+                if self._abandoned or not self._is_settled:
+                    self._settle()
+                if not (admits and self._gate.locked()):
+                    yield
+                    return
+            if self._engine_lock.is_mine or self.stepping.is_mine:
+                admits = False  # who drains it waits for this thread
+            else:
+                with self._gate:
+                    pass  # what drained it is done
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Inside the block no other thread is in a whole call or at the engine."""
-        with self.whole_call(), self.at_rest():
+        """Inside the block no other thread is in a whole call or at the engine. While the session
+        is paused whole calls cannot end, so only steps are kept out.
+        """
+        paused = self.stepping.is_paused
+        with contextlib.nullcontext() if paused else self.whole_call(alone=True), self.at_rest():
             yield
+
+    @contextlib.contextmanager
+    def drained(self) -> Iterator[None]:
+        """Inside the block the engine is at rest and no request is unfinished: before it, all are
+        stepped to their end, and no new one is admitted. RequestError while it is paused.
+        """
+        with self.at_rest():
+            if self.stepping.is_paused:
+                raise RequestError("the LLM is paused: its requests can end after resume()")
+        waiter = Draining(self.pool)
+        with self._gate:
+            while True:
+                self.run((), waiter=waiter)
+                with self.at_rest():
+                    if not waiter.requests:
+                        yield
+                        return
+
+    @property
+    def is_open(self) -> bool:
+        """Whether new requests are admitted at once."""
+        return not self._gate.locked()
 
     # Many prompts at once
 
@@ -232,7 +302,7 @@ class Session:
         """Find the likeliest completions of each prompt: see jpaged.beam_search."""
         with self.whole_call():
             prompts = as_list(prompts)
-            adapters = self.served.adapters_of(lora, len(prompts))
+            adapters = self.served.adapters_of(lora, len(prompts), self.drained)
             jobs: list[Job] = []
             for i, (prompt, adapter) in enumerate(zip(prompts, adapters, strict=True)):
                 try:
@@ -286,7 +356,7 @@ class Session:
     def _sequences(self, token_lists: PromptsLike, lora: PyTree) -> list[Prompt]:
         """Return the Prompts of sequences that are read and not continued."""
         token_lists = as_list(token_lists)
-        adapters = self.served.adapters_of(lora, len(token_lists))
+        adapters = self.served.adapters_of(lora, len(token_lists), self.drained)
         return [
             self.inputs.prompt(token_list, adapter, must_fit=False)
             for token_list, adapter in zip(token_lists, adapters, strict=True)
@@ -320,6 +390,19 @@ class Session:
             origin=origin,
         )
 
+    def completions(
+        self,
+        prompts: PromptsLike,
+        sampling_params: SamplingParamsLike,
+        key: Key,
+        on_error: OnError,
+    ) -> list[Job]:
+        """Return the request of each prompt that can run, and the failed output of each other; with
+        "raise" raise the first error.
+        """
+        jobs = self._completions(prompts, sampling_params, key, on_error=on_error)
+        return self._fitting(jobs, on_error)
+
     def _completions(
         self,
         prompts: PromptsLike,
@@ -332,7 +415,7 @@ class Session:
     ) -> list[Job]:
         """Return the request of each prompt that can run, and the failed output of each other."""
         prompts = as_list(prompts)
-        adapters = self.served.adapters_of(lora, len(prompts))
+        adapters = self.served.adapters_of(lora, len(prompts), self.drained)
         asked = match_sampling_params(sampling_params, len(prompts))
         jobs: list[Job] = []
         for i, prompt in enumerate(prompts):
@@ -351,8 +434,14 @@ class Session:
         if on_error not in ("raise", "return"):
             raise RequestError(f"on_error={on_error!r}: must be 'raise' or 'return'")
         requests = [job for job in jobs if isinstance(job, Request)]
-        size = self.pool.config.block_size
-        self.pool.reserve([n for request in requests for n in request.blocks_needed(size)])
+        if self.pool.grows:
+            size = self.pool.config.block_size
+            mine = [n for request in requests for n in request.blocks_needed(size)]
+            self._needs[threading.get_ident()] = mine
+            # Room beside the calls of other threads, too; a larger pool is another engine.
+            if not self.pool.is_enough(list(itertools.chain(*self._needs.values()))):
+                with self.drained():
+                    self.pool.reserve(list(itertools.chain(*self._needs.values())))
         fitting: list[Job] = []
         for i, job in enumerate(jobs):
             if isinstance(job, Request) and (error := self.pool.misfit(job)):
@@ -385,6 +474,8 @@ class Session:
                 job.sequences = []
             else:
                 outputs.append(job)
+        for index, output in enumerate(outputs):
+            output.index = index
         failures = [(i, out.error) for i, out in enumerate(outputs) if out.error is not None]
         if failures and on_error == "raise":
             i, error = failures[0]
@@ -392,23 +483,39 @@ class Session:
             raise GenerationError(f"{counted}; request {i}: {error}", outputs) from error
         return outputs
 
-    def run(self, jobs: List[Job], *, use_tqdm: bool = False) -> None:
-        """Step until these requests, whose prompts fit the pool, have ended; on any exception none
-        of them is left behind. Jobs that are outputs have ended before.
+    def run(
+        self, jobs: List[Job], *, waiter: Draining | None = None, use_tqdm: bool = False
+    ) -> None:
+        """Wait until these requests, whose prompts fit the pool, have ended, and step meanwhile
+        unless another thread does; on any exception none of them is left behind. Jobs that are
+        outputs have ended before. waiter: what else to wait for, with no jobs.
         """
         requests = [job for job in jobs if isinstance(job, Request)]
         pending = Pending(requests)
+        until, stepping = waiter or pending, self.stepping
         with tqdm(total=len(requests), unit="req", disable=not use_tqdm) as progress:
             try:
-                with self.at_rest():
-                    self.served.check_awake()
-                    for request in requests:
-                        self._queue(request, pending)
-                while left := len(pending.requests):
-                    with self.at_rest():
-                        if pending.requests:  # else another thread's step was the last one
-                            self._advance()
+                if requests:
+                    with self.at_rest(admits=True):
+                        self.served.check_awake()
+                        for request in requests:
+                            self._queue(request, pending)
+                left = len(requests)
+                while until.requests:
+                    with stepping.role(until) as steps:
+                        if not steps:
+                            stepping.check_not_mine()
+                            until.bell.wait(LOOK_S)
+                            until.bell.clear()
+                        while steps and until.requests and not stepping.is_paused:
+                            with self.at_rest():
+                                # Another thread's step may have been the last one.
+                                if until.requests and not stepping.is_paused:
+                                    self._advance()
+                            progress.update(left - len(pending.requests))
+                            left = len(pending.requests)
                     progress.update(left - len(pending.requests))
+                    left = len(pending.requests)
                 if pending.error is not None:
                     raise pending.error
             except BaseException:
@@ -419,7 +526,7 @@ class Session:
     def _stream(self, requests: list[Request]) -> Iterator[CompletionChunk]:
         live, pending = LiveCompletions(requests, self.inputs.tokenizer), Pending(requests)
         try:
-            with self.at_rest():
+            with self.at_rest(admits=True):
                 for request in requests:
                     self.add(request, pending)
             while live:
@@ -427,12 +534,14 @@ class Session:
                     if pending.error is not None:
                         raise pending.error
                     chunks, error = live.take_all()  # of a step that another thread took
-                    if not chunks and error is None:
+                    if not chunks and error is None and not self.stepping.is_paused:
                         self._advance()
                         chunks, error = live.take_all()
                 yield from chunks
                 if error is not None:
                     raise error
+                if not chunks and live:
+                    self.stepping.wait_resumed()
         finally:
             # To wait for a lock here could be for ever: the collector of garbage, too, closes
             # streams, in any thread and on any line. The next that takes the engine ends them.
@@ -453,7 +562,7 @@ class Session:
             if not isinstance(request_id, str) or not request_id:
                 raise RequestError(f"request_id={request_id!r}: must be a str that is not empty")
             request.rename(request_id)
-        with self.at_rest():
+        with self.at_rest(admits=True):
             if error := self.pool.misfit(request):
                 raise error
             self.served.check_awake()
@@ -472,17 +581,23 @@ class Session:
         self._is_settled = True
 
     def step(self) -> list[RequestOutput]:
-        """Take one step of the engine; return every output that nobody has had yet."""
-        with self.at_rest():
-            self._advance()
-            ready = list(self.ready.values())
-            self.ready.clear()
-            return ready
+        """Take one step of the engine, after a pause; return every output that nobody has had
+        yet.
+        """
+        while True:
+            with self.at_rest():
+                if not self.stepping.is_paused:
+                    self._advance()
+                    ready = list(self.ready.values())
+                    self.ready.clear()
+                    return ready
+            self.stepping.wait_resumed()
 
     def advance(self) -> None:
-        """Take one step of the engine, whose results go to their owners."""
+        """Take one step of the engine unless it is paused; its results go to their owners."""
         with self.at_rest():
-            self._advance()
+            if not self.stepping.is_paused:
+                self._advance()
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request that `step` would return; return its output, or None when no unfinished one
@@ -514,18 +629,53 @@ class Session:
 
     # The session as a whole
 
-    def update_params(
-        self, params: PyTree, *, mode: OnUnfinished, donate: bool, draft: PyTree
-    ) -> None:
+    def update_params(self, params: PyTree, *, mode: OnUpdate, donate: bool, draft: PyTree) -> None:
         """Serve these weights from now on: see LLM.update_params."""
+        check_choice("mode", mode, OnUpdate)
         fresh, guesses = self.served.accept(params), self.served.accept_draft(draft)
-        with self.alone():
-            self._finish(mode)
-            self.served.bind(fresh, donate=donate, draft=guesses)
+        with self._between_requests(mode):
+            served, weights = self.served, self.served.weights
+            if mode in ("keep", "recompute"):
+                self._advance(drain=True)  # all that was drawn so far is of the old weights
+            before = weights.version
+            served.bind(fresh, donate=donate, draft=guesses)
+            engine = self.pool.engine
+            if weights.version != before and engine.requests:
+                engine.renew(recompute=mode == "recompute")
+                for request in engine.requests.values():
+                    if not any(seq.num_generated for seq in request.sequences):
+                        request.weight_version = weights.version
+
+    @contextlib.contextmanager
+    def _between_requests(self, mode: OnUpdate | OnPause) -> Iterator[None]:
+        """Inside the block the engine is at rest, and what runs is dealt with as `mode` says."""
+        if mode == "refuse":
+            with self.alone():
+                self._finish("refuse")
+                yield
+        elif mode == "wait":
+            with self.drained():
+                yield
+        else:
+            with self.at_rest():
+                if mode == "abort":
+                    self._finish("abort")
+                yield
+
+    def pause(self, mode: OnPause) -> None:
+        """Take no step until `resume`: see LLM.pause."""
+        check_choice("mode", mode, OnPause)
+        with self._between_requests(mode):
+            self._advance(drain=True)
+            self.stepping.pause()
+
+    def resume(self) -> None:
+        """Go on after a pause; nothing where there is none."""
+        self.stepping.resume()
 
     def sleep(self, mode: OnUnfinished) -> None:
         """Free pool and weights' copies until `wake`: see LLM.sleep."""
-        with self.alone():
+        with self.alone() if mode == "refuse" else self.at_rest():
             self._finish(mode)
             self.served.sleep()
 
@@ -610,7 +760,7 @@ class Session:
             raise CapacityError(
                 f"max_prompt_len + max_tokens = {length} is beyond max_model_len={limit}"
             )
-        with self.whole_call():
+        with self.whole_call(), self.drained():
             self.pool.reserve([-(-length // self.engine_config.block_size)] * batch)
             runner = self.pool.runner
             compile_steps(runner.compiled, tokens=batch * length, rows=batch, use_tqdm=use_tqdm)
@@ -631,12 +781,13 @@ class Session:
 
     # Between steps
 
-    def _advance(self) -> None:
-        """Take one step; the engine is at rest."""
+    def _advance(self, *, drain: bool = False) -> None:
+        """Take one step, or with `drain` wait for those in flight; the engine is at rest."""
         self._is_settled = False  # until all that ended is delivered
         with self._in_step:
             try:
-                ended = self.pool.engine.step()
+                engine = self.pool.engine
+                ended = engine.drain() if drain else engine.step()
             except RuntimeError as e:
                 self.served.check_alive(e)
                 raise
@@ -660,8 +811,7 @@ class Session:
 
     def _finish(self, mode: OnUnfinished) -> None:
         """Have no unfinished requests: refuse where there are any, or abort them."""
-        if mode not in ("refuse", "abort"):
-            raise RequestError(f"mode={mode!r}: must be 'refuse' or 'abort'")
+        check_choice("mode", mode, OnUnfinished)
         unfinished = list(self.pool.engine.requests.values())
         if unfinished and mode == "refuse":
             raise RequestError(

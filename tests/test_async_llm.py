@@ -446,7 +446,7 @@ def test_the_first_step_waits_for_who_is_coming(monkeypatch: pytest.MonkeyPatch)
 
     async def work(llm: AsyncLLM) -> None:
         monkeypatch.setattr(engine_thread, "GATHER_S", 30.0)
-        monkeypatch.setattr(engine_thread, "LOOK_S", 0.001)
+        monkeypatch.setattr(engine_thread, "COMING_S", 0.001)
         with contextlib.closing(llm.expect()) as coming:
             first = asyncio.create_task(llm.complete(prompts[0], SAMPLED))
             while not llm._thread._jobs:
@@ -469,10 +469,10 @@ def test_a_step_behind_prompts_waits_for_who_is_coming(
     monkeypatch.setattr(engine_thread, "GATHER_S", 30.0)
     thread = engine_thread.EngineThread(expected.session)  # not started: this thread is it
 
-    def job(length: int) -> engine_thread.Job:
+    def job(length: int) -> engine_thread.Delivery:
         (prompt,) = make_prompts(length)
         request = expected.session.request(prompt, LONG, expected.keys.next())
-        return engine_thread.Job(request, inbox, 0, None)
+        return engine_thread.Delivery(request, inbox, 0, None)
 
     async def new_inbox() -> engine_thread.Inbox:
         return engine_thread.Inbox()
@@ -486,15 +486,15 @@ def test_a_step_behind_prompts_waits_for_who_is_coming(
     coming = engine_thread.Coming(thread)
     arrives = threading.Timer(0.1, lambda: (thread.add([other]), coming.close()))
     arrives.start()
-    thread._obey()
+    thread._obey(wait=False)
     arrives.join()
     assert set(thread._jobs) == {long.request, other.request}
     while expected.session.engine.in_flight.has_prefill:
         thread._step()
     with contextlib.closing(engine_thread.Coming(thread)):
         began = time.monotonic()
-        thread._obey()
+        thread._obey(wait=False)
         assert time.monotonic() - began < 15
     thread.abort([long, other])
-    thread._obey()
+    thread._obey(wait=False)
     assert not thread._jobs

@@ -3,10 +3,14 @@ interrupt is another's.
 """
 
 import gc
+import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,7 +20,7 @@ import numpy as np
 import pytest
 
 import jpaged
-from jpaged import LLM, Params, RequestError, SamplingParams
+from jpaged import LLM, Params, RequestError, SamplingParams, kept
 from jpaged.kept import sessions as kept_sessions
 from jpaged.session import Session
 from tests import byte_tokenizer
@@ -169,41 +173,85 @@ def test_an_error_is_of_its_own_call(weights: list[Params]) -> None:
             assert isinstance(found, jpaged.JpagedError)
 
 
-def test_calls_take_turns(weights: list[Params], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that calls again and again lets each other thread in between two of its calls."""
-    ended = threading.Event()
-    running, seen = [0], []
-    complete = Session.generate
+def test_calls_by_the_same_arrays_join_and_others_take_turns(weights: list[Params]) -> None:
+    """No two calls by different weights run at once, those by the same do, and each comes."""
+    running: list[int] = []
+    together, together_by = 0, set[int]()
+    run = Session.run
 
-    def counted(self: Any, *args: Any, **how: Any) -> Any:
-        seen.append(threading.current_thread().name)
-        running[0] += 1
-        assert running == [1], "two calls at once"
+    def counted(self: Any, jobs: Any, **how: Any) -> Any:
+        nonlocal together
+        if not jobs:
+            return run(self, jobs, **how)
+        running.append(id(self.served.params["embed"]["weight"]))
+        assert len(set(running)) == 1, "two weights at once"
+        if len(running) > 1:
+            together += 1
+            together_by.add(running[0])
         try:
-            return complete(self, *args, **how)
+            return run(self, jobs, **how)
         finally:
-            running[0] -= 1
+            running.pop()
 
-    def generate() -> Any:
-        return jpaged.generate(weights[0], PROMPTS[3], GREEDY, engine_config=ENGINE)
+    jobs = [
+        lambda p=params: jpaged.generate(p, PROMPTS[3], GREEDY, engine_config=ENGINE)
+        for params in weights
+    ]
+    alone = [job() for job in jobs]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Session, "run", counted)
+        found = in_threads(jobs * 24, 8)
+    for i, outputs in enumerate(found):
+        assert_equal(outputs, alone[i % 2])
+    assert together > 0
+    assert len(kept_sessions()) <= 2 and not kept._leases
 
-    def busy() -> None:
-        while not ended.is_set():
-            generate()
 
-    monkeypatch.setattr(Session, "generate", counted)
-    threads = [threading.Thread(target=busy, name=f"work {i}", daemon=True) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    while len(seen) < 60:
-        time.sleep(0.001)
-    ended.set()
-    for thread in threads:
-        thread.join(SECONDS)
-    steady = seen[max(seen.index(f"work {i}") for i in range(4)) + 4 : 60]  # all have begun
-    assert len(steady) > 8
-    for at in range(len(steady) - 4):
-        assert len(set(steady[at : at + 4])) == 4, "one came twice while another waited"
+def test_arrays_that_are_replaced_meanwhile_are_not_taken_for_the_old(
+    weights: list[Params],
+) -> None:
+    """A thread that calls with a tree whose arrays another call still runs by waits for it."""
+    tree = jax.tree.map(lambda x: x, dict(weights[0]))  # dicts of its own
+    params = Params(tree, ONE_LAYER)
+    alone = jpaged.generate(params, PROMPTS[1], LONG, engine_config=ENGINE)
+    results: list[Any] = []
+    with kept.session(params, None, None, ENGINE) as session:
+        names = [session.add(session.request(PROMPTS[1], LONG, (0, 7)))]
+        session.advance()
+        tree["embed"]["weight"] = weights[1]["embed"]["weight"]
+        now = Params(jax.tree.map(lambda x: x, tree), ONE_LAYER)
+        other = threading.Thread(
+            target=lambda: results.append(
+                jpaged.generate(params, PROMPTS[1], LONG, engine_config=ENGINE)
+            ),
+            name="work",
+            daemon=True,
+        )
+        other.start()
+        outputs: list[Any] = []
+        while not outputs:
+            outputs += session.step()
+        assert outputs[0].request_id == names[0] and not results
+        assert outputs[0].outputs[0].token_ids == alone[0].outputs[0].token_ids
+    other.join(SECONDS)
+    assert_equal(results[0], jpaged.generate(now, PROMPTS[1], LONG, engine_config=ENGINE))
+    assert results[0][0].outputs[0].token_ids != alone[0].outputs[0].token_ids
+
+
+@pytest.mark.middle
+def test_a_pool_that_grows_waits_for_what_runs(weights: list[Params]) -> None:
+    """Threads that begin with small calls and need a larger pool and larger tables of adapters."""
+    settings = engine(num_blocks=None, max_num_seqs=8)
+    adapter = make_lora(3)
+    jobs: list[Work] = [
+        lambda n=n, lora=lora: jpaged.generate(
+            weights[0], PROMPTS[:n], LONG, engine_config=settings, lora=lora
+        )
+        for n, lora in ((1, None), (4, None), (2, adapter))
+    ]
+    found = in_threads(jobs * 2)
+    for job, outputs in zip(jobs * 2, found, strict=True):
+        assert_equal(outputs, job())
 
 
 # One LLM
@@ -248,6 +296,145 @@ def test_one_llm_from_many_threads(llm: LLM) -> None:
     for i, found in zip(order, in_threads([jobs[i] for i in order], 16), strict=True):
         assert_equal(found, alone[i])
     assert_idle(llm)
+
+
+def test_calls_share_their_steps(llm: LLM) -> None:
+    """16 threads that generate one prompt each take few more steps than one of them."""
+    prompts = make_prompts(*range(3, 11)) * 2
+    alone = [llm.generate(prompt, LONG, use_tqdm=False) for prompt in prompts]
+    before = llm.stats()["decode_steps"]
+    jobs: list[Work] = [lambda p=p: llm.generate(p, LONG, use_tqdm=False) for p in prompts]
+    for found, wanted in zip(in_threads(jobs), alone, strict=True):
+        assert_equal(found, wanted)
+    assert llm.stats()["decode_steps"] - before < 8 * 40
+    assert_idle(llm)
+
+
+def test_futures(llm: LLM) -> None:
+    """Tokens of generate; a bad prompt is its own future's error; cancel aborts."""
+    alone = llm.generate(PROMPTS, SAMPLED, use_tqdm=False)
+    futures = in_threads([lambda p=p: llm.submit(p, SAMPLED) for p in PROMPTS])
+    bad = llm.submit([999], SAMPLED)
+    endless = [llm.submit(PROMPTS[0], LONG) for _ in range(3)]
+    assert endless[0].cancel() and endless[0].cancelled()
+    beside = llm.generate(PROMPTS, SAMPLED, use_tqdm=False)
+    assert_same(beside, alone)
+    assert_same([future.result(SECONDS) for future in futures], alone)
+    with pytest.raises(RequestError, match="999"):
+        bad.result(SECONDS)
+    (wanted,) = llm.generate(PROMPTS[0], LONG, use_tqdm=False)
+    for future in endless[1:]:
+        assert future.result(SECONDS).outputs[0].token_ids == wanted.outputs[0].token_ids
+        assert not future.cancel()
+    drawn = llm.submit(PROMPTS[0], SamplingParams(max_tokens=6, ignore_eos=True), seed=4)
+    asked = SamplingParams(max_tokens=6, ignore_eos=True)
+    assert_same([drawn.result(SECONDS)], llm.generate(PROMPTS[0], asked, seed=4, use_tqdm=False))
+    while llm.has_unfinished():
+        time.sleep(0.001)
+    assert_idle(llm)
+
+
+def test_outputs_as_they_end(llm: LLM) -> None:
+    lengths = [30, 4, 18, 9]
+    asked = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths]
+    alone = llm.generate(PROMPTS, asked, use_tqdm=False)
+    assert [out.index for out in alone] == [0, 1, 2, 3]
+    outputs = list(llm.as_completed(PROMPTS, asked))
+    assert [out.index for out in outputs] == [1, 3, 2, 0]
+    assert_same(sorted(outputs, key=lambda out: out.index), alone)
+    for out in llm.as_completed(PROMPTS, LONG):
+        assert len(out.outputs[0].token_ids) == 40
+        break
+    with pytest.raises(RequestError, match=r"request 1: .*999"):
+        llm.as_completed([PROMPTS[0], [999]], GREEDY)
+    both = list(llm.as_completed([PROMPTS[0], [999]], GREEDY, on_error="return"))
+    assert [(out.index, out.error is None) for out in both] == [(1, False), (0, True)]
+    while llm.has_unfinished():
+        time.sleep(0.001)
+    assert_idle(llm)
+
+
+def test_a_failed_step_and_an_end(weights: list[Params]) -> None:
+    """A step that raises once is taken again; again and again, every future has the error, and
+    the next request runs. A closed LLM leaves no future unresolved, and takes no other.
+    """
+    llm = LLM(weights[0], **SETTINGS)
+    (wanted,) = llm.generate(PROMPTS[0], LONG, use_tqdm=False)
+    step, fails = llm.session.engine.step, [1]
+
+    def failing() -> Any:
+        if fails[0]:
+            fails[0] -= 1
+            raise RuntimeError("the device is away")
+        return step()
+
+    llm.session.engine.step = failing  # pyright: ignore[reportAttributeAccessIssue]
+    future = llm.submit(PROMPTS[0], LONG)
+    assert future.result(SECONDS).outputs[0].token_ids == wanted.outputs[0].token_ids
+    with llm.paused():  # both are there when it fails
+        futures = [llm.submit(PROMPTS[0], LONG) for _ in range(2)]
+        llm.engine_thread().call(lambda: None).result(SECONDS)
+        fails[0] = 2
+    assert {str(future.exception(SECONDS)) for future in futures} == {"the device is away"}
+    future = llm.submit(PROMPTS[0], LONG)
+    assert future.result(SECONDS).outputs[0].token_ids == wanted.outputs[0].token_ids
+    with llm.paused():
+        futures = [llm.submit(PROMPTS[0], LONG) for _ in range(2)]
+        llm.close()
+    for future in futures:
+        with pytest.raises(jpaged.ConfigError, match="this LLM is closed"):
+            future.result(SECONDS)
+    with pytest.raises(jpaged.ConfigError, match="this LLM is closed"):
+        llm.submit(PROMPTS[0], LONG)
+
+
+def test_an_llm_that_is_gone_ends_its_thread(weights: list[Params]) -> None:
+    llm = LLM(weights[0], **SETTINGS)
+    llm.submit(PROMPTS[0], GREEDY).result(SECONDS)
+    thread = llm.engine_thread()
+    del llm
+    gc.collect()
+    thread.join(SECONDS)
+    assert not thread.is_alive()
+
+
+def test_a_fork_is_told(llm: LLM) -> None:
+    """It neither runs what it inherited nor waits for threads that it has not."""
+    llm.submit(PROMPTS[0], GREEDY).result(SECONDS)
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a fork of a process with threads, as users do it
+        child = os.fork()
+    if not child:
+        said = []
+        for call in (lambda: llm.submit(PROMPTS[0], GREEDY), lambda: llm.stats()):
+            try:
+                call()
+            except jpaged.ConfigError as e:
+                said.append(str(e))
+        os.write(writer, "\n".join(said).encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as lines:
+        said = lines.read().splitlines()
+    os.waitpid(child, 0)
+    assert len(said) == 2 and all("forked" in line for line in said)
+
+
+def test_the_interpreter_ends_with_requests_under_way() -> None:
+    program = (
+        "import jpaged\n"
+        "from tests.tiny import ENGINE, make_params, config\n"
+        "llm = jpaged.LLM(make_params(0, config(num_layers=1)), **vars(ENGINE))\n"
+        "asked = jpaged.SamplingParams(max_tokens=50, ignore_eos=True)\n"
+        "futures = [llm.submit([1, 2, 3], asked) for _ in range(64)]\n"
+        "futures[0].result()\n"
+        "print('ends')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=SECONDS
+    )
+    assert (done.returncode, done.stdout) == (0, "ends\n"), done.stderr
 
 
 def test_models_made_in_several_threads(weights: list[Params]) -> None:

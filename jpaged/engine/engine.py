@@ -253,6 +253,30 @@ class Engine:
             # The adapters' tables may be gone, as the weights are.
             replica.queues.adapters.load_again()
 
+    def drain(self) -> list[Request]:
+        """Wait for the steps in flight; return the requests that ended."""
+        with self._consistent():
+            self._drain(time.perf_counter())
+            return self._take_ended()
+
+    def renew(self, *, recompute: bool) -> None:
+        """Go on under the weights of now with what began under others; nothing is in flight, and no
+        prefix of before is cached. The KV of running sequences stays; with `recompute` they compute
+        it again. A prompt whose scores are not complete is scored from its first token again: all
+        of its scores are by one version.
+        """
+        with self._consistent():
+            assert not self.in_flight, "drain first"
+            for replica in self.replicas:
+                queues = replica.queues
+                for seq in reversed(list(queues.running)):  # the oldest is to be the first again
+                    if recompute or seq.is_being_scored:
+                        queues.preempt(seq)
+            for request in self.requests.values():
+                for seq in request.sequences:
+                    if seq.is_being_scored:
+                        seq.score_again()
+
     def report(self) -> Report:
         """Return the totals of Stats, what follows from them, and the blocks in use now."""
         drafts = {} if self.drafter is None else self.drafter.report()

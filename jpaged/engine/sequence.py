@@ -233,6 +233,11 @@ class Sequence:
         """Go on: the request has chosen."""
         self.candidates = None
 
+    def score_again(self) -> None:
+        """Forget the scores of its prompt; it waits with nothing computed."""
+        self.prompt_logprobs = [None]
+        self.scored = None if self.scoring is None else Scored(self.scoring, self.prompt_len)
+
     def lose_row_state(self) -> None:
         """Have the next dispatch fill the device's row anew."""
         self.is_new = True
@@ -269,6 +274,12 @@ class Sequence:
     @property
     def num_generated(self) -> int:
         return len(self.token_ids) - self.prompt_len
+
+    @property
+    def is_being_scored(self) -> bool:
+        """Whether scores of its prompt are wanted, or hidden states, and nothing is drawn yet."""
+        is_scored = self.scoring is not None or self.sampling_params.prompt_logprobs is not None
+        return is_scored and not self.num_generated
 
     @property
     def score_only(self) -> bool:
@@ -346,8 +357,8 @@ class Sequence:
 
 
 class Request:
-    """What one caller asked for: the samples of one prompt, in order. weight_version: set when the
-    engine takes it.
+    """What one caller asked for: the samples of one prompt, in order. weight_version: of the
+    weights when the engine takes it, or of newer ones that came before it had drawn anything.
     """
 
     steers = False  # whether its rows wait for `steer` after each draw

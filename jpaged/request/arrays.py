@@ -22,12 +22,13 @@ def to_arrays(
 
     prompt_ids int32 [B, P] left-padded and completion_ids int32 [B, C] right-padded with pad_id;
     prompt_mask, completion_mask bool, made from lengths, never by comparing with pad_id;
-    prompt_lens, completion_lens int32 [B]; logprobs float32 [B, C], 0 where masked; group_ids int32
-    [B], the index in `outs`; sample_index int32 [B]; finished bool [B], True where the completion
-    ended by itself ("stop") and was not cut here. max_prompt_len, max_completion_len: P and C; None
-    is the longest there is. overflow: what to do with a row that does not fit: raise RequestError,
-    cut it (a prompt keeps its right end, a completion its left), or leave the row out. A failed
-    request raises under "error" and is left out otherwise.
+    prompt_lens, completion_lens int32 [B]; logprobs float32 [B, C], 0 where masked;
+    weight_versions int32 [B, C], of the weights that drew each token, 0 where masked; group_ids
+    int32 [B], the index in `outs`; sample_index int32 [B]; finished bool [B], True where the
+    completion ended by itself ("stop") and was not cut here. max_prompt_len, max_completion_len: P
+    and C; None is the longest there is. overflow: what to do with a row that does not fit: raise
+    RequestError, cut it (a prompt keeps its right end, a completion its left), or leave the row
+    out. A failed request raises under "error" and is left out otherwise.
     """
     if overflow not in ("error", "truncate", "drop"):
         raise RequestError(f"overflow={overflow!r}: must be 'error', 'truncate' or 'drop'")
@@ -60,10 +61,13 @@ def to_arrays(
     prompt_ids = np.full(prompt_mask.shape, pad_id, np.int32)
     completion_ids = np.full(completion_mask.shape, pad_id, np.int32)
     logprobs = np.zeros(completion_mask.shape, np.float32)
+    weight_versions = np.zeros(completion_mask.shape, np.int32)
     for i, (*_, c) in enumerate(rows):
         prompt_ids[i, prompt_mask[i]] = prompts[i]
         completion_ids[i, completion_mask[i]] = c.token_ids[:width_c]
         logprobs[i, completion_mask[i]] = c.token_logprobs[:width_c]
+        for version, start, end in c.weight_versions:
+            weight_versions[i, start : min(end, width_c)] = version
     ended = [c.finish_reason == "stop" and len(c.token_ids) <= width_c for *_, c in rows]
     return {
         "prompt_ids": prompt_ids,
@@ -73,6 +77,7 @@ def to_arrays(
         "completion_mask": completion_mask,
         "completion_lens": completion_lens,
         "logprobs": logprobs,
+        "weight_versions": weight_versions,
         "group_ids": np.array([group for group, _, _ in rows], np.int32),
         "sample_index": np.array([c.index for _, _, c in rows], np.int32),
         "finished": np.array(ended, bool),

@@ -2,6 +2,7 @@
 
 import collections.abc
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, cast
 
@@ -25,6 +26,14 @@ class Logprob(NamedTuple):
     logprob: float
     rank: int | None = None
     decoded_token: str | None = None
+
+
+class WeightSpan(NamedTuple):
+    """Tokens [start, end) of a completion, all drawn by one version of the weights."""
+
+    version: int
+    start: int
+    end: int
 
 
 class NamedLogprobs(collections.abc.Sequence[dict[int, Logprob] | None]):
@@ -87,7 +96,8 @@ class CompletionOutput:
     stop_reason: the stop id or string, None for EOS. allowed_logprobs: float32 [len(token_ids)], of
     an answer of a given form with tempered logprobs: what the model gave to all that the form
     allowed, so that token_logprobs - allowed_logprobs is exact under the mask. score: of a beam
-    search, cumulative_logprob / len(token_ids) ** length_penalty.
+    search, cumulative_logprob / len(token_ids) ** length_penalty. weight_versions: the versions of
+    the weights that drew its tokens, in order; the spans cover all tokens.
     """
 
     index: int
@@ -100,6 +110,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     allowed_logprobs: np.ndarray | None = None
     score: float | None = None
+    weight_versions: list[WeightSpan] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -108,9 +119,11 @@ class RequestOutput:
     Logprob} each.
 
     num_cached_tokens: prompt tokens whose KV was found in the cache. error: why it failed, None if
-    it did not. weight_version: counts the distinct params that its engine has served. adapter,
-    adapter_version: the name (None where it came with the call) and the version of the adapter on
-    top of them; versions count from 1 over all adapters of an engine, 0 is none.
+    it did not. weight_version: counts the distinct params that its engine has served; with new
+    ones under running requests it is that of its first token, and each completion has the others'.
+    adapter, adapter_version: the name (None where it came with the call) and the version of the
+    adapter on top of them; versions count from 1 over all adapters of an engine, 0 is none. index:
+    the place of its prompt among those of its call.
     """
 
     request_id: str
@@ -124,6 +137,7 @@ class RequestOutput:
     weight_version: int = 0
     adapter: str | None = None
     adapter_version: int = 0
+    index: int = 0
 
 
 @dataclasses.dataclass(kw_only=True)  # frozen takes thrice as long, at each token
@@ -155,6 +169,7 @@ def collect(request: Request, tokenizer: Tokenizer | None) -> RequestOutput:
                 hypothesis.finish_reason,
                 text=_text(tokenizer, hypothesis.generated.token_ids, hypothesis.finish_reason),
                 score=hypothesis.score,
+                versions=hypothesis.generated.weight_versions,
             )
             for index, hypothesis in enumerate(request.results())
         ]
@@ -249,9 +264,10 @@ def completion(
     stop_reason: int | str | None = None,
     allowed_logprobs: np.ndarray | None = None,
     score: float | None = None,
+    versions: collections.abc.Sequence[int] = (),
 ) -> CompletionOutput:
     """Return a CompletionOutput. logprobs: of the tokens themselves, which it sums; tops: the
-    alternatives to each.
+    alternatives to each; versions: of the weights that drew each.
     """
     return CompletionOutput(
         index=index,
@@ -264,7 +280,20 @@ def completion(
         stop_reason=stop_reason,
         allowed_logprobs=allowed_logprobs,
         score=score,
+        weight_versions=[WeightSpan(versions[0], 0, len(versions))]
+        if versions and versions[0] == versions[-1]
+        else _spans(versions),
     )
+
+
+def _spans(versions: collections.abc.Sequence[int]) -> list[WeightSpan]:
+    """Return the spans of equal versions, which never fall."""
+    spans, start = list[WeightSpan](), 0
+    for version, drawn in itertools.groupby(versions):
+        end = start + len(list(drawn))
+        spans.append(WeightSpan(version, start, end))
+        start = end
+    return spans
 
 
 def _sample(seq: Sequence, tokenizer: Tokenizer | None) -> CompletionOutput:
@@ -286,6 +315,7 @@ def _sample(seq: Sequence, tokenizer: Tokenizer | None) -> CompletionOutput:
         tops=None if asked.logprobs is None else NamedLogprobs(drawn.top_logprobs, tokenizer),
         stop_reason=seq.stop_reason,
         allowed_logprobs=allowed,
+        versions=drawn.weight_versions,
     )
 
 

@@ -215,6 +215,9 @@ class Host:
         if isinstance(self.engine.drafter, Oracle):
             self.engine.drafter.windows = windows
         self.era = 0  # of the last reset: what was written before it must not be found
+        self.oldest_kv = 0  # the era from which all KV of running rows is
+        # Of sequences that were unfinished at new weights: their tokens then, and the era of these.
+        self.drawn_before: dict[Sequence, list[tuple[int, int]]] = {}
         self._ids = itertools.count()
         self._steps_left = 5000
 
@@ -307,6 +310,7 @@ class Host:
     def check_replica(self, replica: Scheduler, runner: MockRunner) -> None:
         replica.check_integrity()
         traffic = replica.blocks.traffic
+        self._check_recomputed(replica, runner)
         for at, group in enumerate(replica.blocks.groups):
             for content, block_id in group.cached.items():
                 if block_id not in group.unwritten:
@@ -316,6 +320,20 @@ class Host:
             for slot in traffic.store:
                 if slot.data is not None:
                     self._check_data(slot.content, slot.group, slot.data)
+
+    def _check_recomputed(self, replica: Scheduler, runner: MockRunner) -> None:
+        """What running rows read of groups without a window is of the weights since which all KV is
+        computed again.
+        """
+        if not self.oldest_kv:
+            return
+        for seq in replica.queues.running:
+            written = min(seq.num_dispatched, len(seq) - 1)
+            for at, size in enumerate(self.runner.kv_groups):
+                if size.window is None and size.per == "token":
+                    table = seq.block_tables[at][: -(-written // self.config.block_size)]
+                    eras = [era for block in table for era in runner._get(at, block)[1]]
+                    assert min(eras[:written], default=self.oldest_kv) >= self.oldest_kv
 
     def _check_data(self, content: Content, at: int, data: Data) -> None:
         values, eras = data
@@ -327,6 +345,26 @@ class Host:
         self.engine.reset_prefix_cache()
         self.runner.era += 1
         self.era = self.runner.era
+
+    def renew(self, *, recompute: bool) -> list[Request]:
+        """New weights under what runs; returns the requests that the steps in flight have ended."""
+        ended = self.engine.drain()
+        self.reset()
+        self.engine.renew(recompute=recompute)
+        self.oldest_kv = self.era if recompute else self.oldest_kv
+        for request in self.engine.requests.values():
+            for seq in request.sequences:
+                self.drawn_before.setdefault(seq, []).append((seq.num_generated, self.era))
+        self.check()
+        return ended
+
+    def check_versions(self, seq: Sequence) -> None:
+        """Each token was drawn by the weights of its time."""
+        versions = seq.generated.weight_versions
+        assert versions == sorted(versions)
+        for count, era in self.drawn_before.get(seq, ()):
+            assert all(version < era for version in versions[:count])
+            assert all(version >= era for version in versions[count:])
 
     def found(self, seq: Sequence) -> list[int]:
         """The blocks of the first group that hold a sequence's longest cached prefix."""

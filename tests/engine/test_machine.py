@@ -59,6 +59,7 @@ class Saved(NamedTuple):
     ended: list[list[int]]
     used: int
     era: int
+    oldest_kv: int
 
 
 def tokens_of(requests: dict[str, Request]) -> dict[str, list[list[int]]]:
@@ -236,6 +237,7 @@ class HostMachine(RuleBasedStateMachine):
         else:
             for seq in request.sequences:
                 check_ended(self.host, seq)
+                self.host.check_versions(seq)
         self.ended.append(list(request.sequences[-1].token_ids))
 
     @precondition(lambda self: self.live)
@@ -283,13 +285,22 @@ class HostMachine(RuleBasedStateMachine):
         assert not any(self.host.blocks.cache.match(seq).contents for seq in seqs)
         assert self.host.store is None or self.host.store.used_bytes == 0
 
+    @rule(recompute=st.booleans())
+    def renew(self, recompute: bool) -> None:
+        """New weights between two steps, wherever each request stands."""
+        for request in self.host.renew(recompute=recompute):
+            self.live.remove(request)
+            self.settle(request)
+        self.seen["new weights, recomputed" if recompute else "new weights, kept"] += 1
+
     @rule()
     def snapshot(self) -> None:
         engine = self.host.engine
         state = engine.snapshot()
         assert not engine.in_flight
         used, tokens = self.host.blocks.num_used, tokens_of(engine.requests)
-        self.saved = Saved(state, tokens, list(self.ended), used, self.host.era)
+        eras = self.host.era, self.host.oldest_kv
+        self.saved = Saved(state, tokens, list(self.ended), used, *eras)
 
     @precondition(lambda self: self.saved)
     @rule()
@@ -298,7 +309,7 @@ class HostMachine(RuleBasedStateMachine):
         snapshot meanwhile.
         """
         assert self.saved is not None
-        state, tokens, ended, used, era = self.saved
+        state, tokens, ended, used, *eras = self.saved
         assert tokens_of(state.requests) == tokens
         was_used = self.host.blocks.num_used
         try:
@@ -307,7 +318,7 @@ class HostMachine(RuleBasedStateMachine):
         # a restore that fails has gone back all the same, to sequences that are computed again
         finally:
             self.live, self.ended = list(self.host.engine.requests.values()), list(ended)
-            self.host.era = era
+            self.host.era, self.host.oldest_kv = eras
         assert (
             tokens_of(self.host.engine.requests) == tokens and self.host.blocks.num_used == was_used
         )

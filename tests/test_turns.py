@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jpaged.fair_lock import FairLock
+from jpaged.turns import FairLock
 
 SECONDS = 60.0  # after which a thread that should have ended hangs
 
