@@ -39,7 +39,7 @@ def check_whole(name: str, value: object, low: int, high: int | None = None) -> 
         )
 
 
-def check_choice(name: str, value: object, choices: Any) -> None:
+def check_choice(name: str, value: object, choices: object) -> None:
     """RequestError unless it is one of the values of a Literal."""
     if value not in get_args(choices):
         *first, last = map(repr, get_args(choices))

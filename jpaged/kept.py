@@ -30,13 +30,23 @@ MAX_SESSIONS = 2
 class Call(NamedTuple):
     """What a call passed, known by identity, and the key of the session that served it.
 
-    params: held weakly, so that nobody's weights are kept alive. others: the other arguments that
-    choose a session.
+    params: held weakly, so that nobody's weights are kept alive.
     """
 
     params: weakref.ref[Params]
-    others: tuple[object, ...]
+    others: "Others"
     key: Any
+
+
+class Others(NamedTuple):
+    """The other arguments of a call that choose a session."""
+
+    config: ModelLike | None
+    mesh: Mesh | None
+    engine_config: EngineConfig | None
+    tokenizer: Tokenizer | None
+    any_tokenizer: bool
+    draft: PyTree
 
 
 _kept: OrderedDict[Any, Session] = OrderedDict()  # least recently used first; none that is in use
@@ -84,7 +94,7 @@ def session(
     session: one that is in use is not among the kept ones. any_tokenizer: one with another
     tokenizer than this will do.
     """
-    others = (config, mesh, engine_config, tokenizer, any_tokenizer, draft)
+    others = Others(config, mesh, engine_config, tokenizer, any_tokenizer, draft)
     group, user = None, threading.Lock()
     if not isinstance(params, str | Path):
         # Two trees have it in common only if they are one, or of the same arrays.
@@ -112,9 +122,7 @@ def session(
                     _end(lease)
 
 
-def _lease(
-    params: PyTree, others: tuple[Any, ...], group: object, user: threading.Lock
-) -> Lease | None:
+def _lease(params: PyTree, others: Others, group: object, user: threading.Lock) -> Lease | None:
     """Return the lease of this group, with one user more, or a new one of a session to which these
     weights are bound; None where the group's has other arrays than these trees. What interrupted
     calls have left is ended.
@@ -124,7 +132,7 @@ def _lease(
             if not [other for other in lease.users if other.locked()]:
                 _end(lease)
             elif group is not None and lease.group == group:
-                served, draft = lease.session.served, others[-1]
+                served, draft = lease.session.served, others.draft
                 # Arrays of Params can be replaced; those of other trees are in the group.
                 kinds = [(params, served.weights)]
                 kinds += [] if served.draft is None else [(draft, served.draft.weights)]
@@ -197,7 +205,7 @@ def _key(
     engine_config: EngineConfig,
     mesh: Mesh | None,
     tokenizer: Tokenizer | None,
-) -> tuple[Any, ...]:
+) -> tuple[object, ...]:
     """Return what calls that share a session have in common, the tokenizer last."""
     form = tuple(
         [
@@ -213,11 +221,11 @@ def _key(
     return model, model.eos_token_ids, engine_config, mesh, form, drafts, tokens
 
 
-def _remember(params: PyTree, others: tuple[object, ...], key: Any) -> None:
+def _remember(params: PyTree, others: Others, key: object) -> None:
     """Know this call again, if none of its arguments but the arrays of its params can change."""
     global _latest
-    config, *_, draft = others
-    is_fixed = draft is None and (config is None or isinstance(config, ModelConfig))
+    config = others.config
+    is_fixed = others.draft is None and (config is None or isinstance(config, ModelConfig))
     is_known = is_fixed and type(params) is Params
     _latest = Call(weakref.ref(params), others, key) if is_known else None
 

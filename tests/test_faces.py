@@ -100,10 +100,10 @@ def test_public_signatures_are_written_out() -> None:
 
 
 def test_an_unknown_name_is_refused_by_the_function_that_was_called() -> None:
-    unknown: Any = {"top_k": 8}
+    unknown: Any = {"tops": 8}
     functions: tuple[Any, ...] = jpaged.score, LLM.score, LLM.render_chat, jpaged.generate
     for function in functions:
-        said = rf"{function.__qualname__}\(\) got an unexpected keyword argument 'top_k'"
+        said = rf"{function.__qualname__}\(\) got an unexpected keyword argument 'tops'"
         with pytest.raises(TypeError, match=said):
             function(None, [[1, 2]], **unknown)
 

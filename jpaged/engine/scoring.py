@@ -72,7 +72,7 @@ class Scored:
         if scoring.entropy:
             self._add("prompt_entropies", (rows,), np.float32)
 
-    def _add(self, name: str, shape: tuple[int, ...], dtype: Any) -> None:
+    def _add(self, name: str, shape: tuple[int, ...], dtype: type[np.generic]) -> None:
         self.columns[name] = np.zeros(shape, dtype)
 
     def take(self, positions: range, outputs: dict[str, np.ndarray], row: int) -> None:
@@ -85,7 +85,7 @@ class Scored:
             column[rows] = outputs[name][(slice(row + known, row + len(positions)), *widths)]
         self.count = rows.stop
 
-    def take_states(self, positions: range, array: Any, row: int) -> None:
+    def take_states(self, positions: range, array: object, row: int) -> None:
         """Take up the hidden states of these positions: rows from `row` on of an array."""
         known, rows = self._new(positions)
         if count := rows.stop - rows.start:

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Literal, Self
 
+from jpaged.checks import JsonObject
 from jpaged.config import EngineConfig, has_draft_model, has_head_adapters
 from jpaged.engine.plan import Plan
 from jpaged.engine.scoring import WIDTHS
@@ -224,7 +225,7 @@ def choose_shapes(plan: Plan, config: EngineConfig) -> StepShapes:
     ), sample
 
 
-def _scoring(plan: Plan, config: EngineConfig) -> dict[str, Any]:
+def _scoring(plan: Plan, config: EngineConfig) -> JsonObject:
     """Return the fields of a PrefillShape that say what it scores."""
     read = [e.seq for e in plan.entries if not e.decodes and e.num_tokens]
     scored = [seq for seq in read if seq.sampling_params.prompt_logprobs is not None]

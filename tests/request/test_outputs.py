@@ -38,6 +38,7 @@ DTYPES = {
     "completion_mask": np.bool_,
     "completion_lens": np.int32,
     "logprobs": np.float32,
+    "weight_versions": np.int32,
     "group_ids": np.int32,
     "sample_index": np.int32,
     "finished": np.bool_,
@@ -101,7 +102,11 @@ def test_a_batch_of_one():
     assert {
         name: array.shape for name, array in arrays.items() if array.ndim == 2
     } == dict.fromkeys(
-        ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "logprobs"), (1, 1)
+        (
+            *("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "logprobs"),
+            "weight_versions",
+        ),
+        (1, 1),
     )
     assert arrays["finished"].shape == arrays["group_ids"].shape == (1,)
 
