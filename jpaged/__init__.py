@@ -6,7 +6,7 @@ vocab, R device slots, X experts, A choices of a token, I width of an expert: `q
 `block_table_SM`.
 """
 
-from jpaged.api import beam_search, generate, release, score, warmup
+from jpaged.api import beam_search, generate, hidden, logits, release, score, warmup
 from jpaged.async_llm import AsyncLLM
 from jpaged.checkpoint import load_params, lora_from, params_from, save_params
 from jpaged.config import EngineConfig
@@ -24,8 +24,9 @@ from jpaged.llm import LLM
 from jpaged.models.config import ModelConfig
 from jpaged.models.lora import Adapter, initial_lora, merged
 from jpaged.models.params import Params
-from jpaged.request.arrays import to_arrays
+from jpaged.request.arrays import score_arrays, to_arrays
 from jpaged.request.outputs import CompletionChunk, CompletionOutput, Logprob, RequestOutput
+from jpaged.request.scores import Scores
 from jpaged.runtime.footprint import plan_memory
 from jpaged.runtime.memory import Limits, MemoryPlan
 from jpaged.runtime.processes import broadcast
@@ -55,13 +56,16 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "Scores",
     "Snapshot",
     "UnsupportedError",
     "beam_search",
     "broadcast",
     "generate",
+    "hidden",
     "initial_lora",
     "load_params",
+    "logits",
     "lora_from",
     "merged",
     "params_from",
@@ -69,6 +73,7 @@ __all__ = [
     "release",
     "save_params",
     "score",
+    "score_arrays",
     "to_arrays",
     "warmup",
 ]

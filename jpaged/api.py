@@ -1,22 +1,29 @@
-"""generate and score: functions of (params, prompts) whose sessions are kept between calls.
+"""generate, score and hidden: functions of (params, prompts) whose sessions are kept between calls.
 
 Any thread may call; the calls of a process take turns, first come first served.
 """
 
 from collections.abc import Sequence as List
+from pathlib import Path
+from typing import Literal, overload
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh
 
 from jpaged import kept
 from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError
+from jpaged.models.forward import bind
+from jpaged.models.params import Params
 from jpaged.request.inputs import CallKeys, PromptsLike, SamplingParamsLike
 from jpaged.request.outputs import RequestOutput
+from jpaged.request.scores import ScoreOptions, ScoreResult, Scores
+from jpaged.runtime.weights import as_params
 from jpaged.search.beam import EarlyStopping
 from jpaged.session import OnError
-from jpaged.types import ModelLike, PyTree, Structured, Tokenizer
+from jpaged.types import IntArrays, ModelLike, PyTree, Structured, Tokenizer
 
 _keys = CallKeys(0)  # A new process draws the same: its first call without a seed has key 1.
 
@@ -102,6 +109,30 @@ def beam_search(
         )
 
 
+# Whoever asks for nothing more gets arrays, as ever.
+@overload
+def score(  # pyright: ignore[reportOverlappingOverload]
+    params: PyTree,
+    token_lists: PromptsLike,
+    *,
+    temperature: float = 1.0,
+    config: ModelLike | None = None,
+    mesh: Mesh | None = None,
+    engine_config: EngineConfig | None = None,
+    return_greedy: bool = False,
+    structured: Structured | None = None,
+    prompt_lens: List[int] | None = None,
+    tokenizer: Tokenizer | None = None,
+    lora: PyTree = None,
+    draft: PyTree = None,
+    start: List[int] | np.ndarray | None = None,
+    top_k: None = None,
+    at: None = None,
+    entropy: Literal[False] = False,
+) -> list[np.ndarray] | tuple[list[np.ndarray], list[np.ndarray]]: ...
+
+
+@overload
 def score(
     params: PyTree,
     token_lists: PromptsLike,
@@ -116,9 +147,34 @@ def score(
     tokenizer: Tokenizer | None = None,
     lora: PyTree = None,
     draft: PyTree = None,
-) -> list[np.ndarray] | tuple[list[np.ndarray], list[np.ndarray]]:
+    start: List[int] | np.ndarray | None = None,
+    top_k: int | None = None,
+    at: IntArrays | None = None,
+    entropy: bool = False,
+) -> list[Scores]: ...
+
+
+def score(
+    params: PyTree,
+    token_lists: PromptsLike,
+    *,
+    temperature: float = 1.0,
+    config: ModelLike | None = None,
+    mesh: Mesh | None = None,
+    engine_config: EngineConfig | None = None,
+    return_greedy: bool = False,
+    structured: Structured | None = None,
+    prompt_lens: List[int] | None = None,
+    tokenizer: Tokenizer | None = None,
+    lora: PyTree = None,
+    draft: PyTree = None,
+    start: List[int] | np.ndarray | None = None,
+    top_k: int | None = None,
+    at: IntArrays | None = None,
+    entropy: bool = False,
+) -> ScoreResult:
     """log p(token t+1 | tokens <= t) under log_softmax(logits / temperature): one float32 [T-1] a
-    sequence.
+    sequence. No token is drawn.
 
     return_greedy: also bool [T-1] a sequence, whether token t+1 is the most likely one. structured,
     prompt_lens: the form that all have from prompt_lens[i] tokens on (see SamplingParams), under
@@ -126,7 +182,26 @@ def score(
     penalties, biases and min_tokens. RequestError for a text that is not of it. tokenizer: what
     the form's masks are made by; None takes that of the params' folder. lora, draft: as in
     generate.
+
+    start: sequence i is scored from its token start[i] on, R = T - start[i] tokens (T - 1 from 0
+    on). What comes before may be found in the prefix cache, and no logits are computed of it.
+
+    With top_k, at or entropy it is a Scores a sequence that is returned, of arrays. top_k: the so
+    many likeliest tokens of each row and their logprobs, up to 512. at: integers [R, K] for each
+    sequence, up to 512 candidates a row whose logprobs are wanted. entropy: that of each row's
+    distribution, over the whole vocabulary. Widths are compiled for 32, 128, 256 and 512, with and
+    without `start` and entropy. RequestError with strict=True, which compiles none of them.
     """
+    options = ScoreOptions(
+        temperature=temperature,
+        return_greedy=return_greedy,
+        structured=structured,
+        prompt_lens=prompt_lens,
+        start=start,
+        top_k=top_k,
+        at=at,
+        entropy=entropy,
+    )
     with kept.session(
         params,
         config,
@@ -136,7 +211,50 @@ def score(
         draft=draft,
         any_tokenizer=tokenizer is None,
     ) as s:
-        return s.score(token_lists, temperature, return_greedy, structured, prompt_lens, lora=lora)
+        return s.score(token_lists, options, lora=lora)
+
+
+def hidden(
+    params: PyTree,
+    token_lists: PromptsLike,
+    *,
+    max_len: int | None = None,
+    config: ModelLike | None = None,
+    mesh: Mesh | None = None,
+    engine_config: EngineConfig | None = None,
+    lora: PyTree = None,
+    draft: PyTree = None,
+) -> list[jax.Array]:
+    """Return the final hidden states of each sequence, [T, E] in the dtype of the params, of which
+    `logits` makes logits. They stay on the devices of the params, a copy on each: nothing crosses
+    the host.
+
+    max_len: all are [max_len, E], with zeros after the last token, so that what is compiled for one
+    serves all; a length for each sequence compiles anew for each. lora, draft: as in generate.
+    RequestError with strict=True.
+    """
+    with kept.session(
+        params, config, mesh, engine_config, None, draft=draft, any_tokenizer=True
+    ) as s:
+        return s.hidden(token_lists, max_len, lora=lora)
+
+
+def logits(params: PyTree, hidden: jax.Array, *, config: ModelLike | None = None) -> jax.Array:
+    """Return the logits, float32 [..., V], of hidden states [..., E]: what a draw sees, without
+    temperature and filters. A pure function of jax, differentiable and to be called under jit, on
+    as many states at a time as the logits have room for. An adapter of the head is not in it.
+
+    params: Params, or any other tree with config= as in generate; under jit Params alone, which
+    params_from makes. Raises ConfigError.
+    """
+    if isinstance(params, str | Path):
+        raise ConfigError(f"params={str(params)!r}: logits takes loaded params: see load_params")
+    if not isinstance(params, Params):
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(params)):
+            kind = type(params).__name__
+            raise ConfigError(f"params of type {kind} under jit: make Params by params_from first")
+        params = as_params(params, config)
+    return bind(params.config, dict(params)).logits(hidden)
 
 
 def warmup(

@@ -54,7 +54,8 @@ class Facts:
     form that steps were compiled for.
 
     adapter_rank, adapter_changes: of an adapter. draws_masked, scores_masked: a request wants
-    tokens of a given form, or the scores of such a text.
+    tokens of a given form, or the scores of such a text. scores_more: a call wants more of scores
+    than logprobs.
     """
 
     config: EngineConfig | None = None
@@ -89,6 +90,7 @@ class Facts:
     adapter_changes: Collection[str] | None = None
     draws_masked: bool | None = None
     scores_masked: bool | None = None
+    scores_more: bool | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -254,6 +256,16 @@ def strict_scores_without_masks(config: EngineConfig, scores_masked: bool) -> st
     """
     if scores_masked and config.strict:
         return "structured: strict=True has no steps that score under masks"
+    return None
+
+
+@_rule("strict", "score(top_k=, at=, entropy=)", "hidden", error=RequestError)
+def strict_scores_nothing_more(config: EngineConfig, scores_more: bool) -> str | None:
+    """With `strict=True`, `score` takes no `top_k=`, `at=` and `entropy=`, and there is no
+    `hidden`: no table has their steps.
+    """
+    if scores_more and config.strict:
+        return "strict=True has no steps for top_k, at, entropy and hidden: score by another engine"
     return None
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as List
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import numpy as np
@@ -25,13 +25,14 @@ from jpaged.request.inputs import (
     as_chats,
 )
 from jpaged.request.outputs import CompletionChunk, RequestOutput
+from jpaged.request.scores import ScoreOptions, ScoreResult, Scores
 from jpaged.runtime.mesh import serving_mesh
 from jpaged.runtime.step_table import BucketReport
 from jpaged.runtime.weights import as_params
 from jpaged.sampling_params import SamplingParams
 from jpaged.search.beam import EarlyStopping
 from jpaged.session import OnError, OnUnfinished, Session, Snapshot
-from jpaged.types import Messages, ModelLike, PyTree, Structured, Tokenizer
+from jpaged.types import IntArrays, Messages, ModelLike, PyTree, Structured, Tokenizer
 
 
 class LLM:
@@ -153,6 +154,23 @@ class LLM:
         """
         return self.session.stream(prompts, sampling_params, self.keys.of(seed))
 
+    # Whoever asks for nothing more gets arrays, as ever.
+    @overload
+    def score(  # pyright: ignore[reportOverlappingOverload]
+        self,
+        token_lists: PromptsLike,
+        *,
+        temperature: float = 1.0,
+        return_greedy: bool = False,
+        structured: Structured | None = None,
+        prompt_lens: List[int] | None = None,
+        start: List[int] | np.ndarray | None = None,
+        top_k: None = None,
+        at: None = None,
+        entropy: Literal[False] = False,
+    ) -> list[np.ndarray] | tuple[list[np.ndarray], list[np.ndarray]]: ...
+
+    @overload
     def score(
         self,
         token_lists: PromptsLike,
@@ -161,9 +179,43 @@ class LLM:
         return_greedy: bool = False,
         structured: Structured | None = None,
         prompt_lens: List[int] | None = None,
-    ) -> list[np.ndarray] | tuple[list[np.ndarray], list[np.ndarray]]:
-        """log p(token t+1 | tokens <= t) of sequences: see jpaged.score."""
-        return self.session.score(token_lists, temperature, return_greedy, structured, prompt_lens)
+        start: List[int] | np.ndarray | None = None,
+        top_k: int | None = None,
+        at: IntArrays | None = None,
+        entropy: bool = False,
+    ) -> list[Scores]: ...
+
+    def score(
+        self,
+        token_lists: PromptsLike,
+        *,
+        temperature: float = 1.0,
+        return_greedy: bool = False,
+        structured: Structured | None = None,
+        prompt_lens: List[int] | None = None,
+        start: List[int] | np.ndarray | None = None,
+        top_k: int | None = None,
+        at: IntArrays | None = None,
+        entropy: bool = False,
+    ) -> ScoreResult:
+        """log p(token t+1 | tokens <= t) of sequences, and more of each distribution: see
+        jpaged.score.
+        """
+        options = ScoreOptions(
+            temperature=temperature,
+            return_greedy=return_greedy,
+            structured=structured,
+            prompt_lens=prompt_lens,
+            start=start,
+            top_k=top_k,
+            at=at,
+            entropy=entropy,
+        )
+        return self.session.score(token_lists, options)
+
+    def hidden(self, token_lists: PromptsLike, *, max_len: int | None = None) -> list[jax.Array]:
+        """Return the final hidden states of each sequence, on the device: see jpaged.hidden."""
+        return self.session.hidden(token_lists, max_len)
 
     def add_request(
         self,

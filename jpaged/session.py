@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as List
 from typing import Literal, Protocol
 
-import numpy as np
+import jax
 from jax.sharding import Mesh
 from tqdm import tqdm
 
+from jpaged.checks import check_whole
 from jpaged.config import EngineConfig
 from jpaged.engine.adapters import AdapterVersion
 from jpaged.engine.engine import Engine, EngineState
@@ -30,6 +31,7 @@ from jpaged.models.params import Params
 from jpaged.request.build import Builder
 from jpaged.request.inputs import (
     Inputs,
+    Prompt,
     PromptLike,
     PromptsLike,
     SamplingParamsLike,
@@ -42,8 +44,8 @@ from jpaged.request.outputs import (
     RequestOutput,
     collect,
     failed,
-    scores,
 )
+from jpaged.request.scores import ScoreOptions, ScoreResult, scores_of
 from jpaged.runtime.runner import Runner
 from jpaged.runtime.step_table import BucketReport, bucket_reports
 from jpaged.runtime.step_table import warmup as compile_steps
@@ -250,29 +252,45 @@ class Session:
         return self._outputs(jobs, on_error)
 
     def score(
-        self,
-        token_lists: PromptsLike,
-        temperature: float,
-        return_greedy: bool,
-        structured: Structured | None,
-        prompt_lens: List[int] | None,
-        *,
-        lora: PyTree = None,
-    ) -> list[np.ndarray] | tuple[list[np.ndarray], list[np.ndarray]]:
-        """Return the logprobs of sequences: see jpaged.score."""
+        self, token_lists: PromptsLike, options: ScoreOptions, *, lora: PyTree = None
+    ) -> ScoreResult:
+        """Return the scores of sequences: see jpaged.score."""
         with self.whole_call():
-            token_lists = as_list(token_lists)
-            adapters = self.served.adapters_of(lora, len(token_lists))
-            prompts = [
-                self.inputs.prompt(token_list, adapter, must_fit=False)
-                for token_list, adapter in zip(token_lists, adapters, strict=True)
-            ]
-            requests = self.builder.scores(prompts, temperature, structured, prompt_lens)
+            requests = self.builder.scores(self._sequences(token_lists, lora), options)
             self._fitting(requests, "raise")
             # One token alone predicts nothing.
-            self.run([request for request in requests if request.sequences[0].prompt_len > 1])
-        logprobs, greedy = scores(requests)
-        return (logprobs, greedy) if return_greedy else logprobs
+            self.run([request for request in requests if _reads(request)])
+        return options.returned(scores_of(requests))
+
+    def hidden(
+        self, token_lists: PromptsLike, max_len: int | None, *, lora: PyTree = None
+    ) -> list[jax.Array]:
+        """Return the hidden states of sequences, on the device: see jpaged.hidden."""
+        with self.whole_call():
+            prompts = self._sequences(token_lists, lora)
+            if max_len is not None:
+                longest = max([len(prompt.ids) for prompt in prompts], default=1)
+                check_whole("max_len", max_len, longest)
+            requests = self.builder.hidden(prompts)
+            self._fitting(requests, "raise")
+            self.run(requests)
+            states: list[jax.Array] = []
+            for request in requests:
+                scored = request.sequences[0].scored
+                assert scored is not None
+                length = request.sequences[0].prompt_len if max_len is None else int(max_len)
+                states.append(self.runner.join_states(scored.states, length))
+                scored.states.clear()  # a step's states go with the last sequence that it read
+        return states
+
+    def _sequences(self, token_lists: PromptsLike, lora: PyTree) -> list[Prompt]:
+        """Return the Prompts of sequences that are read and not continued."""
+        token_lists = as_list(token_lists)
+        adapters = self.served.adapters_of(lora, len(token_lists))
+        return [
+            self.inputs.prompt(token_list, adapter, must_fit=False)
+            for token_list, adapter in zip(token_lists, adapters, strict=True)
+        ]
 
     def stream(
         self, prompts: PromptsLike, sampling_params: SamplingParamsLike, key: Key
@@ -676,3 +694,8 @@ class Session:
         for request in self.pool.engine.requests.values() if has_engine else ():
             self._owners.setdefault(request, self)
         self._is_settled = True
+
+
+def _reads(request: Request) -> bool:
+    """Return whether a request of one sequence reads any position of it."""
+    return request.sequences[0].next_read is not None

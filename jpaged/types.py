@@ -20,6 +20,9 @@ type Structured = Mapping[str, Any]
 # The messages of one conversation, each {"role", "content"} and what a chat template knows.
 type Messages = Sequence[Mapping[str, Any]]
 
+# An array of integers for each sequence: numpy, jax, or nested lists.
+type IntArrays = Sequence[Any]
+
 # The fields of a dataclass of settings, by their names.
 type Settings = dict[str, Any]
 

@@ -9,6 +9,8 @@ from jax import Array
 
 from kernels_pallas.packed_rows import PackedRows
 
+NAME = "xla"  # what compiles it on every device
+
 
 def packed(x_TC: Array, weight_CW: Array, pool: Array, rows: PackedRows) -> tuple[Array, Array]:
     """Return the sums f32 [T, C] over j of weight[:, j] * x[t - (W - 1) + j] and the pool.

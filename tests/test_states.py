@@ -288,7 +288,7 @@ def test_states_take_no_more_than_keys_and_values() -> None:
     assert pool.states is not None
     rest = sum(plenty.account.values()) - plenty.account["pool"]
     short = planned((rest + 100 * pool.states.nbytes) / 2**30)
-    keys = short.num_blocks * pool.groups[0][0]
+    keys = short.num_blocks * pool.groups[0].nbytes
     assert short.waste >= 0 and short.num_states < 64 * 3
     assert 0 <= keys - short.num_states * pool.states.nbytes < pool.states.nbytes
     assert short.num_seqs == short.num_states // 2 < 64

@@ -24,16 +24,16 @@ def commit(queues: Queues, plan: Plan, result: StepResult) -> Committed:
     Tokens of a sequence that ended while the dispatch was in flight are surplus: neither emitted
     nor hashed.
     """
+    if result.prompt_logprobs is not None or result.states is not None:
+        _take_scores(plan, result)
     to_steer: dict[Request, None] = {}
     replays: list[list[Replay]] = []
     drawn = computed = 0
-    for row, entry in enumerate(plan.entries):
+    for entry in plan.entries:
         seq, at, place = entry.seq, drawn, computed
         drawn += len(entry.run) or entry.draws > 0
         computed += entry.num_tokens
         is_surplus = seq.status is Status.FINISHED
-        if not (is_surplus or entry.decodes) and seq.sampling_params.prompt_logprobs is not None:
-            _append_prompt_logprobs(seq, entry, result.prompt_rows(plan, row))
         if is_surplus:
             pass
         elif not entry.draws:
@@ -129,13 +129,27 @@ def _append(queues: Queues, seq: Sequence, row: int, step: int, result: StepResu
         queues.finish(seq, "length")
 
 
-def _append_prompt_logprobs(
-    seq: Sequence, entry: PlanEntry, rows: list[list[tuple[int, float, int]]]
-) -> None:
-    """The hidden state at position p scores the prompt token at p + 1; a recomputed chunk adds
-    nothing.
+def _take_scores(plan: Plan, result: StepResult) -> None:
+    """Give each sequence the scores, or the hidden states, of the positions that it has read. A
+    chunk that was computed again adds nothing.
     """
-    positions = range(entry.start + 1, min(entry.end + 1, seq.prompt_len))
-    for position, scored in zip(positions, rows, strict=False):
-        if position == len(seq.prompt_logprobs):
-            seq.prompt_logprobs.append(scored[: (seq.sampling_params.prompt_logprobs or 0) + 1])
+    row = token = 0
+    columns = result.prompt_columns
+    for entry in plan.entries:
+        seq, scored = entry.seq, entry.scored
+        if seq.status is Status.FINISHED:
+            pass
+        elif scored and seq.scored is not None:
+            seq.scored.take(scored, columns, row)
+        elif scored:
+            count = (seq.sampling_params.prompt_logprobs or 0) + 1
+            tops = zip(scored, result.prompt_rows(entry, row), strict=True)
+            known = len(seq.prompt_logprobs)  # the state at position p scores the token at p + 1
+            seq.prompt_logprobs += [top[:count] for p, top in tops if p + 1 >= known]
+        elif seq.scored is not None and result.states is not None:
+            read, (array, first) = seq.positions_read(entry.start, entry.end), result.states
+            if read:
+                at = first + token + read.start - entry.start
+                seq.scored.take_states(read, array, at)
+        row += len(scored)
+        token += entry.num_tokens

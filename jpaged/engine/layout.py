@@ -86,7 +86,8 @@ def input_sections(shape: Shape, config: EngineConfig) -> Layout:
     max_loras where it has none; a draw has them where the head can have adapters. guesses: 1 for a
     row whose tokens may be wrong. A replay has the place of each of its tokens among those of the
     step before, the position of each row's first one, and by group the blocks that it reads and
-    writes.
+    writes. scored: places among the packed tokens after which a token of the prompt is scored,
+    num_scored of them; targets and candidates are the token itself and others, in the same order.
     """
     assert config.seq_buckets is not None
     rows, most = shape.rows, config.seq_buckets[-1]
@@ -115,7 +116,9 @@ def input_sections(shape: Shape, config: EngineConfig) -> Layout:
         if config.speculative is not None:
             sections["guesses"] = (rows,)
         if shape.scores:
-            sections |= {"targets": (shape.tokens,), "scoring": (rows, 2)}
+            tokens = (shape.tokens,)
+            sections |= {"scored": tokens, "num_scored": (1,), "targets": tokens}
+            sections |= {"scoring": (rows, 2), "candidates": (shape.tokens, shape.candidates)}
     else:
         sections["device_rows"] = (rows,)
     return _lay_out(sections | {"sample": (size,)})
@@ -136,7 +139,8 @@ def output_sections(shape: Shape, config: EngineConfig) -> Layout:
     """Return where each output lies in the int32 buffer that a step returns; it is empty for a
     prefill that scores nothing and a decode that leaves its draw to another step.
 
-    num_drawn: tokens of each row that count, fewer than `steps` for a row that stopped.
+    num_drawn: tokens of each row that count, fewer than `steps` for a row that stopped. Scores of
+    prompts have a row for each of the inputs' `scored`.
     """
     rows, top = shape.rows, config.max_logprobs
     sections: dict[str, tuple[int, ...]] = {}
@@ -149,10 +153,19 @@ def output_sections(shape: Shape, config: EngineConfig) -> Layout:
     if isinstance(shape, SampleShape) and shape.masked:
         sections |= {"allowed_logprobs": (1, rows)}
     if isinstance(shape, PrefillShape) and shape.scores:
-        tokens = shape.tokens
+        tokens, top = shape.tokens, shape.top or top
         sections |= {"prompt_logprobs": (tokens,), "prompt_ranks": (tokens,)}
         sections |= {"prompt_top_ids": (tokens, top), "prompt_top_logprobs": (tokens, top)}
+        if shape.candidates:
+            sections |= {"prompt_candidate_logprobs": (tokens, shape.candidates)}
+        if shape.entropy:
+            sections |= {"prompt_entropies": (tokens,)}
     return _lay_out(sections)
+
+
+def is_float(name: str) -> bool:
+    """Return whether an output's 32 bits are a float32."""
+    return name.endswith(("logprobs", "entropies"))
 
 
 def _lay_out(shapes: dict[str, tuple[int, ...]]) -> Layout:

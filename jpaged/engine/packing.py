@@ -8,13 +8,20 @@ import dataclasses
 import math
 from collections.abc import Iterable
 from collections.abc import Sequence as List
+from typing import Any
 
 import numpy as np
 
 from jpaged.config import EngineConfig
 from jpaged.engine.adapters import Loads
 from jpaged.engine.cache.kinds import Replay
-from jpaged.engine.layout import CONTROLS, INT32_MAX, input_sections, output_sections
+from jpaged.engine.layout import (
+    CONTROLS,
+    INT32_MAX,
+    input_sections,
+    is_float,
+    output_sections,
+)
 from jpaged.engine.masks import ALL, prompt_masks
 from jpaged.engine.plan import Plan, PlanEntry, StepResult
 from jpaged.engine.sequence import Sequence
@@ -247,14 +254,15 @@ def _unpack(
     for (sections, _), buffer in zip(laid_out, packed, strict=True):
         for name, (offset, shape) in sections.items():
             view = buffer[offset : offset + math.prod(shape)].reshape(shape)
-            views[name] = view.view(np.float32) if name.endswith("logprobs") else view
+            views[name] = view.view(np.float32) if is_float(name) else view
     rows = batch.num_rows
+    rest: dict[str, Any] = {**views}
     return StepResult(
         weight_version=weight_version,
-        num_drawn=views.pop("num_drawn")[:rows].tolist(),
-        tokens=views.pop("tokens")[:, :rows].T.tolist(),
-        logprobs=views.pop("logprobs")[:, :rows].T.tolist(),
-        **views,
+        num_drawn=rest.pop("num_drawn")[:rows].tolist(),
+        tokens=rest.pop("tokens")[:, :rows].T.tolist(),
+        logprobs=rest.pop("logprobs")[:, :rows].T.tolist(),
+        **rest,
     )
 
 
@@ -274,7 +282,7 @@ def _pack_tokens(view: Views, plan: Plan, config: EngineConfig) -> None:
     """Tokens back to back, where each row begins, and the place of the last token of each row that
     draws.
     """
-    start, starts, indices, computed = 0, [], [], []
+    start, starts, indices, computed, scored = 0, [], [], [], 0
     for entry in plan.entries:
         seq = entry.seq
         if entry.num_tokens:
@@ -286,13 +294,9 @@ def _pack_tokens(view: Views, plan: Plan, config: EngineConfig) -> None:
             else:
                 past = entry.start + entry.num_tokens
                 view["tokens"][start:end] = seq.token_ids[entry.start : past]
-            if "targets" in view:
-                # What each position should predict; past the known tokens it is never read.
-                following = seq.token_ids[entry.start + 1 : entry.end + 1]
-                view["targets"][start : start + len(following)] = following
-                mode = LOGPROBS_MODES.index(seq.sampling_params.logprobs_mode)
-                view["scoring"].view(np.float32)[len(starts), 0] = seq.sampling_params.divisor
-                view["scoring"][len(starts), 1] = mode
+            if "targets" in view and (positions := entry.scored):
+                _pack_scored(view, entry, positions, start, scored, len(starts))
+                scored += len(positions)
             if entry.guesses:
                 view["guesses"][len(starts)] = 1
             starts.append(start)
@@ -302,7 +306,27 @@ def _pack_tokens(view: Views, plan: Plan, config: EngineConfig) -> None:
     view["query_start_loc"][: len(starts)] = starts
     view["query_start_loc"][len(starts) :] = start
     view["logits_indices"][: len(indices)] = indices
+    if "num_scored" in view:
+        view["num_scored"][0] = scored
     _pack_device_rows(view, computed, config)
+
+
+def _pack_scored(
+    view: Views, entry: PlanEntry, positions: range, place: int, row: int, step_row: int
+) -> None:
+    """Say what is scored at these positions of an entry. place: of its first token among the packed
+    ones. row: the first of those that are scored. step_row: the entry's among those of the step.
+    """
+    seq, rows = entry.seq, slice(row, row + len(positions))
+    first = place + positions.start - entry.start
+    view["scored"][rows] = range(first, first + len(positions))
+    view["targets"][rows] = seq.token_ids[positions.start + 1 : positions.stop + 1]
+    view["scoring"].view(np.float32)[step_row, 0] = seq.sampling_params.divisor
+    view["scoring"][step_row, 1] = LOGPROBS_MODES.index(seq.sampling_params.logprobs_mode)
+    if seq.scoring is not None and seq.scoring.candidates is not None:
+        at = positions.start - seq.scoring.first
+        candidates = seq.scoring.candidates[at : at + len(positions)]
+        view["candidates"][rows, : candidates.shape[1]] = candidates
 
 
 def _pack_adapters(view: Views, entries: list[PlanEntry], config: EngineConfig) -> None:

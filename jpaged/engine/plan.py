@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence as List
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -48,6 +48,13 @@ class PlanEntry:
     @property
     def end(self) -> int:
         return self.start + self.num_tokens
+
+    @property
+    def scored(self) -> range:
+        """Its positions after which a token of the prompt is scored."""
+        if self.decodes or self.seq.sampling_params.prompt_logprobs is None:
+            return range(0)
+        return self.seq.positions_read(self.start, self.end)
 
 
 def dispatch(
@@ -109,13 +116,19 @@ def joined(plans: List[Plan]) -> Plan:
     )
 
 
+SCORES = ("prompt_logprobs", "prompt_ranks", "prompt_top_ids", "prompt_top_logprobs")
+SCORES += ("prompt_candidate_logprobs", "prompt_entropies")  # fields of StepResult
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepResult:
     """What one step computed. Rows are those that draw, in the order of the plan; arrays that a
     bucket lacks are None.
 
     weight_version: of the weights that drew. tokens, logprobs: a list a row, of `steps` entries, of
-    which the first num_drawn[row] count.
+    which the first num_drawn[row] count. prompt_logprobs and its neighbours: a row for each
+    position that an entry of the plan scores, one entry after the other. states: an array of the
+    device with the hidden state of each packed token, and its first row that is this replica's.
     """
 
     weight_version: int
@@ -130,6 +143,9 @@ class StepResult:
     prompt_ranks: np.ndarray | None = None
     prompt_top_ids: np.ndarray | None = None
     prompt_top_logprobs: np.ndarray | None = None
+    prompt_candidate_logprobs: np.ndarray | None = None
+    prompt_entropies: np.ndarray | None = None
+    states: tuple[Any, int] | None = None
 
     def top(self, row: int, count: int, step: int = 0) -> list[tuple[int, float, int]]:
         """(token, logprob, rank) of a row's sampled token, then of its `count` most likely ones."""
@@ -144,18 +160,16 @@ class StepResult:
         assert self.allowed_logprobs is not None
         return float(self.allowed_logprobs[step, row])
 
-    def prompt_rows(self, plan: Plan, row: int) -> list[list[tuple[int, float, int]]]:
-        """For each token of a plan's row, (token, logprob, rank) of the next prompt token, then of
-        the most likely.
+    def prompt_rows(self, entry: PlanEntry, first: int) -> list[list[tuple[int, float, int]]]:
+        """For each position that an entry scores, (token, logprob, rank) of the next prompt token,
+        then of the most likely. first: the row of the first of them.
         """
         assert self.prompt_logprobs is not None and self.prompt_ranks is not None
         assert self.prompt_top_ids is not None and self.prompt_top_logprobs is not None
-        entry = plan.entries[row]
-        first = sum(e.num_tokens for e in plan.entries[:row])
-        count = entry.seq.sampling_params.prompt_logprobs or 0
-        num_scored = min(entry.num_tokens, entry.seq.prompt_len - 1 - entry.start)
-        rows = slice(first, first + max(num_scored, 0))
-        targets = entry.seq.token_ids[entry.start + 1 : entry.start + 1 + num_scored]
+        positions, seq = entry.scored, entry.seq
+        count = seq.sampling_params.prompt_logprobs or 0
+        rows = slice(first, first + len(positions))
+        targets = seq.token_ids[positions.start + 1 : positions.start + 1 + len(positions)]
         # As lists at once: a number at a time out of an array takes ten times as long.
         scored = zip(
             zip(
@@ -172,3 +186,9 @@ class StepResult:
         return [
             [actual, *zip(ids, logprobs, ranks, strict=False)] for actual, ids, logprobs in scored
         ]
+
+    @property
+    def prompt_columns(self) -> dict[str, np.ndarray]:
+        """What it has of the scores of prompts, by name; rows as of `prompt_rows`."""
+        values = {n: getattr(self, n) for n in SCORES}
+        return {name: value for name, value in values.items() if value is not None}

@@ -320,12 +320,9 @@ class PrefillPlanner:
         return True
 
     def _match(self, seq: Sequence) -> Match:
-        # Prompt logprobs need every prompt token computed, so such a request hits no further than
-        # its prompt has been scored, before it was preempted.
-        num_scored = len(seq.prompt_logprobs) - 1
-        if seq.sampling_params.prompt_logprobs is None or num_scored + 1 == seq.prompt_len:
-            return self.blocks.cache.match(seq)
-        return self.blocks.cache.match(seq, most=num_scored)
+        # What is scored must be computed, so such a request hits no further than where that begins,
+        # or than its prompt had been scored when it was preempted.
+        return self.blocks.cache.match(seq, most=seq.next_read)
 
     def _leader(self, seq: Sequence, match: Match) -> Chunk | None:
         """Return the chunk of this plan that ends the very same tokens, if this sequence is to run
@@ -336,6 +333,8 @@ class PrefillPlanner:
         the one token to compute.
         """
         if not self._last_chunks or seq.sampling_params.prompt_logprobs is not None:
+            return None
+        if seq.score_only:  # it draws nothing
             return None
         leader = self._last_chunks.get(_content(seq))
         if leader is None or leader[0].seq.request is seq.request:

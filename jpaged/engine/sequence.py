@@ -13,6 +13,7 @@ from jpaged.engine.adapters import AdapterVersion
 from jpaged.engine.constraint import Constraint, Text
 from jpaged.engine.generated import Generated, Top
 from jpaged.engine.origin import NOBODY, Origin
+from jpaged.engine.scoring import Scored, Scoring
 from jpaged.sampling_params import SamplingParams
 
 
@@ -52,10 +53,10 @@ class Sequence:
         # what the caller asked for
         *("request", "request_id", "origin", "sampling_params", "key", "index", "salt", "adapter"),
         *("priority", "sampler", "eos_ids", "stop_ids"),
-        *("prompt_len", "score_only", "end", "text", "structured", "waits_for_host", "controls"),
+        *("prompt_len", "scoring", "end", "text", "structured", "waits_for_host", "controls"),
         *("ahead", "num_masked"),
         # what came of it
-        *("token_ids", "generated", "prompt_logprobs", "candidates"),
+        *("token_ids", "generated", "prompt_logprobs", "scored", "candidates"),
         *("num_committed", "num_cached", "finish_reason", "stop_reason", "error"),
         # where it stands
         *("status", "device_row", "is_new", "num_dispatched", "fill", "pending", "in_flight"),
@@ -80,7 +81,7 @@ class Sequence:
         eos_ids: frozenset[int] = frozenset(),
         text: Text | None = None,
         structured: Constraint | None = None,
-        score_only: bool = False,
+        scoring: Scoring | None = None,
         origin: Origin | None = None,
     ):
         self.request_id = request_id
@@ -105,17 +106,18 @@ class Sequence:
         # (position, tokens): from that position on the grammar allows these tokens alone.
         self.ahead: tuple[int, list[int]] = (0, [])
         self.num_masked = 0  # how many draws of the current guessed run have a grammar's mask
-        self.score_only = score_only  # prompt logprobs only: nothing is sampled
+        self.scoring = scoring  # of one that is scored: nothing is sampled
         asked = sampling_params.max_tokens
         limit = max_model_len if asked is None else self.prompt_len + asked
         # The length at which it stops.
-        self.end = self.prompt_len if score_only else min(limit, max_model_len)
+        self.end = self.prompt_len if scoring is not None else min(limit, max_model_len)
         # After each draw it runs on only when its request has chosen among `candidates`.
         self.waits_for_host = False
         self.controls: Any = None  # engine.packing's row of what does not change
         self.generated = Generated()  # the tokens that it has drawn
-        # Of each prompt token but the first.
+        # Of each prompt token but the first, unless `scored` has them.
         self.prompt_logprobs: list[Top | None] = [None]
+        self.scored = None if scoring is None else Scored(scoring, self.prompt_len)
         # What the last draw offers to a row that waits for the host.
         self.candidates: Candidates | None = None
         # Tokens that a commit has dealt with to the end; an interrupt may fall before it.
@@ -269,9 +271,37 @@ class Sequence:
         return len(self.token_ids) - self.prompt_len
 
     @property
+    def score_only(self) -> bool:
+        """Whether it is scored alone: nothing is sampled."""
+        return self.scoring is not None
+
+    @property
     def scores_form(self) -> bool:
         """Whether it is scored under the masks of its form."""
         return self.score_only and self.structured is not None
+
+    @property
+    def next_read(self) -> int | None:
+        """The next position whose hidden state is to be scored or returned, which must be computed;
+        None where none is.
+        """
+        if self.scoring is not None and self.scored is not None:
+            at, past = self.scoring.first + self.scored.count, self.scoring.past(self.prompt_len)
+        elif self.sampling_params.prompt_logprobs is not None:
+            at, past = len(self.prompt_logprobs) - 1, self.prompt_len - 1
+        else:
+            return None
+        return at if at < past else None
+
+    def positions_read(self, start: int, end: int) -> range:
+        """Return the positions in [start, end) whose hidden states are scored, or returned."""
+        if self.scoring is not None:
+            first, past = self.scoring.first, self.scoring.past(self.prompt_len)
+        elif self.sampling_params.prompt_logprobs is not None:
+            first, past = 0, self.prompt_len - 1
+        else:
+            return range(0)
+        return range(max(start, first), min(end, past))
 
     @property
     def forced(self) -> list[int]:
@@ -307,6 +337,7 @@ class Sequence:
         twin = copy.copy(self)
         twin.token_ids = list(self.token_ids)
         twin.prompt_logprobs = list(self.prompt_logprobs)
+        twin.scored = None if self.scored is None else self.scored.copy()
         twin.generated = self.generated.copy()
         twin.text = copy.deepcopy(self.text)
         twin.structured = None if self.structured is None else self.structured.copy()

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from jpaged.config import EngineConfig, has_draft_model, has_head_adapters
 from jpaged.engine.plan import Plan
+from jpaged.engine.scoring import WIDTHS
 
 MOST_MOVED = 64  # blocks of a move between pool and host: enough to fill a transfer
 MOST_STATES_MOVED = 4  # of those that hold a state, which has megabytes a layer
@@ -91,7 +92,11 @@ class PrefillShape(Shape):
     """Packed tokens of prompts. With `mixed` rows that decode are rows of one token in it too, and
     where steps are pinned there is no decode: they all are.
 
-    scores: it returns logprobs of the prompts' tokens. scores_masked: under masks.
+    scores: it returns logprobs of the prompts' tokens. scores_masked: under masks. top: width of
+    the lists of likeliest tokens that it returns with them; 0 is max_logprobs. candidates: width of
+    the lists of tokens whose logprobs it returns. entropy: it returns that of each distribution.
+    skips: it computes no logits of tokens that are not scored, which costs a GPU a pause for each
+    tile of those that are. keeps_states: it returns all hidden states.
     """
 
     phase = "prefill"
@@ -100,6 +105,11 @@ class PrefillShape(Shape):
     blocks: int = 0
     scores: bool = False
     scores_masked: bool = False
+    top: int = 0
+    candidates: int = 0
+    entropy: bool = False
+    skips: bool = False
+    keeps_states: bool = False
 
     @property
     def takes_masks(self) -> bool:
@@ -202,11 +212,6 @@ def choose_shapes(plan: Plan, config: EngineConfig) -> StepShapes:
         return DecodeShape(
             rows=rows, tables=tables, blocks=blocks, loras=loras, steps=steps, sampler=sampler
         ), None
-    scored = [
-        e.seq
-        for e in plan.entries
-        if e.seq.sampling_params.prompt_logprobs is not None and not e.decodes
-    ]
     tokens = _ceil(config.token_buckets, plan.num_tokens)
     computed = len([e for e in plan.entries if e.num_tokens])  # forks are rows of the draw alone
     return PrefillShape(
@@ -215,9 +220,37 @@ def choose_shapes(plan: Plan, config: EngineConfig) -> StepShapes:
         tables=tables,
         blocks=blocks,
         loras=loras,
-        scores=bool(scored),
-        scores_masked=bool([seq for seq in scored if seq.scores_form]),
+        **_scoring(plan, config),
     ), sample
+
+
+def _scoring(plan: Plan, config: EngineConfig) -> dict[str, Any]:
+    """Return the fields of a PrefillShape that say what it scores."""
+    read = [e.seq for e in plan.entries if not e.decodes and e.num_tokens]
+    scored = [seq for seq in read if seq.sampling_params.prompt_logprobs is not None]
+    asked = [seq.scoring for seq in read if seq.scoring is not None]
+    fields: dict[str, Any] = {"scores": bool(scored)}
+    if scored:
+        fields["scores_masked"] = bool([seq for seq in scored if seq.scores_form])
+    if not asked:
+        return fields
+    top = max([scoring.top_k for scoring in asked])
+    if top:  # beside it the lists of prompts' logprobs have room too
+        listed = max([seq.sampling_params.prompt_logprobs or 0 for seq in scored])
+        fields["top"] = _width(max(top, listed), config)
+    if widest := max([scoring.num_candidates for scoring in asked]):
+        fields["candidates"] = _width(widest, config)
+    fields["entropy"] = bool([scoring for scoring in asked if scoring.entropy])
+    fields["keeps_states"] = bool([scoring for scoring in asked if scoring.hidden])
+    # No table has steps that skip.
+    skips = [scoring for scoring in asked if scoring.first and not scoring.hidden]
+    fields["skips"] = bool(skips) and not config.strict
+    return fields
+
+
+def _width(count: int, config: EngineConfig) -> int:
+    """Return the width of lists of so many tokens."""
+    return next((width for width in WIDTHS if width >= count), config.max_logprobs)
 
 
 def common_shapes(chosen: Sequence[StepShapes], config: EngineConfig) -> StepShapes:

@@ -1,4 +1,4 @@
-"""to_arrays: completions as padded arrays for a jitted training step."""
+"""to_arrays, score_arrays: completions and scores as padded arrays for a jitted training step."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -7,6 +7,7 @@ import numpy as np
 
 from jpaged.errors import RequestError
 from jpaged.request.outputs import RequestOutput
+from jpaged.request.scores import Scores
 
 
 def to_arrays(
@@ -76,6 +77,36 @@ def to_arrays(
         "sample_index": np.array([c.index for _, _, c in rows], np.int32),
         "finished": np.array(ended, bool),
     }
+
+
+def score_arrays(scores: Sequence[Scores], max_len: int | None = None) -> dict[str, np.ndarray]:
+    """Return Scores as padded arrays, one row each (B), for a jitted training step.
+
+    Place t is of what comes after token t: it lies where a model's own logits of padded sequences
+    [B, L] do, and its token is that at t + 1. mask: bool [B, L], True where there is a score;
+    logprobs float32 [B, L]; and as far as there are any top_ids int32 and top_logprobs float32 [B,
+    L, K], at_logprobs float32 [B, L, K], entropy float32 [B, L]; zeros where masked. max_len: L;
+    None is the longest there is. RequestError for a sequence that is longer, and where one has what
+    another lacks.
+    """
+    stops = [one.start - 1 + len(one.logprobs) for one in scores]
+    width = _width("max_len", max_len, stops)
+    if max(stops, default=0) > width:
+        raise RequestError(f"scores up to place {max(stops)} are over max_len={width}: raise it")
+    arrays = {"mask": np.zeros((len(scores), width), bool)}
+    for i, (one, stop) in enumerate(zip(scores, stops, strict=True)):
+        places = slice(one.start - 1, stop)
+        arrays["mask"][i, places] = True
+        for name in ("logprobs", "top_ids", "top_logprobs", "at_logprobs", "entropy"):
+            values = getattr(one, name)
+            if (values is None) != (getattr(scores[0], name) is None) or (
+                values is not None and values.shape[1:] != getattr(scores[0], name).shape[1:]
+            ):
+                raise RequestError(f"scores 0 and {i} have different {name}: ask the same of all")
+            if values is not None:
+                shape = (len(scores), width, *values.shape[1:])
+                arrays.setdefault(name, np.zeros(shape, values.dtype))[i, places] = values
+    return arrays
 
 
 def _width(name: str, asked: int | None, lengths: list[int]) -> int:

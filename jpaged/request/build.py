@@ -9,13 +9,16 @@ from collections.abc import Sequence as List
 
 from jpaged.checkpoint.kept_tokenizer import whole
 from jpaged.checks import check_real, check_whole
+from jpaged.combinations import Facts, check_combination
 from jpaged.config import EngineConfig
 from jpaged.engine.keys import Key, key_from_seed
 from jpaged.engine.origin import Origin
+from jpaged.engine.scoring import Scoring
 from jpaged.engine.sequence import Request, Sequence
 from jpaged.errors import CapacityError, RequestError
 from jpaged.request.detokenizer import TextStream
 from jpaged.request.inputs import Inputs, Prompt
+from jpaged.request.scores import ScoreOptions
 from jpaged.sampling_params import SamplingParams
 from jpaged.search.beam import BeamSearch, EarlyStopping, num_candidates
 from jpaged.structured.grammars import Grammars, Matcher, check_served, form_begins
@@ -134,45 +137,66 @@ class Builder:
             prompt=prompt.text,
         )
 
-    def scores(
-        self,
-        prompts: List[Prompt],
-        temperature: float,
-        structured: Structured | None = None,
-        prompt_lens: List[int] | None = None,
-    ) -> list[Request]:
-        """Return a request for each sequence whose tokens' logprobs are wanted. See jpaged.score.
+    def scores(self, prompts: List[Prompt], options: ScoreOptions) -> list[Request]:
+        """Return a request for each sequence whose tokens are to be scored. See jpaged.score.
         Raises RequestError.
         """
-        if temperature == 0:
-            raise RequestError(
-                "temperature=0: a greedy distribution has no log-probabilities; pass a positive one"
-            )
-        asked = SamplingParams(temperature=temperature, prompt_logprobs=0, logprobs_mode="tempered")
-        asked.validate(self.config, self.inputs.model.vocab_size)
-        begins = form_begins(structured, prompt_lens, len(prompts), self.config)
-        requests, most = [], self.inputs.max_model_len
-        for i, prompt in enumerate(prompts):
-            if len(prompt.ids) > most:
+        lengths, vocab_size = [len(prompt.ids) for prompt in prompts], self.inputs.model.vocab_size
+        scorings = options.scorings(lengths, vocab_size)
+        if options.wants_scores:
+            check_combination(Facts(config=self.config, scores_more=True))
+        asked = SamplingParams(
+            temperature=options.temperature, prompt_logprobs=0, logprobs_mode="tempered"
+        )
+        asked.validate(self.config, vocab_size)
+        form = options.structured
+        begins = form_begins(form, options.prompt_lens, len(prompts), self.config)
+        self._check_lengths(lengths)
+        matchers: list[Matcher | None] = [None] * len(prompts)
+        if form is not None:
+            for i, (prompt, begin) in enumerate(zip(prompts, begins, strict=True)):
+                matchers[i] = self.matcher(form).scoring(i, list(prompt.ids), begin)
+        return [
+            self._reading(prompt, asked, scoring, matcher)
+            for prompt, scoring, matcher in zip(prompts, scorings, matchers, strict=True)
+        ]
+
+    def hidden(self, prompts: List[Prompt]) -> list[Request]:
+        """Return a request for each sequence whose hidden states are wanted: see jpaged.hidden.
+        Raises RequestError.
+        """
+        check_combination(Facts(config=self.config, scores_more=True))
+        self._check_lengths([len(prompt.ids) for prompt in prompts])
+        scoring = Scoring(hidden=True)
+        return [self._reading(prompt, SamplingParams(), scoring) for prompt in prompts]
+
+    def _check_lengths(self, lengths: List[int]) -> None:
+        for i, length in enumerate(lengths):
+            if length > (most := self.inputs.max_model_len):
                 raise CapacityError(
-                    f"sequence {i} of {len(prompt.ids)} tokens is longer than max_model_len={most}"
+                    f"sequence {i} of {length} tokens is longer than max_model_len={most}"
                 )
-            matcher = None
-            if structured is not None:
-                matcher = self.matcher(structured).scoring(i, list(prompt.ids), begins[i])
-            sequence = Sequence(
-                self.new_id(),
-                prompt.ids,
-                asked,
-                salt=prompt.salt,
-                adapter=prompt.adapter,
-                structured=matcher,
-                score_only=True,
-                max_model_len=most,
-                eos_ids=self.inputs.eos_ids,
-            )
-            requests.append(Request([sequence]))
-        return requests
+
+    def _reading(
+        self,
+        prompt: Prompt,
+        asked: SamplingParams,
+        scoring: Scoring,
+        matcher: Matcher | None = None,
+    ) -> Request:
+        """Return a request of a sequence that draws nothing."""
+        sequence = Sequence(
+            self.new_id(),
+            prompt.ids,
+            asked,
+            salt=prompt.salt,
+            adapter=prompt.adapter,
+            structured=matcher,
+            scoring=scoring,
+            max_model_len=self.inputs.max_model_len,
+            eos_ids=self.inputs.eos_ids,
+        )
+        return Request([sequence])
 
     def matcher(self, structured: Structured) -> Matcher:
         """Return a Matcher at the beginning of a form; RequestError where it cannot be served."""

@@ -1,8 +1,8 @@
-"""What generation returns, and how it is made of requests: outputs, chunks of a stream, scores."""
+"""What generation returns, and how it is made of requests: outputs, and chunks of a stream."""
 
+import collections.abc
 import dataclasses
 from collections.abc import Iterator
-from collections.abc import Sequence as List
 from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
@@ -27,7 +27,7 @@ class Logprob(NamedTuple):
     decoded_token: str | None = None
 
 
-class NamedLogprobs(List[dict[int, Logprob] | None]):
+class NamedLogprobs(collections.abc.Sequence[dict[int, Logprob] | None]):
     """{token: Logprob} for each of many tokens, in the order in which they are ranked. A dict is
     made when it is read: nobody waits for those of a long prompt, or of many completions.
 
@@ -37,7 +37,7 @@ class NamedLogprobs(List[dict[int, Logprob] | None]):
 
     def __init__(
         self,
-        rows: List[Top | None],
+        rows: collections.abc.Sequence[Top | None],
         tokenizer: Tokenizer | None,
         texts: dict[int, str] | None = None,
     ):
@@ -95,7 +95,7 @@ class CompletionOutput:
     token_ids: list[int]
     token_logprobs: np.ndarray
     cumulative_logprob: float
-    logprobs: List[Any] | None = None
+    logprobs: collections.abc.Sequence[Any] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     allowed_logprobs: np.ndarray | None = None
@@ -118,7 +118,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool = True
-    prompt_logprobs: List[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: collections.abc.Sequence[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
     error: Exception | None = None
     weight_version: int = 0
@@ -139,7 +139,7 @@ class CompletionChunk:
     token_ids_delta: list[int]
     finish_reason: str | None
     token_logprobs_delta: list[float] = dataclasses.field(default_factory=list)
-    logprobs_delta: List[Any] | None = None
+    logprobs_delta: collections.abc.Sequence[Any] | None = None
     stop_reason: int | str | None = None
 
 
@@ -177,7 +177,7 @@ def collect(request: Request, tokenizer: Tokenizer | None) -> RequestOutput:
 
 
 def failed(
-    request_id: str, error: Exception, prompt: object, token_ids: List[int] = ()
+    request_id: str, error: Exception, prompt: object, token_ids: collections.abc.Sequence[int] = ()
 ) -> RequestOutput:
     """Return the output of a request that never ran. prompt: in any form; its text is kept."""
     return RequestOutput(
@@ -187,18 +187,6 @@ def failed(
         outputs=[completion(0, [], [], "error")],
         error=error,
     )
-
-
-def scores(requests: list[Request]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return the logprobs of each scored prompt, float32 [T-1], and whether each is the highest,
-    bool [T-1].
-    """
-    rows = [
-        [top[0] for top in request.sequences[0].prompt_logprobs[1:] if top is not None]
-        for request in requests
-    ]
-    logprobs = [np.array([logprob for _, logprob, _ in row], np.float32) for row in rows]
-    return logprobs, [np.array([rank == 1 for *_, rank in row], bool) for row in rows]
 
 
 class LiveCompletions:
@@ -252,12 +240,12 @@ class LiveCompletions:
 
 def completion(
     index: int,
-    token_ids: List[int],
-    logprobs: List[float],
+    token_ids: collections.abc.Sequence[int],
+    logprobs: collections.abc.Sequence[float],
     finish_reason: str | None,
     *,
     text: str | None = None,
-    tops: List[dict[int, Logprob] | None] | None = None,
+    tops: collections.abc.Sequence[dict[int, Logprob] | None] | None = None,
     stop_reason: int | str | None = None,
     allowed_logprobs: np.ndarray | None = None,
     score: float | None = None,

@@ -35,7 +35,7 @@ from jpaged.runtime.mesh import Placement
 from kernels_cpu import library
 from kernels_cpu.linear import NativeProducts, is_width_supported
 from kernels_cpu.rates import rates
-from kernels_pallas import experts, gated_delta, paged_attention
+from kernels_pallas import experts, gated_delta, paged_attention, short_conv
 from kernels_pallas.experts.interface import Shapes
 from kernels_pallas.implementation import CUDA, Implementation
 
@@ -213,7 +213,7 @@ def layer_kernels(model: ModelConfig, choices: Choices) -> dict[str, str | None]
     convolves = any(isinstance(mixer, DeltaConfig | ConvConfig) for mixer in mixers)
     return {
         "gated_delta": _name_of(choices.delta, gated_delta.IMPLEMENTATIONS),
-        "short_conv": "xla" if convolves else None,  # kernels_pallas.short_conv: there is no other
+        "short_conv": short_conv.NAME if convolves else None,
         "experts": _name_of(choices.experts, experts.IMPLEMENTATIONS),
     }
 

@@ -63,6 +63,7 @@ class CompiledSteps:
         self.seconds: dict[Shape | str, float] = {}
         self._steps: dict[Shape, Any] = {}
         self._moves: dict[tuple[str, int, int], Any] = {}  # by group and number of blocks
+        self._joins: dict[tuple[int, int], Any] = {}  # by rows and tokens
         self._set_counts: Any = None
         self._copy_blocks: Any = None
         self.is_sealed = False  # in strict mode: a shape that is not compiled is an error
@@ -116,7 +117,7 @@ class CompiledSteps:
                 (state.kv, state.rows, packed),
                 1,
                 (kv, rows, parts),
-                (kv, *[parts] * 3, replayed_specs),
+                (kv, *[parts] * 3, replayed_specs, parts),
             ),
             "sample": (
                 (hidden, state.rows, packed),
@@ -255,6 +256,23 @@ class CompiledSteps:
             self.seconds[f"{name} {count} of group {group}"] = time.perf_counter() - started
         return self._moves[name, group, count]
 
+    def join_states(self, rows: int, tokens: int) -> Any:
+        """Return a function (whole [rows, E], states of a step of all replicas [tokens, E], place)
+        -> whole, compiled. place: int32 [3], the first row of the states to take, the row of
+        `whole` that it goes to, and how many.
+        """
+        if (rows, tokens) not in self._joins:
+            started, everywhere = time.perf_counter(), self.placement.replicated
+            size, dtype = self.setting.model.hidden_size, self.form.dtype
+            whole = jax.ShapeDtypeStruct((rows, size), dtype, sharding=everywhere)
+            by_replica = self.placement.sharding(self.placement.by_replica)
+            states = jax.ShapeDtypeStruct((tokens, size), dtype, sharding=by_replica)
+            place = jax.ShapeDtypeStruct((3,), jnp.int32, sharding=everywhere)
+            jitted = jax.jit(_join_states, donate_argnums=0, out_shardings=everywhere)
+            self._joins[rows, tokens] = jitted.lower(whole, states, place).compile()
+            self.seconds[f"join_states {tokens} into {rows}"] = time.perf_counter() - started
+        return self._joins[rows, tokens]
+
     def set_counts(self) -> Any:
         """Return device_state.set_counts, compiled."""
         if self._set_counts is None:
@@ -293,6 +311,14 @@ class CompiledSteps:
             self._copy_blocks = jitted.lower(self.kv, copies).compile()
             self.seconds["copy_blocks"] = time.perf_counter() - started
         return self._copy_blocks
+
+
+def _join_states(whole_RE: Any, states_TE: Any, place: Any) -> Any:
+    first, at, count = place
+    from_at_R = jnp.arange(whole_RE.shape[0], dtype=jnp.int32) - at
+    taken_RE = jnp.take(states_TE, first + from_at_R, axis=0, mode="clip")
+    is_new_R = (from_at_R >= 0) & (from_at_R < count)
+    return jnp.where(is_new_R[:, None], taken_RE, whole_RE)
 
 
 def _of_arrays(step: Callable[..., Any], structure: Any) -> Callable[..., Any]:

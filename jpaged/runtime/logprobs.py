@@ -74,6 +74,8 @@ class TokenLogprobs:
     rank_T: Array  # i32
     top_ids_TK: Array  # i32
     top_logprobs_TK: Array  # f32
+    candidate_logprobs_TX: Array  # f32
+    entropy_T: Array  # f32; zeros where it was not asked for
 
 
 def scratch_bytes(tile: int, vocab: int) -> int:
@@ -89,7 +91,10 @@ def token_logprobs(
     mode_T: Array,
     mask_TW: Array | None = None,
     *,
+    candidates_TX: Array | None = None,
+    count: Array | None = None,
     max_logprobs: int = 0,
+    with_entropy: bool = False,
     tile: int = 64,
     vocabulary: Vocabulary = WHOLE,
     one_pass: OnePass | None = None,
@@ -100,12 +105,15 @@ def token_logprobs(
     logits_fn: [tile, E] -> f32 [tile, V], or of more than that: a pytree of arrays that begin with
     T, as x_TE then is. mode_T RAW ignores the temperature, any other divides by
     it (0 counts as 1). mask_TW: what may come, see Vocabulary.allowed; None is all. targets_T
-    outside the vocabulary are clipped into it. vocabulary: how V lies. one_pass: see `sample`.
+    outside the vocabulary are clipped into it. candidates_TX: other tokens whose logprobs are
+    wanted. count: so many of the first tokens are computed, the rest are zeros; None computes all.
+    max_logprobs: K, how many of the likeliest tokens are returned, the lowest id first of equal
+    ones; beyond the vocabulary -inf. vocabulary: how V lies. one_pass: see `sample`.
     """
     tau_T = jnp.where((mode_T == RAW) | (temperature_T <= 0), jnp.float32(1), temperature_T)
 
     def one_tile(args: tuple[Any, ...]) -> TokenLogprobs:
-        x, targets_t, tau_t, *masks = args
+        x, targets_t, tau_t, candidates_tX, *masks = args
         logits_tV = logits_fn(x)
         for mask_tW in masks:
             logits_tV = jnp.where(vocabulary.allowed(mask_tW, logits_tV), logits_tV, NEG_INF)
@@ -119,17 +127,27 @@ def token_logprobs(
             max_t = finite_max(vocabulary.gather(sums.max_SN))
             sum_t = total(vocabulary.gather(sums.against(max_t)))
         value_t = vocabulary.pick(logits_tV, targets_t)
-        top_tK, top_ids_tK = top_values(logits_tV, max_logprobs, vocabulary)
-        logprob_t, rank_t = (
-            logprob(value_t, max_t, tau_t, sum_t),
-            rank(logits_tV, value_t, targets_t, vocabulary),
-        )
-        tops_tK = logprob(top_tK, max_t[:, None], tau_t[:, None], sum_t[:, None])
+        most = min(max_logprobs, vocabulary.tokens(logits_tV))
+        top_tK, top_ids_tK = top_values(logits_tV, most, vocabulary)
+        beyond = [(0, 0), (0, max_logprobs - most)]
+        top_tK = jnp.pad(top_tK, beyond, constant_values=NEG_INF)
+        columns = max_t[:, None], tau_t[:, None], sum_t[:, None]
+        entropy_t = jnp.zeros_like(tau_t)
+        if with_entropy:
+            entropy_t = entropy(logits_tV, max_t, tau_t, sum_t, vocabulary)
+        others_tX = vocabulary.take(logits_tV, candidates_tX)
         return TokenLogprobs(
-            logprob_T=logprob_t, rank_T=rank_t, top_ids_TK=top_ids_tK, top_logprobs_TK=tops_tK
+            logprob_T=logprob(value_t, max_t, tau_t, sum_t),
+            rank_T=rank(logits_tV, value_t, targets_t, vocabulary),
+            top_ids_TK=jnp.pad(top_ids_tK, beyond),
+            top_logprobs_TK=logprob(top_tK, *columns),
+            candidate_logprobs_TX=logprob(others_tX, *columns),
+            entropy_T=entropy_t,
         )
 
     tokens = targets_T.shape[0]
+    if candidates_TX is None:
+        candidates_TX = jnp.zeros((tokens, 0), jnp.int32)
     tiles = -(-tokens // tile)
 
     def tiled(a: Array) -> Array:
@@ -139,8 +157,22 @@ def token_logprobs(
     tau_T = jnp.maximum(tiled(tau_T), jnp.float32(1e-30))  # as `sample` does; the padding too
     masks = () if mask_TW is None else (tiled(mask_TW),)
     x = jax.tree.map(tiled, x_TE)
-    out = lax.map(one_tile, (x, tiled(targets_T), tau_T, *masks))
+    args = (x, tiled(targets_T), tau_T, tiled(candidates_TX), *masks)
+    out = lax.map(one_tile, args) if count is None else _first(one_tile, args, -(-count // tile))
     return jax.tree.map(lambda a: a.reshape(tiles * tile, *a.shape[2:])[:tokens], out)
+
+
+def _first(function: Callable[[Any], Any], args: Any, count: Array) -> Any:
+    """Return lax.map(function, args) of the first `count` entries, zeros for the others."""
+    zeros = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(lambda: lax.map(function, args))
+    )
+
+    def body(i: Array, outs: Any) -> Any:
+        out = function(jax.tree.map(lambda a: a[i], args))
+        return jax.tree.map(lambda all_, one: all_.at[i].set(one), outs, out)
+
+    return lax.fori_loop(0, count, body, zeros)
 
 
 def _tile(reduce: Callable[[Array], Array], a_SV: Array, tile: int, fill: float) -> Array:
@@ -227,6 +259,17 @@ def finite_max(tile_max_SN: Array) -> Array:
 
 def logprob(value: Array, max_: Array, tau: Array, total: Array) -> Array:
     return (value - max_) / tau - jnp.log(total)
+
+
+def entropy(
+    z_SV: Array, max_S: Array, tau_S: Array, total_S: Array, vocabulary: Vocabulary
+) -> Array:
+    """Return the entropy of each row's distribution at its temperature, in nats. total_S: of the
+    weights; see `weights`.
+    """
+    away_SV = (z_SV - max_S[:, None]) / tau_S[:, None]
+    weighed_SV = jnp.where(z_SV == NEG_INF, jnp.float32(0), jnp.exp(away_SV) * away_SV)
+    return jnp.log(total_S) - total(tile_sums(weighed_SV, vocabulary)) / total_S
 
 
 def rank(z_SV: Array, value_S: Array, token_S: Array, vocabulary: Vocabulary = WHOLE) -> Array:

@@ -293,7 +293,7 @@ def explained(config: EngineConfig, *, pool_bytes: int | None = None) -> Iterato
 
 
 def memory_error(
-    error: jax.errors.JaxRuntimeError | MemoryError,
+    error: Exception,
     config: EngineConfig,
     *,
     pool_bytes: int | None = None,

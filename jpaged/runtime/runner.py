@@ -14,6 +14,7 @@ from jpaged.config import EngineConfig
 from jpaged.engine.cache.kinds import GroupSize, Replay
 from jpaged.engine.packing import PAD_TOKEN, Batch, pack_replays, unpack
 from jpaged.engine.plan import StepResult
+from jpaged.engine.scoring import States
 from jpaged.engine.shapes import (
     PrefillShape,
     ReplayShape,
@@ -48,7 +49,8 @@ class Handle(NamedTuple):
     """A step in flight. outs: what comes back of it; done: ready when the step is. weight_version:
     of the weights that it ran with, its draw included. undrawn: the hidden states and inputs of a
     draw that has not started. compared: over processes, whether all run this step. replayed: what
-    `replay` takes, of a prefill.
+    `replay` takes, of a prefill. states: the hidden states of all tokens, where some are to stay on
+    the device.
     """
 
     batch: Batch
@@ -58,6 +60,7 @@ class Handle(NamedTuple):
     undrawn: tuple[Array, Array] | None = None
     compared: Array | None = None
     replayed: tuple[Any, ...] = ()
+    states: Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,11 +183,11 @@ class Runner:
                 step, arrays = self._step(bucket, batch.num_tokens, batch.padded_tokens)
                 if bucket.sampler is None:
                     masks = () if batch.masks_TW is None else (self._put_masks(batch.masks_TW),)
-                    results = step(arrays, state.kv, state.rows, packed, *masks)
-                    kv, hidden, packed, scored, replayed = results
+                    args = arrays, state.kv, state.rows, packed, *masks
+                    kv, hidden, packed, scored, replayed, states = step(*args)
                     self._state = DeviceState(kv=kv, rows=state.rows)
                     outs, undrawn = () if scored is None else (scored,), (hidden, packed)
-                    return Handle(batch, outs, hidden, version, undrawn, replayed=replayed)
+                    return Handle(batch, outs, hidden, version, undrawn, None, replayed, states)
                 if bucket.phase == "draft":
                     kv, out = step(arrays, state.kv, state.rows, packed)
                     self._state = DeviceState(kv=kv, rows=state.rows)
@@ -216,7 +219,8 @@ class Runner:
                 rows = self._taken_back(rows) if sample.is_full else rows
                 self._state = DeviceState(kv=state.kv, rows=rows)
                 outs = (out, *handle.outs)
-                return Handle(batch, outs, handle.done, version, replayed=handle.replayed)
+                kept = handle.replayed, handle.states
+                return Handle(batch, outs, handle.done, version, None, None, *kept)
         except (jax.errors.JaxRuntimeError, MemoryError) as e:
             if (error := memory_error(e, self.config)) is None:
                 raise
@@ -321,7 +325,28 @@ class Runner:
             if (error := memory_error(e, self.config)) is None:
                 raise
             raise error from e
-        return unpack(handle.batch, self.config, outs, weight_version=handle.weight_version)
+        results = unpack(handle.batch, self.config, outs, weight_version=handle.weight_version)
+        if (states := handle.states) is None:
+            return results
+        tokens = handle.batch.bucket.tokens
+        return [
+            dataclasses.replace(result, states=(states, replica * tokens))
+            for replica, result in enumerate(results)
+        ]
+
+    def join_states(self, parts: list[States], rows: int) -> Array:
+        """Return the hidden states of a sequence, [rows, E]: those of its chunks, then zeros. They
+        do not cross the host; each device has a copy.
+        """
+        sharding, count = self.placement.replicated, 0
+        whole = kv_cache.zeros((rows, self.model.hidden_size), self.compiled.form.dtype, sharding)
+        with self.transfers.sending():
+            for part in parts:
+                place = np.array([part.first, count, part.rows], np.int32)
+                join = self.compiled.join_states(rows, part.array.shape[0])
+                whole = join(whole, part.array, self.transfers.put_whole(place))
+                count += part.rows
+        return whole
 
     @property
     def shares_blocks(self) -> bool:

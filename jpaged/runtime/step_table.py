@@ -29,7 +29,9 @@ class BucketReport:
     """One shape of the table of steps (see engine.shapes): how often it ran, and its costs.
 
     features: what its draw can do, "plain", "filtered" or "full"; "none" for a decode that leaves
-    its draw to another step; of a prefill "prompt" if it scores prompts, else "plain". masks:
+    its draw to another step; of a prefill "prompt" if it scores prompts, with what more it returns
+    of them ("prompt, top 256, candidates 32, entropy, part": logits of some tokens alone), "states"
+    if it returns hidden states, else "plain". masks:
     whether the host makes masks for it, of what may be drawn or is scored.
     padding_waste: the share of its tokens (in a draw: rows) that was padding. compile_seconds and
     the bytes are None until it is compiled. temp_bytes: temporaries while it runs.
@@ -110,12 +112,14 @@ def _sizes_moved(config: EngineConfig, pool: PoolSpec) -> set[int]:
 
 
 def bucket_reports(steps: CompiledSteps, usage: Mapping[Shape, Usage]) -> list[BucketReport]:
-    """Return a report on every shape of the table, compiled or not, smallest first.
+    """Return a report on every shape of the table, compiled or not, and on others that ran,
+    smallest first.
 
     usage: of those that ran.
     """
     reports: list[BucketReport] = []
-    for bucket in step_table(steps.setting):
+    shapes = dict.fromkeys([*step_table(steps.setting), *usage])
+    for bucket in sorted(shapes, key=lambda shape: shape.order):
         used, memory = usage.get(bucket, Usage()), steps.memory(bucket)
         report = BucketReport(
             **_fields(bucket),
@@ -129,10 +133,23 @@ def bucket_reports(steps: CompiledSteps, usage: Mapping[Shape, Usage]) -> list[B
     return reports
 
 
+def _read_by(shape: PrefillShape) -> str:
+    """Return what a prefill returns beside what is drawn after it."""
+    named = {
+        "prompt": shape.scores,
+        f"top {shape.top}": shape.top,
+        f"candidates {shape.candidates}": shape.candidates,
+        "entropy": shape.entropy,
+        "part": shape.skips,
+        "states": shape.keeps_states,
+    }
+    return ", ".join([name for name, has in named.items() if has]) or "plain"
+
+
 def _fields(shape: Shape) -> dict[str, Any]:
     """Return the fields of a report that say which shape it is about."""
     if isinstance(shape, PrefillShape):
-        features = "prompt" if shape.scores else "plain"
+        features = _read_by(shape)
     else:
         features = shape.sampler or "none"
     fields = dataclasses.asdict(shape)

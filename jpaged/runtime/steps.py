@@ -147,17 +147,17 @@ def make_step(bucket: Shape, setting: StepSetting) -> Callable[..., Any]:
     """Return the step of one bucket; packed and out are int32, laid out by engine/layout.py.
 
     prefill(params, kv, rows, packed, mask_TW of prompts scored under masks)
-        -> (kv, hidden_RE, packed of the sample step, out or None, replayed)
+        -> (kv, hidden_RE, packed of the sample step, out or None, replayed, states_TE or None)
     sample(params, hidden_RE, rows, packed, mask_SW of a draw under masks) -> (rows, out)
     decode(params, state, packed) -> (state, out)
     decode without its draw(params, kv, rows, packed) -> as of a prefill
     draft(params, kv, rows, packed) -> (kv, out); rows stay as they are
     replay(params, kv, replayed, packed) -> kv
 
-    hidden_RE: final hidden states after which a token is drawn. kv, rows, state: of DeviceState;
-    rows without counts for plain buckets. What a step returns of them was donated to it. params:
-    the StepParams that `uses` names. A draft model computes all that the model computes, so that
-    each block of its pools is of the same tokens as the model's.
+    hidden_RE: final hidden states after which a token is drawn. states_TE: of all tokens. kv, rows,
+    state: of DeviceState; rows without counts for plain buckets. What a step returns of them was
+    donated to it. params: the StepParams that `uses` names. A draft model computes all that the
+    model computes, so that each block of its pools is of the same tokens as the model's.
 
     replayed: by group with states, what the tokens leave for a replay: rows with guesses write no
     state, until it is known which guesses are right. () where nothing guesses.
@@ -324,10 +324,12 @@ def _make_prefill(step: _Step) -> Callable[..., Any]:
         # What follows does not fuse into the last norm: a token's bits are those of a prefill that
         # scores its prompt.
         x_TE, out = jax.lax.optimization_barrier(x_TE), None
-        if isinstance(step.bucket, PrefillShape) and step.bucket.scores:
+        assert isinstance(step.bucket, PrefillShape)
+        if step.bucket.scores:
             out = step.pack(_score_prompt(step, params, x_TE, fields, row_T, slot_T, mask_TW))
         hidden_RE = jnp.take(x_TE, fields["logits_indices"], axis=0, mode="clip")
-        return kv, hidden_RE, fields["sample"], out, replayed
+        states_TE = x_TE if step.bucket.keeps_states else None
+        return kv, hidden_RE, fields["sample"], out, replayed, states_TE
 
     return prefill
 
@@ -396,7 +398,7 @@ def _make_forward(step: _Step) -> Callable[..., Any]:
         context_lens_S = jnp.where(last_S < 0, 0, context_lens_S)  # of a row that has stopped
         _, x_SE, kv, _ = step.advance(params, kv, *_one_each(fields, last_S, context_lens_S))
         hidden_RE = jnp.pad(jax.lax.optimization_barrier(x_SE), ((0, padding), (0, 0)))
-        return kv, hidden_RE, fields["sample"], None, ()
+        return kv, hidden_RE, fields["sample"], None, (), None
 
     return decode
 
@@ -579,20 +581,28 @@ def _score_prompt(
     slot_T: Array | None,
     mask_TW: Array | None,
 ) -> dict[str, Array]:
-    temperature_S, mode_S = _cast(fields["scoring"][:, 0], np.float32), fields["scoring"][:, 1]
+    """Return the scores after the tokens that `scored` names, in its order."""
+    shape = step.bucket
+    assert isinstance(shape, PrefillShape)
 
     def logits(x: tuple[Array, Array | None]) -> Array:
         x_tE, slot_t = x
         return step.logits(params, step.context(params, None, slot_t), x_tE)
 
+    take = functools.partial(jnp.take, indices=fields["scored"], axis=0, mode="clip")
+    row_T = take(row_T)
+    temperature_S, mode_S = _cast(fields["scoring"][:, 0], np.float32), fields["scoring"][:, 1]
     scored = token_logprobs(
         logits,
-        (x_TE, slot_T),
+        jax.tree.map(take, (x_TE, slot_T)),
         fields["targets"],
         jnp.take(temperature_S, row_T, mode="clip"),
         jnp.take(mode_S, row_T, mode="clip"),
-        mask_TW,
-        max_logprobs=step.to.config.max_logprobs,
+        None if mask_TW is None else take(mask_TW),
+        candidates_TX=fields["candidates"],
+        count=fields["num_scored"][0] if shape.skips else None,
+        max_logprobs=shape.top or step.to.config.max_logprobs,
+        with_entropy=shape.entropy,
         vocabulary=step.to.vocabulary,
         one_pass=step.to.choices.one_pass,
     )
@@ -601,6 +611,8 @@ def _score_prompt(
         "prompt_ranks": scored.rank_T,
         "prompt_top_ids": scored.top_ids_TK,
         "prompt_top_logprobs": scored.top_logprobs_TK,
+        "prompt_candidate_logprobs": scored.candidate_logprobs_TX,
+        "prompt_entropies": scored.entropy_T,
     }
 
 

@@ -43,6 +43,11 @@ class Transfers:
         self.ups += 1
         return array if self.with_calls else put(array, self._each)
 
+    def put_whole(self, array: np.ndarray) -> Sent:
+        """Up, one transfer, to each device the same."""
+        self.ups += 1
+        return array if self.with_calls else put(array, self.placement.replicated)
+
     def put_for(self, replica: int, part: np.ndarray, fill: int) -> Array:
         """Up, the int32 part of one replica and `fill` in the others'."""
         if (count := self.placement.replicas) > 1:

@@ -63,16 +63,18 @@ def check_ended(host: "Host", seq: Sequence) -> None:
         "stop" if want and want[-1] in seq.eos_ids | seq.stop_ids else "length"
     )
     if seq.sampling_params.prompt_logprobs is not None:
-        kv, scores = 0, []
+        kv, scores = 0, list[float]()
         for token, target in zip(
             seq.token_ids[: seq.prompt_len], seq.token_ids[1 : seq.prompt_len], strict=False
         ):
             kv = next_kv(kv, *adapted([token], version_of(seq)))
             scores.append(prompt_score(kv, target))
-        assert [None if top is None else top[0][1] for top in seq.prompt_logprobs] == [
-            None,
-            *scores,
-        ]
+        if seq.scored is not None and seq.scoring is not None:
+            first = seq.scoring.first
+            assert seq.scored.columns["prompt_logprobs"].tolist() == scores[first:]
+            assert seq.scored.count == len(scores) - first and seq.num_cached <= first
+            return
+        assert [top and top[0][1] for top in seq.prompt_logprobs] == [None, *scores]
         assert seq.num_cached == 0
 
 
@@ -183,7 +185,7 @@ class CheckedEngine(Engine):
         return scheduler
 
 
-OWN = ("eos_ids", "text", "structured", "score_only", "request_id", "index", "salt", "adapter")
+OWN = ("eos_ids", "text", "structured", "scoring", "request_id", "index", "salt", "adapter")
 OWN += ("origin",)
 
 

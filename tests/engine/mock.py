@@ -360,14 +360,21 @@ class MockRunner:
             own, seen = self._attend(tables, int(end), tokens)
             contexts[past - 1] = int(end), seen, last
             if "prompt_logprobs" in out:
-                scores = map(prompt_score, own, view["targets"][first:past].tolist())
-                out["prompt_logprobs"].view(np.float32)[first:past] = list(scores)
-                out["prompt_ranks"][first:past] = 1
-                out["prompt_top_ids"][first:past] = np.arange(self.config.max_logprobs)
-                out["prompt_top_logprobs"].view(np.float32)[first:past] = 0.25
+                self._score(view, out, int(first), own)
             chunks[past - 1] = (int(end) - len(tokens), int(end))
         self._states = None
         return contexts, chunks
+
+    def _score(self, view: Views, out: Views, first: int, own: list[int]) -> None:
+        """Score what is asked of a row whose tokens begin at place `first` and have this KV."""
+        scored = view["scored"][: view["num_scored"][0]]
+        rows = np.flatnonzero((scored >= first) & (scored < first + len(own)))
+        kv = [own[place - first] for place in scored[rows]]
+        scores = list(map(prompt_score, kv, view["targets"][rows].tolist()))
+        out["prompt_logprobs"].view(np.float32)[rows] = scores
+        out["prompt_ranks"][rows] = 1
+        out["prompt_top_ids"][rows] = np.arange(out["prompt_top_ids"].shape[1])
+        out["prompt_top_logprobs"].view(np.float32)[rows] = 0.25
 
     def _copy(self, copies: np.ndarray) -> None:
         for at, pairs in enumerate(copies.tolist()):

@@ -148,10 +148,10 @@ def hashed_before_written(patch: pytest.MonkeyPatch) -> None:
 
 
 def whole_prompt_cached(patch: pytest.MonkeyPatch) -> None:
-    def mutated(self: PrefixCache, seq: Sequence) -> Match:
+    def mutated(self: PrefixCache, seq: Sequence, most: int | None = None) -> Match:
         seq.token_ids.append(1)
         try:
-            return match(self, seq)
+            return match(self, seq, most)
         finally:
             seq.token_ids.pop()
 

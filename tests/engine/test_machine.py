@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 from jpaged.engine.adapters import AdapterVersion
 from jpaged.engine.engine import EngineState
 from jpaged.engine.origin import Origin
+from jpaged.engine.scoring import Scoring
 from jpaged.engine.sequence import Request, Status
 from jpaged.search.beam import BeamSearch
 from tests.engine.host import (
@@ -202,9 +203,15 @@ class HostMachine(RuleBasedStateMachine):
         if len(tokens) < 39:
             self.live.append(self.host.add(tokens, 6, **how).request)
 
-    @rule(length=st.integers(1, 20), root=st.integers(0, 1), adapter=ADAPTERS)
-    def score(self, length: int, root: int, adapter: AdapterVersion | None) -> None:
-        how: dict[str, Any] = {"prompt_logprobs": 0, "score_only": True, "adapter": adapter}
+    @rule(
+        length=st.integers(1, 20),
+        first=st.integers(0, 19),
+        root=st.integers(0, 1),
+        adapter=ADAPTERS,
+    )
+    def score(self, length: int, first: int, root: int, adapter: AdapterVersion | None) -> None:
+        scoring = Scoring(first=min(first, length - 1))
+        how: dict[str, Any] = {"prompt_logprobs": 0, "scoring": scoring, "adapter": adapter}
         self.live.append(self.host.add(ROOTS[root][:length], 1, **how).request)
 
     def stepped(self, count: int) -> None:
@@ -412,7 +419,7 @@ def test_a_row_that_stopped_on_the_device_in_a_mixed_step():
         num_drafts=0,
         method="ngram",
     )
-    machine.score(adapter=None, length=1, root=0)
+    machine.score(adapter=None, length=1, first=0, root=0)
     machine.add(
         adapter=None,
         eos_every=12,

@@ -374,12 +374,10 @@ def test_targets_are_the_tokens_that_follow():
     rows = scored, entry(0, 4, prompt=4, device_row=0)
     view = fields(pack(plan(*rows), CONFIG))
     assert view["tokens"].tolist()[:7] == [12, 13, 14, 10, 11, 12, 13]
-    assert view["targets"].tolist() == [13, 14, 15, 11, 12, 13, 0, 0]
-    assert view["scoring"][:, 0].view(np.float32).tolist()[:2] == [0.5, 1.0]
-    assert view["scoring"][:2, 1].tolist() == [
-        LOGPROBS_MODES.index("tempered"),
-        LOGPROBS_MODES.index("raw"),
-    ]
+    assert view["num_scored"].tolist() == [3] and view["scored"].tolist()[:3] == [0, 1, 2]
+    assert view["targets"].tolist() == [13, 14, 15, 0, 0, 0, 0, 0]
+    assert view["scoring"][:, 0].view(np.float32).tolist()[:2] == [0.5, 0.0]
+    assert view["scoring"][0, 1] == LOGPROBS_MODES.index("tempered")
 
 
 def test_counts_of_rows_just_admitted():

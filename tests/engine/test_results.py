@@ -8,7 +8,7 @@ import pytest
 from jpaged.engine.layout import output_sections
 from jpaged.engine.packing import Batch, unpack
 from jpaged.engine.shapes import DecodeShape, PrefillShape, Sampler, SampleShape, Shape
-from tests.engine.test_packing import CONFIG, entry, plan
+from tests.engine.test_packing import CONFIG, entry
 
 
 def filled(bucket: Shape, seed: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
@@ -97,13 +97,13 @@ def test_prompt_rows():
         entry(3, 3, prompt=5, generated=1, device_row=2, prompt_logprobs=0),
     )
     result = unpack(batch_of(bucket, None, 0), CONFIG, [packed], weight_version=1)[0]
-    of = plan(*rows)
-    assert result.prompt_rows(of, 1) == [
+    assert [list(row.scored) for row in rows] == [[], [2, 3], [3]]
+    assert result.prompt_rows(rows[1], 3) == [
         [(13, 3.0, 103), (0, 30.0, 1)],
         [(14, 4.0, 104), (0, 40.0, 1)],
     ]
-    assert result.prompt_rows(of, 2) == [
+    assert result.prompt_rows(rows[2], 5) == [
         [(14, 5.0, 105)]
     ]  # 3 tokens were computed, one has a prompt token after it
-    past = plan(entry(5, 1, prompt=5, generated=1, prompt_logprobs=0))
+    past = entry(5, 1, prompt=5, generated=1, prompt_logprobs=0)
     assert result.prompt_rows(past, 0) == []

@@ -10,6 +10,7 @@ from jpaged.engine.commit import commit
 from jpaged.engine.plan import Plan, StepResult
 from jpaged.engine.policy import MOST_IN_A_ROW, Policy
 from jpaged.engine.scheduler import Scheduler, schedule
+from jpaged.engine.scoring import Scoring
 from jpaged.engine.sequence import Request, Sequence, Status
 from jpaged.request.detokenizer import TextStream
 from jpaged.sampling_params import SamplingParams
@@ -259,10 +260,11 @@ def test_prompt_logprobs_take_no_hits(depth: int):
 
 def test_scoring_samples_nothing(depth: int):
     host = Host(depth)
-    seq = host.add(range(21), 5, prompt_logprobs=0, score_only=True)
+    seq = host.add(range(21), 5, prompt_logprobs=0, scoring=Scoring())
     other = host.add(range(21), 5)
     host.run()
-    assert generated(seq) == [] and len(seq.prompt_logprobs) == 21 and seq.finish_reason == "length"
+    assert seq.scored is not None and seq.scored.count == 20
+    assert generated(seq) == [] and seq.finish_reason == "length"
     assert generated(other) == expected(other)
     assert all(phase == "prefill" or len(rows) == 1 for phase, rows in host.runner.dispatched)
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import jpaged
+from tests.tiny import compiles
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -75,6 +76,25 @@ def test_grpo_learns(example: Any, tmp_path: Path, capsys: pytest.CaptureFixture
     assert rewards == [record["reward"] for record in history]
     assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.15
     assert "mean reward of the first" in capsys.readouterr().out
+
+
+@pytest.mark.own_steps
+@pytest.mark.train
+def test_distill(example: Any) -> None:
+    """The student comes nearer to its teacher on its own text; nothing compiles once warm."""
+    module, compiled = example("distill"), list[int]()
+    score = jpaged.score
+    with pytest.MonkeyPatch.context() as patch, compiles() as names:
+
+        def counted(*args: Any, **options: Any) -> Any:
+            compiled.append(len(names))
+            return score(*args, **options)
+
+        patch.setattr(jpaged, "score", counted)
+        history = module.distill(6)
+    # By the second score all of the first update has been compiled.
+    assert 0 < compiled[0] < compiled[1] == compiled[-1] == len(names)
+    assert len(history) == 6 and history[-1] < 0.8 * history[0]
 
 
 def test_best_of_n(example: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -342,10 +342,13 @@ def test_windows_free_memory() -> None:
 
     found = plan(model)
     assert found.weights == 23_532_068_352 and found.num_blocks == 2048
-    (local, most), (whole, unlimited) = found.pool.groups
-    assert (local, whole) == (40 * 64 * 8192, 8 * 64 * 8192) and unlimited is None
-    assert most is not None and most * 64 <= 1024 + 2048 + 3 * 64, "a window and a chunk"
-    assert found.pool.of(2048) == 2048 * whole + most * local < 9.01 * gib
+    local, whole = found.pool.groups
+    assert (local.nbytes, whole.nbytes) == (40 * 64 * 8192, 8 * 64 * 8192) and whole.most is None
+    assert local.most is not None
+    assert local.most * 64 <= 1024 + 2048 + 3 * 64, "a window and a chunk"
+    assert (
+        found.pool.of(2048) == 2048 * whole.nbytes + local.count(2048) * local.nbytes < 9.01 * gib
+    )
     full = dataclasses.replace(model, sliding_windows=(), local_rope_theta=None)
     assert plan(full).pool.of(2048) == 48 * gib
     # What a card of 80 GiB holds at once, of sequences of that length.

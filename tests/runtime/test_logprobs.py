@@ -12,6 +12,7 @@ from jpaged.runtime.logprobs import (
     RAW,
     SUM_TILE,
     TEMPERED,
+    TokenLogprobs,
     rank,
     tile_sums,
     token_logprobs,
@@ -49,6 +50,8 @@ def scored(
         targets_T,
         temperature_T,
         mode_T,
+        candidates_TX=(targets_T[:, None] + jnp.arange(2)[None]) % VOCAB,
+        with_entropy=True,
         max_logprobs=WIDTH,
         tile=TILE,
     )
@@ -71,6 +74,33 @@ def test_token_logprobs_are_those_of_the_dense_head() -> None:
             out.top_logprobs_TK[t], lp_TV[t, order_TV[t, :WIDTH]], atol=2e-5, rtol=1e-5
         )
     assert out.rank_T.shape == (TOKENS,) and out.top_ids_TK.shape == (TOKENS, WIDTH)
+    np.testing.assert_allclose(out.entropy_T, -(np.exp(lp_TV) * lp_TV).sum(axis=1), atol=1e-5)
+    others_TX = (targets_T[:, None] + np.arange(2)) % VOCAB
+    wanted_TX = np.take_along_axis(lp_TV, others_TX, axis=1)
+    np.testing.assert_allclose(out.candidate_logprobs_TX, wanted_TX, atol=2e-5, rtol=1e-5)
+
+
+def test_what_is_not_counted_is_not_computed() -> None:
+    """The first `count` tokens have the bits that they have among all; tiles beyond are zeros. A
+    list that is longer than the vocabulary ends in -inf.
+    """
+    x_TE, head_VE, *rest = map(jnp.asarray, inputs())
+
+    @jax.jit
+    def first(count: jax.Array | None) -> TokenLogprobs:
+        def logits(x: jax.Array) -> jax.Array:
+            return jnp.where(jnp.arange(VOCAB)[None] == 7, -jnp.inf, x @ head_VE.T)
+
+        options = {"max_logprobs": VOCAB + 2, "with_entropy": True, "tile": TILE}
+        return token_logprobs(logits, x_TE, *rest, count=count, **options)
+
+    whole, some = first(None), first(jnp.int32(TILE + 1))
+    for name, values in vars(some).items():
+        np.testing.assert_array_equal(values[: 2 * TILE], getattr(whole, name)[: 2 * TILE])
+        assert not np.any(values[2 * TILE :]), name
+    assert np.isfinite(whole.entropy_T).all()
+    assert (whole.top_ids_TK[:, VOCAB - 1] == 7).all()
+    assert np.isneginf(whole.top_logprobs_TK[:, VOCAB - 1 :]).all()
 
 
 def test_the_logits_are_never_whole() -> None:

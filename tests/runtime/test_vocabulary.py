@@ -121,6 +121,7 @@ def test_scores_are_those_of_one_device(vocab: int, devices: int) -> None:
     head_VE = rng.normal(size=(vocab, 16)).astype(np.float32)
     head_VE[200:204] = head_VE[100:104]  # equal tokens on two devices
     targets = rng.integers(0, vocab, ROWS).astype(np.int32)
+    targets = np.maximum(targets, 2)
     targets[:2] = 101, 201
     rest = (jnp.asarray(targets), jnp.ones(ROWS, jnp.float32), jnp.zeros(ROWS, jnp.int32))
 
@@ -129,6 +130,8 @@ def test_scores_are_those_of_one_device(vocab: int, devices: int) -> None:
             lambda x: vocabulary.masked(x @ head_VE.T),
             x_TE,
             *rest,
+            candidates_TX=rest[0][:, None] - jnp.arange(3)[None],
+            with_entropy=True,
             max_logprobs=WIDTH,
             tile=8,
             vocabulary=vocabulary,
@@ -143,6 +146,9 @@ def test_scores_are_those_of_one_device(vocab: int, devices: int) -> None:
     np.testing.assert_array_equal(found.top_ids_TK, wanted.top_ids_TK)
     np.testing.assert_allclose(found.logprob_T, wanted.logprob_T, atol=3e-6)
     np.testing.assert_allclose(found.top_logprobs_TK, wanted.top_logprobs_TK, atol=3e-6)
+    np.testing.assert_allclose(found.entropy_T, wanted.entropy_T, atol=3e-6)
+    candidates = found.candidate_logprobs_TX, wanted.candidate_logprobs_TX
+    np.testing.assert_allclose(*candidates, atol=3e-6)
 
 
 def test_counts_lie_in_shares() -> None:

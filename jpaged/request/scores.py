@@ -1,0 +1,143 @@
+"""What `score` is asked, and what it returns: arrays, row by row of the tokens that are scored."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from jpaged.checks import check_whole
+from jpaged.engine.scoring import WIDTHS, Scoring
+from jpaged.engine.sequence import Request
+from jpaged.errors import RequestError
+from jpaged.types import IntArrays, Structured
+
+MOST = WIDTHS[-1]  # likeliest tokens, and candidates, of a row
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scores:
+    """What a model says of the last R tokens of a sequence, each given the tokens before it.
+
+    Row r is of the token at `start` + r. logprobs: float32 [R], of the tokens themselves. greedy:
+    bool [R], whether the token is the most likely one. top_ids: int32 [R, top_k], the likeliest
+    tokens, the likeliest first and the lower id first of equal ones, and top_logprobs float32 [R,
+    top_k]. at_logprobs: float32 [R, K], of the candidates `at`. entropy: float32 [R], of each whole
+    distribution, in nats. What was not asked for is None. All are of log_softmax(logits /
+    temperature).
+    """
+
+    start: int
+    logprobs: np.ndarray
+    greedy: np.ndarray
+    top_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
+    at_logprobs: np.ndarray | None = None
+    entropy: np.ndarray | None = None
+
+
+# What `score` returns: the logprobs alone, with the greedy flags, or all that is known.
+ScoreResult = list[np.ndarray] | tuple[list[np.ndarray], list[np.ndarray]] | list[Scores]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScoreOptions:
+    """What a call of `score` asks beside its sequences: see jpaged.score."""
+
+    temperature: float = 1.0
+    return_greedy: bool = False
+    structured: Structured | None = None
+    prompt_lens: Sequence[int] | None = None
+    start: Sequence[int] | np.ndarray | None = None
+    top_k: int | None = None
+    at: IntArrays | None = None
+    entropy: bool = False
+
+    def returned(self, scores: list[Scores]) -> ScoreResult:
+        """Return scores in the form that a caller who asked for this gets."""
+        if self.wants_scores:
+            return scores
+        logprobs = [one.logprobs for one in scores]
+        return (logprobs, [one.greedy for one in scores]) if self.return_greedy else logprobs
+
+    @property
+    def wants_scores(self) -> bool:
+        """Whether it is Scores that are returned, and not the logprobs alone."""
+        return self.top_k is not None or self.at is not None or self.entropy
+
+    def scorings(self, lengths: Sequence[int], vocab_size: int) -> list[Scoring]:
+        """Return what is asked of each sequence of so many tokens. Raises RequestError."""
+        if self.temperature == 0:
+            raise RequestError(
+                "temperature=0: a greedy distribution has no log-probabilities; pass a positive one"
+            )
+        if not isinstance(self.entropy, bool):
+            raise RequestError(f"entropy={self.entropy!r}: must be True or False")
+        if self.wants_scores and self.return_greedy:
+            raise RequestError("return_greedy=True: with top_k, at or entropy, see Scores.greedy")
+        if self.top_k is not None:
+            check_whole("top_k", self.top_k, 1, min(MOST, vocab_size))
+        top_k, starts = int(self.top_k or 0), self._starts(lengths)
+        rows = [length - start for length, start in zip(lengths, starts, strict=True)]
+        return [
+            Scoring(first=start - 1, top_k=top_k, candidates=candidates, entropy=self.entropy)
+            for start, candidates in zip(starts, self._candidates(rows, vocab_size), strict=True)
+        ]
+
+    def _starts(self, lengths: Sequence[int]) -> list[int]:
+        """Return the first token of each sequence that is scored, which has one before it."""
+        if self.start is None:
+            return [1] * len(lengths)
+        starts = list(self.start) if isinstance(self.start, Sequence | np.ndarray) else None
+        if starts is None or len(starts) != len(lengths):
+            raise RequestError(
+                f"start={self.start!r}: must be a list of {len(lengths)}, one a sequence"
+            )
+        for i, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+            check_whole(f"start[{i}]", start, 0, length)
+        return [max(int(start), 1) for start in starts]
+
+    def _candidates(self, rows: list[int], vocab_size: int) -> list[np.ndarray] | list[None]:
+        if self.at is None:
+            return [None] * len(rows)
+        if len(self.at) != len(rows):
+            raise RequestError(f"at: {len(self.at)} arrays for {len(rows)} sequences: one each")
+        candidates: list[np.ndarray] = []
+        for i, (array, count) in enumerate(zip(self.at, rows, strict=True)):
+            ids = np.asarray(array)
+            if ids.ndim != 2 or ids.dtype.kind not in "iu" or len(ids) != count:
+                raise RequestError(
+                    f"at[{i}] of {ids.dtype}{list(ids.shape)}: must be integers [{count}, K], a "
+                    "row for each token that is scored"
+                )
+            if not 1 <= ids.shape[1] <= MOST:
+                raise RequestError(
+                    f"at[{i}] has {ids.shape[1]} candidates a row: must be 1 to {MOST}"
+                )
+            if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
+                wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
+                raise RequestError(
+                    f"at[{i}]: token id {wrong} is outside the vocabulary of {vocab_size}"
+                )
+            candidates.append(ids.astype(np.int32))
+        return candidates
+
+
+def scores_of(requests: Sequence[Request]) -> list[Scores]:
+    """Return the scores of each request, which has ended, or had nothing to score."""
+    return [_scores_of(request) for request in requests]
+
+
+def _scores_of(request: Request) -> Scores:
+    scored, asked = request.sequences[0].scored, request.sequences[0].scoring
+    assert scored is not None and asked is not None
+    columns = scored.columns
+    assert scored.count == len(columns["prompt_logprobs"]), "a chunk was not scored"
+    return Scores(
+        start=asked.first + 1,
+        logprobs=columns["prompt_logprobs"],
+        greedy=columns["prompt_ranks"] == 1,
+        top_ids=columns.get("prompt_top_ids"),
+        top_logprobs=columns.get("prompt_top_logprobs"),
+        at_logprobs=columns.get("prompt_candidate_logprobs"),
+        entropy=columns.get("prompt_entropies"),
+    )
