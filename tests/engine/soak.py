@@ -40,7 +40,10 @@ def main(argv: list[str] | None = None) -> int:
         deadline=None,
         database=None,
         phases=PHASES,
-        suppress_health_check=list(hypothesis.HealthCheck),
+        suppress_health_check=[
+            hypothesis.HealthCheck.too_slow,
+            hypothesis.HealthCheck.filter_too_much,
+        ],
     )
     while seen["engine steps"] < args.steps:
         machine = type(f"HostMachine{args.depth}", (HostMachine,), {"depth": args.depth})
