@@ -92,7 +92,7 @@ def write_head(folder: Path, params: Params, *, speculators: bool = False) -> Pa
     """Its files as the head's own project publishes them, or as speculators does."""
     config = params.config
     head = config.draft_head
-    assert head is not None
+    assert isinstance(head, HeadConfig)
     layer = params["layers"]["0"]
     qkv, G = np.asarray(layer["attention"]["qkv"]), config.group_size
     wide = qkv.shape[-1]
@@ -151,7 +151,7 @@ def write_head(folder: Path, params: Params, *, speculators: bool = False) -> Pa
 def dense_guesses(params: Params, guessing: Params, tokens: list[int], count: int) -> list[int]:
     """What a head guesses after these tokens, each the likeliest."""
     config, head = guessing.config, guessing.config.draft_head
-    assert head is not None
+    assert isinstance(head, HeadConfig)
     padded = np.zeros((1, params.config.max_position_embeddings), np.int32)
     padded[0, : len(tokens)] = tokens
     states = _states(params, padded, head.aux_layers)
@@ -204,7 +204,7 @@ def _layer(config: ModelConfig, layer: Any, embedded: np.ndarray, hidden: np.nda
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
     o = np.einsum("kgts,skd->tkgd", weights, v)
-    assert config.draft_head is not None
+    assert isinstance(config.draft_head, HeadConfig)
     x = normed if config.draft_head.norm_before_residual else hidden
     x = x + np.einsum("ekgd,tkgd->te", wide(layer["attention"]["out"]), o)
     gate, up = np.einsum(

@@ -14,11 +14,12 @@ from jpaged.engine.cache.block_manager import BlockManager
 from jpaged.engine.cache.content import Content
 from jpaged.engine.cache.kinds import CacheKind
 from jpaged.engine.cache.prefix_cache import Contents, Match, PrefixCache, chain_hash
+from jpaged.engine.commit import Committed
 from jpaged.engine.engine import EngineState
 from jpaged.engine.plan import Plan
 from jpaged.engine.queues import Queues
 from jpaged.engine.scheduler import PrefillPlanner
-from jpaged.engine.sequence import Request, Sequence, Status
+from jpaged.engine.sequence import Sequence, Status
 from jpaged.request.detokenizer import TextStream
 from jpaged.search.beam import BeamSearch
 from tests.engine.host import Host, Letters, check_ended
@@ -127,7 +128,7 @@ def surplus_hashed(patch: pytest.MonkeyPatch) -> None:
 def surplus_emitted(patch: pytest.MonkeyPatch) -> None:
     commit = engine.commit
 
-    def mutated(queues: Queues, plan: Plan, result: Any) -> list[Request]:
+    def mutated(queues: Queues, plan: Plan, result: Any) -> Committed:
         drawing = [entry for entry in plan.entries if entry.draws]
         for entry, tokens in zip(drawing, result.tokens, strict=True):
             if entry.seq.status is Status.FINISHED:

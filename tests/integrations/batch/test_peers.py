@@ -147,7 +147,7 @@ def test_processes_that_would_serve_different_models_end(tmp_path: Path) -> None
             process.kill()
             process.wait()
     assert "another process serves another model or other settings" in runs.log(0)
-    said = 'settings.kv_cache_dtype is null in the first, "int8" in this one'
+    said = 'settings.kv_cache_dtype is null in the first process, and "int8" in this one'
     assert said in runs.log(1) and not runs.answers()
 
 
