@@ -11,9 +11,11 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 import jpaged
 from jpaged import LLM, Params, RequestError, RequestOutput, SamplingParams, WeightSpan
+from tests.recurrent import HYBRID
 from tests.test_lora import make_lora
 from tests.tiny import ENGINE, assert_idle, config, make_params, make_prompts
 
@@ -175,6 +177,34 @@ def test_recompute_with(weights: list[Params], how: dict[str, Any]) -> None:
         want = llm.score([[*out.prompt_token_ids, *completion.token_ids]])[0]
         want = want[len(out.prompt_token_ids) - 1 :][new.start :]
         np.testing.assert_allclose(completion.token_logprobs[new.start :], want, atol=2e-3)
+    llm.close()
+
+
+@pytest.mark.middle
+@pytest.mark.parametrize(
+    ("axis", "settings"),
+    [("tp", {}), ("dp", {"data_parallel_size": 2})],
+)
+def test_states_on_two_devices(axis: str, settings: dict[str, Any]) -> None:
+    """Of a model with states, heads over two devices or sequences in two replicas: the states, too,
+    are the new weights' after `recompute`, and the old ones' after `keep`.
+    """
+    old, new = (make_params(seed, HYBRID) for seed in (0, 1))
+    mesh = Mesh(np.array(jax.devices()[:2]), (axis,))
+    llm = LLM(old, mesh=mesh, **SETTINGS | settings)
+    far = {}
+    for mode in ("recompute", "keep"):
+        worst = 0.0
+        for out in swapped(llm, old, new, mode, steps=8):
+            (completion,) = out.outputs
+            span = completion.weight_versions[-1]
+            assert span.version == llm.weight_version and span.start > 0
+            found = completion.token_logprobs[span.start :]
+            want = llm.score([[*out.prompt_token_ids, *completion.token_ids]])[0]
+            want = want[len(out.prompt_token_ids) - 1 :][span.start :]
+            worst = max(worst, float(np.abs(found - want).max()))
+        far[mode] = worst
+    assert far["recompute"] < 1e-3 < 0.01 < far["keep"]
     llm.close()
 
 
