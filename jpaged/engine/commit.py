@@ -145,7 +145,7 @@ def _take_scores(plan: Plan, result: StepResult) -> None:
             count = (seq.sampling_params.prompt_logprobs or 0) + 1
             tops = zip(scored, result.prompt_rows(entry, row), strict=True)
             known = len(seq.prompt_logprobs)  # the state at position p scores the token at p + 1
-            seq.prompt_logprobs += [top[:count] for p, top in tops if p + 1 >= known]
+            seq.prompt_logprobs.extend(top[:count] for p, top in tops if p + 1 >= known)
         elif seq.scored is not None and result.states is not None:
             read, (array, first) = seq.positions_read(entry.start, entry.end), result.states
             if read:
