@@ -293,8 +293,8 @@ def test_coerce(tmp_path: Path) -> None:
     [
         (
             {},
-            r"architecture 'None'.*; supported are Qwen3ForCausalLM, Qwen2ForCausalLM, "
-            r"LlamaForCausalLM, MistralForCausalLM, Mistral3ForConditionalGeneration, Gemma3",
+            r"architecture 'None'.*; supported are Ernie4_5ForCausalLM, .*MiniMaxM2ForCausalLM, "
+            r"Ministral3ForCausalLM, Mistral3ForConditionalGeneration, MistralForCausalLM, ",
         ),
         (hf("gpt2"), "architecture 'gpt2'"),
         (

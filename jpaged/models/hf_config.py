@@ -28,7 +28,7 @@ def read_hf(raw: Mapping[str, Any]) -> dict[str, Any]:
     architecture = named[0] if isinstance(named, list | tuple) else named
     if family is None or architecture != family.architecture:
         named = [(f.architecture, *(f.text_of or ())[1:]) for f in FAMILIES.values()]
-        built = ", ".join(name for names in named for name in names)
+        built = ", ".join(sorted({name for names in named for name in names}))
         asked = f"architecture {architecture!r} (model_type {model_type!r})"
         raise ConfigError(f"{asked} is not supported; supported are {built}")
     format_of(raw)
