@@ -251,6 +251,7 @@ def interrupt(
     if (
         where == "between dispatch and rebinding"
     ):  # the step has consumed the pool; its result is never bound
+        patch.setattr(runner, "_ready", {})  # of the steps that the table has now
         table = runner.compiled._steps
         for bucket, step in [item for item in table.items() if item[0].phase != "sample"]:
             patch.setitem(table, bucket, lambda *a, step=step: then_raise(step, *a, first=False))
