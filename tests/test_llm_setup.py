@@ -210,8 +210,8 @@ def test_update_params(folder: Path) -> None:
         RequestError, match=r"1 requests are unfinished: finish them, or pass mode='abort'"
     ):
         llm.update_params(new)
-    with pytest.raises(RequestError, match=r"mode='wait'"):
-        llm.update_params(new, mode="wait")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(RequestError, match=r"mode='now'"):
+        llm.update_params(new, mode="now")  # pyright: ignore[reportArgumentType]
     llm.update_params(new, mode="abort")
     (aborted,) = llm.step()
     assert aborted.request_id == request and aborted.outputs[0].finish_reason == "abort"
