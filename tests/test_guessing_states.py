@@ -53,7 +53,7 @@ WAYS: list[dict[str, Any]] = [
     {"temperature": 0.7, "n": 2, "seed": 2},
     {"seed": 3},
 ]
-ASKED = [SamplingParams(max_tokens=24, ignore_eos=True, **how) for how in WAYS]
+ASKED = [SamplingParams(max_tokens=24, ignore_eos=True, **way) for way in WAYS]
 
 
 class Foretold:

@@ -141,7 +141,7 @@ def test_a_hit_at_every_block() -> None:
 
 
 def test_states_that_are_kept_have_a_budget() -> None:
-    """So many as num_states, of which stats says what they take; what was kept and no longer is
+    """There are as many as num_states, and stats says what they take; what is no longer kept
     counts as a miss, and those least recently used go first.
     """
     llm = llm_of(**WAYS["few states"])

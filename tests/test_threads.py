@@ -179,17 +179,17 @@ def test_calls_by_the_same_arrays_join_and_others_take_turns(weights: list[Param
     together, together_by = 0, set[int]()
     run = Session.run
 
-    def counted(self: Any, jobs: Any, **how: Any) -> Any:
+    def counted(self: Any, jobs: Any, **options: Any) -> Any:
         nonlocal together
         if not jobs:
-            return run(self, jobs, **how)
+            return run(self, jobs, **options)
         running.append(id(self.served.params["embed"]["weight"]))
         assert len(set(running)) == 1, "two weights at once"
         if len(running) > 1:
             together += 1
             together_by.add(running[0])
         try:
-            return run(self, jobs, **how)
+            return run(self, jobs, **options)
         finally:
             running.pop()
 

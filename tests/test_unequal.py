@@ -150,9 +150,7 @@ def test_groups() -> None:
 
 
 def test_pools_hold_values_at_their_width() -> None:
-    """Of a block in bytes, with scales in 8 bits: K keys and K values of a token, each as wide as
-    it is.
-    """
+    """A block in 8 bits has K keys and K values of a token, each as wide as it is, and scales."""
     settings = CROWDED.resolve(MODEL)
     for kv_dtype, size, of_scales in ((None, 4, 0), ("int8", 1, 4)):
         config = dataclasses.replace(settings, kv_cache_dtype=kv_dtype)

@@ -235,8 +235,8 @@ def test_steps_compiled_for_a_card_that_is_not_here(
 
 
 def test_a_line_a_model_and_a_card() -> None:
-    """Of those whose layers differ: the fewest cards that hold it, rows as far as there are states,
-    and blocks by group.
+    """A model whose layers differ has the fewest cards that hold it, rows as far as there are
+    states, and blocks by group.
     """
     args = memory_table.parse_args(["--cards", "h200"])
     _, hybrid, gemma = (

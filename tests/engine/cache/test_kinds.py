@@ -138,8 +138,8 @@ def test_a_long_prompt_needs_two_states(depth: int, windows: Any):
 
 
 def test_replays_end_with_blocks():
-    """Of tokens 5 to 12, in blocks of 4: the rest of the second one, the third, the first of the
-    fourth. Of keys and values nothing is written again.
+    """Tokens 5 to 12, in blocks of 4, are the rest of the second one, the third, and the first of
+    the fourth. Of keys and values nothing is written again.
     """
     blocks = BlockManager([GroupSize(8), STATE], 4)
     keys, states = array("i", [0, 1, 2, 3]), array("i", [GONE, 6, 7, 4])
