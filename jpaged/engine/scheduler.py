@@ -91,9 +91,9 @@ class Scheduler:
 
     def trim(self) -> None:
         """Give back the blocks that the windows of the last plan's sequences have left."""
+        self._planned = [seq for seq in self._planned if seq.status is Status.RUNNING]
         for seq in self._planned:
-            if seq.status is Status.RUNNING:
-                self.blocks.trim(seq)
+            self.blocks.trim(seq)
 
     def plan(self, phase: Phase, entries: list[PlanEntry]) -> Plan:
         """Make the plan of these entries, with what must be moved before it."""

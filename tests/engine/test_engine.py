@@ -2,7 +2,9 @@
 snapshots.
 """
 
+import gc
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -340,3 +342,13 @@ def test_a_restore_that_fails_has_gone_back_all_the_same(depth: int):
         host.engine.restore(state)
     assert host.blocks.num_used == 0 and list(host.engine.requests) == list(want)
     assert outcome(host) == want
+
+
+def test_an_idle_engine_holds_no_sequence() -> None:
+    """Also where windows have blocks of the last plan given back."""
+    host = Host(depth=2, windows=(None, 8))
+    held = [weakref.ref(host.add(range(1, 20))) for _ in range(3)]
+    host.run()
+    host.step()
+    gc.collect()
+    assert [ref() for ref in held] == [None] * 3
