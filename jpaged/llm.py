@@ -3,8 +3,7 @@
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as List
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from queue import SimpleQueue
@@ -147,7 +146,7 @@ class LLM:
         return self._as_completed(jobs, on_error)
 
     def _as_completed(
-        self, jobs: List[Request | RequestOutput], on_error: OnError
+        self, jobs: Sequence[Request | RequestOutput], on_error: OnError
     ) -> Iterator[RequestOutput]:
         thread, answers = self.engine_thread(), [Answer(raises=on_error == "raise") for _ in jobs]
         index_of = {answer.future: index for index, answer in enumerate(answers)}
@@ -207,7 +206,7 @@ class LLM:
 
     def chat(
         self,
-        messages: Messages | List[Messages],
+        messages: Messages | Sequence[Messages],
         sampling_params: SamplingParamsLike = None,
         *,
         chat_template_kwargs: Mapping[str, object] | None = None,
@@ -255,8 +254,8 @@ class LLM:
         temperature: float = 1.0,
         return_greedy: bool = False,
         structured: Structured | None = None,
-        prompt_lens: List[int] | None = None,
-        start: List[int] | np.ndarray | None = None,
+        prompt_lens: Sequence[int] | None = None,
+        start: Sequence[int] | np.ndarray | None = None,
         top_k: None = None,
         at: None = None,
         entropy: Literal[False] = False,
@@ -270,8 +269,8 @@ class LLM:
         temperature: float = 1.0,
         return_greedy: bool = False,
         structured: Structured | None = None,
-        prompt_lens: List[int] | None = None,
-        start: List[int] | np.ndarray | None = None,
+        prompt_lens: Sequence[int] | None = None,
+        start: Sequence[int] | np.ndarray | None = None,
         top_k: int | None = None,
         at: IntArrays | None = None,
         entropy: bool = False,
@@ -284,8 +283,8 @@ class LLM:
         temperature: float = 1.0,
         return_greedy: bool = False,
         structured: Structured | None = None,
-        prompt_lens: List[int] | None = None,
-        start: List[int] | np.ndarray | None = None,
+        prompt_lens: Sequence[int] | None = None,
+        start: Sequence[int] | np.ndarray | None = None,
         top_k: int | None = None,
         at: IntArrays | None = None,
         entropy: bool = False,

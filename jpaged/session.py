@@ -10,8 +10,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as List
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, Protocol
 
 import jax
@@ -427,7 +426,7 @@ class Session:
                 jobs.append(self._refused(i, prompt, e, on_error))
         return jobs
 
-    def _fitting(self, jobs: List[Job], on_error: OnError) -> list[Job]:
+    def _fitting(self, jobs: Sequence[Job], on_error: OnError) -> list[Job]:
         """Have room for these requests at full length, where the pool grows; those whose prompts
         the whole pool cannot hold fail.
         """
@@ -455,7 +454,7 @@ class Session:
         prompt: object,
         error: RequestError,
         on_error: OnError,
-        token_ids: List[int] = (),
+        token_ids: Sequence[int] = (),
     ) -> RequestOutput:
         """Return the output of a request that cannot run, or raise its error."""
         if on_error == "return":
@@ -484,7 +483,7 @@ class Session:
         return outputs
 
     def run(
-        self, jobs: List[Job], *, waiter: Draining | None = None, use_tqdm: bool = False
+        self, jobs: Sequence[Job], *, waiter: Draining | None = None, use_tqdm: bool = False
     ) -> None:
         """Wait until these requests, whose prompts fit the pool, have ended, and step meanwhile
         unless another thread does; on any exception none of them is left behind. Jobs that are

@@ -14,7 +14,6 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Iterator
-from collections.abc import Sequence as List
 from typing import NamedTuple
 
 from jpaged.config import EngineConfig
@@ -52,7 +51,7 @@ class Read(NamedTuple):
     """Blocks of one replica on their way to its store. handle: see Device.read_blocks."""
 
     replica: int
-    moves: List[Move]
+    moves: tuple[Move, ...]
     handle: BlocksHandle
 
 
@@ -62,12 +61,12 @@ class Dispatched:
     its masks, None where nothing waits. reads: of blocks that left the pools before it.
     """
 
-    plans: List[Plan]
+    plans: list[Plan]
     whole: Plan
     handle: StepHandle
     started: float
     rows: int | None
-    reads: List[Read]
+    reads: list[Read]
 
 
 class Engine:
@@ -325,7 +324,7 @@ class Engine:
         batches = [pack(plan, self.config, buckets) for plan in plans]
         return joined(plans), join(batches, self.config)
 
-    def _start_moves(self, plans: List[Plan]) -> list[Read]:
+    def _start_moves(self, plans: list[Plan]) -> list[Read]:
         """Move the blocks that these plans need, before their step is dispatched. Returns the reads
         that are under way.
         """
@@ -342,12 +341,12 @@ class Engine:
                 self.stats.swap_in_bytes += self._bytes_of(block_ids)
         return reads
 
-    def _start_read(self, replica: int, moves: List[Move]) -> Read:
+    def _start_read(self, replica: int, moves: tuple[Move, ...]) -> Read:
         _, block_ids = self._by_group(moves)
         self.stats.swap_out_bytes += self._bytes_of(block_ids)
         return Read(replica, moves, self.runner.read_blocks(block_ids, replica))
 
-    def _finish_reads(self, reads: List[Read]) -> None:
+    def _finish_reads(self, reads: list[Read]) -> None:
         """Put blocks that were read into their slots. They have arrived with the step after
         them.
         """
@@ -363,7 +362,7 @@ class Engine:
         assert traffic is not None, "blocks are moved without a store"
         return traffic.store
 
-    def _by_group(self, moves: List[Move]) -> tuple[list[list[Slot]], list[list[int]]]:
+    def _by_group(self, moves: tuple[Move, ...]) -> tuple[list[list[Slot]], list[list[int]]]:
         """Return the slots and the block ids of moves, a list a group."""
         slots: list[list[Slot]] = [[] for _ in self.runner.kv_groups]
         block_ids: list[list[int]] = [[] for _ in self.runner.kv_groups]
@@ -461,7 +460,7 @@ class Engine:
         )
 
 
-def _rounds(replays: List[List[List[Replay]]]) -> list[list[list[Replay]]]:
+def _rounds(replays: list[list[list[Replay]]]) -> list[list[list[Replay]]]:
     """Return the first replay of each row, then the second ones, and so on: a list for each
     replica.
     """
@@ -512,7 +511,7 @@ class InFlight:
         waits = bool([step for step in self.steps if step.rows is not None])
         return len(self.steps) >= (min(self.depth, 2) if waits else self.depth)
 
-    def draw_oldest(self, replicas: List[Scheduler]) -> None:
+    def draw_oldest(self, replicas: tuple[Scheduler, ...]) -> None:
         """Start the draw of the oldest, if it waits for masks: all that came before it is
         committed, and the model runs meanwhile. replicas: of each of its plans.
         """

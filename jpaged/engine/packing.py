@@ -7,7 +7,6 @@ Floats and uint32 travel as their bits. numpy ends here; jax begins at the runne
 import dataclasses
 import math
 from collections.abc import Iterable
-from collections.abc import Sequence as List
 from typing import Any
 
 import numpy as np
@@ -138,7 +137,7 @@ def pack(plan: Plan, config: EngineConfig, buckets: StepShapes | None = None) ->
     )
 
 
-def join(parts: List[Batch], config: EngineConfig) -> Batch:
+def join(parts: list[Batch], config: EngineConfig) -> Batch:
     """Return one step of several replicas, whose batches are of the same buckets: their buffers one
     after the other.
     """
@@ -165,7 +164,7 @@ def join(parts: List[Batch], config: EngineConfig) -> Batch:
 
 
 def pack_replays(
-    replays: List[List[Replay]], shape: ReplayShape, config: EngineConfig
+    replays: list[list[Replay]], shape: ReplayShape, config: EngineConfig
 ) -> np.ndarray:
     """Lay out a round of replays, a list for each replica. Padding has no tokens and no blocks."""
     parts = list[np.ndarray]()
@@ -227,7 +226,7 @@ def _from_rows(rows: list[bytes], width: int) -> np.ndarray:
 
 
 def unpack(
-    batch: Batch, config: EngineConfig, packed: List[np.ndarray], *, weight_version: int
+    batch: Batch, config: EngineConfig, packed: list[np.ndarray], *, weight_version: int
 ) -> list[StepResult]:
     """Return the result of each replica from the output buffers of a step.
 

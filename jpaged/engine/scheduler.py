@@ -7,7 +7,6 @@ once. Rows that wait for the host are left out until their request has steered t
 
 from collections import Counter
 from collections.abc import Mapping
-from collections.abc import Sequence as List
 
 from jpaged.engine import integrity
 from jpaged.engine.cache.block_manager import BlockManager
@@ -183,7 +182,7 @@ class Scheduler:
         return True
 
 
-def schedule(replicas: List[Scheduler]) -> list[Plan]:
+def schedule(replicas: tuple[Scheduler, ...]) -> list[Plan]:
     """Plan the next step: a plan for each replica, all of one phase, with their blocks allocated.
     A replica that has nothing to do in it gets a plan without entries. Returns [] when nothing can
     be dispatched before the next commit.
@@ -206,7 +205,7 @@ def schedule(replicas: List[Scheduler]) -> list[Plan]:
     return []
 
 
-def schedule_drafts(replicas: List[Scheduler], drafter: Drafter) -> list[Plan]:
+def schedule_drafts(replicas: tuple[Scheduler, ...], drafter: Drafter) -> list[Plan]:
     """Plan what a draft model guesses before the next step, while nothing is in flight. Returns []
     where nothing is worth it.
     """
@@ -222,7 +221,7 @@ def schedule_drafts(replicas: List[Scheduler], drafter: Drafter) -> list[Plan]:
     return plans if any(plan.entries for plan in plans) else []
 
 
-def should_wait_for_tokens(replicas: List[Scheduler]) -> bool:
+def should_wait_for_tokens(replicas: tuple[Scheduler, ...]) -> bool:
     """Return whether steps in flight should be committed before the next plan: whether drafts would
     pay now, where all rows do nothing but decode. The drafter learns meanwhile how good they are.
     """
@@ -233,7 +232,7 @@ def should_wait_for_tokens(replicas: List[Scheduler]) -> bool:
     return bool(drafter.chosen(*rows))
 
 
-def _prefill(replicas: List[Scheduler]) -> tuple[Phase, list[list[PlanEntry]]]:
+def _prefill(replicas: tuple[Scheduler, ...]) -> tuple[Phase, list[list[PlanEntry]]]:
     """Plan chunks of prompts on each replica, and beside them a token of each row that may join."""
     rows = [r.decoding_rows() if r.can_join and r.wants_decode else [] for r in replicas]
     chunks = [r.plan_chunks(len(seqs)) for r, seqs in zip(replicas, rows, strict=True)]
@@ -243,7 +242,7 @@ def _prefill(replicas: List[Scheduler]) -> tuple[Phase, list[list[PlanEntry]]]:
     return "prefill", [[*decode_entries(r.blocks, seqs, 1), *more] for r, seqs, more in planned]
 
 
-def _decode(replicas: List[Scheduler]) -> tuple[Phase, list[list[PlanEntry]]]:
+def _decode(replicas: tuple[Scheduler, ...]) -> tuple[Phase, list[list[PlanEntry]]]:
     """Plan the next tokens of each row that decodes. Where enough tokens are certain, or are worth
     guessing, rows have runs of them, which a prefill computes.
     """

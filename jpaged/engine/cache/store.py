@@ -9,7 +9,6 @@ step that reads it. Prefixes that were evicted and sequences that were preempted
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from collections.abc import Sequence as List
 from typing import NamedTuple, Protocol
 
 from jpaged.engine.cache.content import Content
@@ -84,7 +83,7 @@ class HostStore:
     is about to load may outlive their slots for one step, uncounted.
     """
 
-    def __init__(self, num_bytes: int, block_bytes: List[int]):
+    def __init__(self, num_bytes: int, block_bytes: Iterable[int]):
         self.num_bytes = num_bytes
         self.used_bytes = 0
         self._block_bytes = tuple(block_bytes)
