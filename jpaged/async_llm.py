@@ -11,11 +11,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jpaged.config import EngineConfig
+from jpaged.config import EngineConfig, EngineFields
 from jpaged.engine.keys import fold_in
 from jpaged.engine.origin import Origin
 from jpaged.engine.types import Report
-from jpaged.engine_fields import EngineFields
 from jpaged.engine_thread import Coming, Delivery, Inbox
 from jpaged.errors import ConfigError
 from jpaged.llm import LLM

@@ -16,11 +16,10 @@ from jax.sharding import Mesh
 from jpaged.checkpoint.kept_tokenizer import whole
 from jpaged.checkpoint.load import read_params
 from jpaged.combinations import Facts, check_combination
-from jpaged.config import EngineConfig
+from jpaged.config import EngineConfig, EngineFields, check_fields
 from jpaged.engine.keys import fold_in
 from jpaged.engine.sequence import Request
 from jpaged.engine.types import Report
-from jpaged.engine_fields import EngineFields, check_fields
 from jpaged.engine_thread import Answer, EngineThread
 from jpaged.errors import RequestError
 from jpaged.models.params import Params

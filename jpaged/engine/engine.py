@@ -20,7 +20,7 @@ from jpaged.config import EngineConfig
 from jpaged.engine.cache.block_manager import BlockManager
 from jpaged.engine.cache.kinds import Replay
 from jpaged.engine.cache.prefix_cache import Contents
-from jpaged.engine.cache.store import BlockStore, HostStore, Move, Slot
+from jpaged.engine.cache.store import BlockStore, Move, Slot, make_stores
 from jpaged.engine.commit import commit
 from jpaged.engine.device import Device
 from jpaged.engine.drafting import Drafter, ModelDrafter, drafter_of
@@ -426,18 +426,14 @@ class Engine:
         """Return schedulers with nothing in them, which know the same contents and share a store
         where the device lets them.
         """
-        config, sizes = self.config, self.runner.kv_groups
+        config, runner = self.config, self.runner
         dtype = config.kv_cache_dtype or config.dtype
         contents = Contents(f"{dtype} in blocks of {config.block_size}")
-        stores: list[HostStore | None] = [None] * count
-        if config.swap_space_gib:
-            num_stores = 1 if self.runner.shares_blocks else count
-            num_bytes = int(config.swap_space_gib * 2**30 / num_stores)
-            made = [HostStore(num_bytes, [s.block_bytes for s in sizes]) for _ in range(num_stores)]
-            stores = [made[i % num_stores] for i in range(count)]
-        return tuple(self._new_replica(contents, store) for store in stores)
+        num_stores = 1 if runner.shares_blocks else count
+        stores = make_stores(config, num_stores, [size.block_bytes for size in runner.kv_groups])
+        return tuple(self._new_replica(contents, stores[i % num_stores]) for i in range(count))
 
-    def _new_replica(self, contents: Contents, store: HostStore | None) -> Scheduler:
+    def _new_replica(self, contents: Contents, store: BlockStore | None) -> Scheduler:
         config = self.config
         blocks = BlockManager(
             self.runner.kv_groups,

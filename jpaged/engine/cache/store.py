@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Protocol
 
+from jpaged.config import EngineConfig
 from jpaged.engine.cache.content import Content
 from jpaged.engine.types import BlockData
 
@@ -154,6 +155,18 @@ class HostStore:
     def _drop(self, content: Content) -> None:
         slots = self._slots.pop(content)
         self.used_bytes -= sum(self._block_bytes[group] for group in slots)
+
+
+def make_stores(
+    config: EngineConfig, count: int, block_bytes: list[int]
+) -> list[BlockStore | None]:
+    """Return so many stores, which share the memory that the config has for them; None in place of
+    each where it has none. block_bytes: of a block of each group.
+    """
+    if not config.swap_space_gib:
+        return [None] * count
+    num_bytes = int(config.swap_space_gib * 2**30 / count)
+    return [HostStore(num_bytes, block_bytes) for _ in range(count)]
 
 
 class Traffic:
