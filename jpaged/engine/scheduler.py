@@ -299,7 +299,9 @@ class PrefillPlanner:
             return True
         if seq.adapter is not None and not self.queues.adapters.has_room(seq.adapter):
             return False
-        match = self._match(seq)
+        # What is scored must be computed, so such a request hits no further than where that begins,
+        # or than its prompt had been scored when it was preempted.
+        match = self.blocks.cache.match(seq, most=seq.next_read)
         # A block in hand for every row that runs: an admission that forces a preemption at once is
         # wasted work.
         reserve = len(self.queues.running)
@@ -318,11 +320,6 @@ class PrefillPlanner:
         self._add_chunk(seq, match.num_known * self.blocks.block_size)
         return True
 
-    def _match(self, seq: Sequence) -> Match:
-        # What is scored must be computed, so such a request hits no further than where that begins,
-        # or than its prompt had been scored when it was preempted.
-        return self.blocks.cache.match(seq, most=seq.next_read)
-
     def _leader(self, seq: Sequence, match: Match) -> Chunk | None:
         """Return the chunk of this plan that ends the very same tokens, if this sequence is to run
         as a fork of that one.
@@ -335,7 +332,7 @@ class PrefillPlanner:
             return None
         if seq.scoring is not None:  # it draws nothing
             return None
-        leader = self._last_chunks.get(_content(seq))
+        leader = self._last_chunks.get(seq.block_bytes(0, len(seq)))
         if leader is None or leader[0].seq.request is seq.request:
             return leader
         rest = len(seq) - match.num_blocks * self.blocks.block_size
@@ -362,12 +359,7 @@ class PrefillPlanner:
         self.chunks.append(chunk)
         self.budget -= end - start
         if is_last:
-            self._last_chunks[_content(seq)] = chunk
-
-
-def _content(seq: Sequence) -> bytes:
-    """Return all that a sequence is of, as one block."""
-    return seq.block_bytes(0, len(seq))
+            self._last_chunks[seq.block_bytes(0, len(seq))] = chunk
 
 
 def decode_entries(blocks: BlockManager, rows: list[Sequence], most: int) -> list[PlanEntry]:
