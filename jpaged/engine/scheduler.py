@@ -326,7 +326,7 @@ class PrefillPlanner:
 
         A fork computes nothing. It shares the open block too, which is copied when written: samples
         of one request are always forks; other requests are where the cached blocks leave more than
-        the one token to compute.
+        the one token to compute, and the leader began under the weights of now.
         """
         if not self._last_chunks or seq.sampling_params.prompt_logprobs is not None:
             return None
@@ -335,8 +335,10 @@ class PrefillPlanner:
         leader = self._last_chunks.get(seq.block_bytes(0, len(seq)))
         if leader is None or leader[0].seq.request is seq.request:
             return leader
+        cache = self.blocks.cache
         rest = len(seq) - match.num_blocks * self.blocks.block_size
-        return leader if self.blocks.cache.is_on and rest > 1 else None
+        may_share = cache.is_on and not cache.is_stale(leader[0].seq)
+        return leader if may_share and rest > 1 else None
 
     def _add_chunk(self, seq: Sequence, parting: int = 0) -> None:
         """Plan the next chunk of a prompt; none while a group with a window lacks blocks for it.
