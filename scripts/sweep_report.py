@@ -159,7 +159,7 @@ def one_line(row: Row, names: Iterable[str]) -> str:
 
 
 def table(rows: list[Row]) -> str:
-    """Return the rows as text for a person, in 120 columns, with a block of lines for each engine."""
+    """Return the rows as text for a person, in 120 columns: a block of lines for each engine."""
     if not rows:
         return "no rows"
     cells = []
