@@ -344,12 +344,13 @@ class Session:
             self._fitting(requests, "raise")
             self.run(requests)
             states: list[jax.Array] = []
-            for request in requests:
-                scored = request.sequences[0].scored
-                assert scored is not None
-                length = request.sequences[0].prompt_len if max_len is None else int(max_len)
-                states.append(self.runner.join_states(scored.states, length))
-                scored.states.clear()  # a step's states go with the last sequence that it read
+            with self.at_rest():  # over several devices, programs must start in one order
+                for request in requests:
+                    scored = request.sequences[0].scored
+                    assert scored is not None
+                    length = request.sequences[0].prompt_len if max_len is None else int(max_len)
+                    states.append(self.runner.join_states(scored.states, length))
+                    scored.states.clear()  # a step's states go with the last sequence it read
         return states
 
     def _sequences(self, token_lists: PromptsLike, lora: PyTree) -> list[Prompt]:
