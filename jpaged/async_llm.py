@@ -2,8 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping
-from collections.abc import Sequence as List
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Self, Unpack
@@ -12,11 +11,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jpaged.config import EngineConfig
+from jpaged.config import EngineConfig, EngineFields
 from jpaged.engine.keys import fold_in
 from jpaged.engine.origin import Origin
 from jpaged.engine.types import Report
-from jpaged.engine_fields import EngineFields
 from jpaged.engine_thread import Coming, Delivery, Inbox
 from jpaged.errors import ConfigError
 from jpaged.llm import LLM
@@ -112,7 +110,7 @@ class AsyncLLM:
     @contextlib.asynccontextmanager
     async def run(
         self,
-        prompts: List[PromptLike],
+        prompts: Sequence[PromptLike],
         sampling_params: SamplingParamsLike,
         *,
         streaming: bool = False,
@@ -198,8 +196,8 @@ class AsyncLLM:
         temperature: float = 1.0,
         return_greedy: bool = False,
         structured: Structured | None = None,
-        prompt_lens: List[int] | None = None,
-        start: List[int] | np.ndarray | None = None,
+        prompt_lens: Sequence[int] | None = None,
+        start: Sequence[int] | np.ndarray | None = None,
         top_k: int | None = None,
         at: IntArrays | None = None,
         entropy: bool = False,

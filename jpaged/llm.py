@@ -3,8 +3,7 @@
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as List
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from queue import SimpleQueue
@@ -17,11 +16,10 @@ from jax.sharding import Mesh
 from jpaged.checkpoint.kept_tokenizer import whole
 from jpaged.checkpoint.load import read_params
 from jpaged.combinations import Facts, check_combination
-from jpaged.config import EngineConfig
+from jpaged.config import EngineConfig, EngineFields, check_fields
 from jpaged.engine.keys import fold_in
 from jpaged.engine.sequence import Request
 from jpaged.engine.types import Report
-from jpaged.engine_fields import EngineFields, check_fields
 from jpaged.engine_thread import Answer, EngineThread
 from jpaged.errors import RequestError
 from jpaged.models.params import Params
@@ -147,7 +145,7 @@ class LLM:
         return self._as_completed(jobs, on_error)
 
     def _as_completed(
-        self, jobs: List[Request | RequestOutput], on_error: OnError
+        self, jobs: Sequence[Request | RequestOutput], on_error: OnError
     ) -> Iterator[RequestOutput]:
         thread, answers = self.engine_thread(), [Answer(raises=on_error == "raise") for _ in jobs]
         index_of = {answer.future: index for index, answer in enumerate(answers)}
@@ -207,7 +205,7 @@ class LLM:
 
     def chat(
         self,
-        messages: Messages | List[Messages],
+        messages: Messages | Sequence[Messages],
         sampling_params: SamplingParamsLike = None,
         *,
         chat_template_kwargs: Mapping[str, object] | None = None,
@@ -255,8 +253,8 @@ class LLM:
         temperature: float = 1.0,
         return_greedy: bool = False,
         structured: Structured | None = None,
-        prompt_lens: List[int] | None = None,
-        start: List[int] | np.ndarray | None = None,
+        prompt_lens: Sequence[int] | None = None,
+        start: Sequence[int] | np.ndarray | None = None,
         top_k: None = None,
         at: None = None,
         entropy: Literal[False] = False,
@@ -270,8 +268,8 @@ class LLM:
         temperature: float = 1.0,
         return_greedy: bool = False,
         structured: Structured | None = None,
-        prompt_lens: List[int] | None = None,
-        start: List[int] | np.ndarray | None = None,
+        prompt_lens: Sequence[int] | None = None,
+        start: Sequence[int] | np.ndarray | None = None,
         top_k: int | None = None,
         at: IntArrays | None = None,
         entropy: bool = False,
@@ -284,8 +282,8 @@ class LLM:
         temperature: float = 1.0,
         return_greedy: bool = False,
         structured: Structured | None = None,
-        prompt_lens: List[int] | None = None,
-        start: List[int] | np.ndarray | None = None,
+        prompt_lens: Sequence[int] | None = None,
+        start: Sequence[int] | np.ndarray | None = None,
         top_k: int | None = None,
         at: IntArrays | None = None,
         entropy: bool = False,

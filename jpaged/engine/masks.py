@@ -5,7 +5,7 @@ before it is committed, the draw under the masks that follow from it.
 """
 
 import itertools
-from collections.abc import Sequence as List
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from jpaged.errors import RequestError
 ALL = np.int32(-1)  # the bits of 32 tokens that may be drawn
 
 
-def masks_of(work: List[tuple[Plan, Queues]], rows: int) -> np.ndarray:
+def masks_of(work: list[tuple[Plan, Queues]], rows: int) -> np.ndarray:
     """int32 [plans * rows, words]: a bit a token for each row that draws, `rows` of each plan. A
     sequence that cannot go on ends here, and its row is masked by nothing.
 
@@ -125,7 +125,7 @@ def prompt_masks(plan: Plan, tokens: int) -> np.ndarray | None:
     return masks_TW
 
 
-def _renew(seq: Sequence, ahead: List[int], mask_W: np.ndarray) -> None:
+def _renew(seq: Sequence, ahead: Iterable[int], mask_W: np.ndarray) -> None:
     """Make the mask again where a row failed by what others had done to a lexer that it shares with
     them: what it may draw depends on it alone. ahead: tokens after those of the sequence.
     """

@@ -1,7 +1,6 @@
 """Plan: which sequences run in the next step and over which tokens; StepResult: what came of it."""
 
 import dataclasses
-from collections.abc import Sequence as List
 from typing import Any, Literal
 
 import numpy as np
@@ -107,7 +106,7 @@ class Plan:
         object.__setattr__(self, "verifies", verifies)
 
 
-def joined(plans: List[Plan]) -> Plan:
+def joined(plans: list[Plan]) -> Plan:
     """Return what several replicas do in one step, as one plan."""
     return Plan(
         phase=plans[0].phase,
