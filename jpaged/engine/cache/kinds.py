@@ -241,7 +241,7 @@ class CacheKind:
                 table[i] = GONE
         return max(first_held, first)
 
-    def release_all(self, table: "array[int]", contents: List[Content]) -> None:
+    def release_all(self, table: "array[int]", contents: list[Content]) -> None:
         """Give up a table's blocks, last first: a prefix outlives its tail. contents: those of its
         closed blocks.
         """
@@ -331,7 +331,7 @@ class State(CacheKind):
         self.passed.update((b, None) for b in drawn if not self.blocks[b].ref_count)
         return held
 
-    def release_all(self, table: "array[int]", contents: List[Content]) -> None:
+    def release_all(self, table: "array[int]", contents: list[Content]) -> None:
         super().release_all(table, contents)
         last = self.cached.get(contents[-1]) if contents else None
         if last in self.passed:  # where this sequence is gone on from
