@@ -455,7 +455,7 @@ class EngineFields(TypedDict, total=False):
     """For editors and type checkers; what each means and its default stands at EngineConfig."""
 
     max_model_len: int | None
-    max_num_seqs: int
+    max_num_seqs: int | None
     max_num_batched_tokens: int
     block_size: int
     num_blocks: int | None
