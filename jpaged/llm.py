@@ -239,8 +239,8 @@ class LLM:
         *,
         seed: int | jax.Array | None = None,
     ) -> Iterator[CompletionChunk]:
-        """The completions in pieces, which add up to generate's with the same seed. Closing it
-        aborts the rest.
+        """Yield the completions in pieces, which add up to those of `generate` with the same seed.
+        Closing the iterator aborts the rest.
         """
         return self.session.stream(prompts, sampling_params, self.keys.of(seed))
 
@@ -288,8 +288,8 @@ class LLM:
         at: IntArrays | None = None,
         entropy: bool = False,
     ) -> ScoreResult:
-        """log p(token t+1 | tokens <= t) of sequences, and more of each distribution: see
-        jpaged.score.
+        """Return log p(token t+1 | tokens <= t) of sequences, and more of each distribution if that
+        is asked for: see jpaged.score.
         """
         options = ScoreOptions(
             temperature=temperature,
@@ -343,7 +343,7 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> list[int]:
-        """Token ids of one conversation, as `chat` renders it."""
+        """Return the token ids of one conversation, as `chat` renders it."""
         chat = Chat(
             messages=messages,
             template_kwargs=chat_template_kwargs,
@@ -396,7 +396,7 @@ class LLM:
             self.resume()
 
     def add_adapter(self, name: str, source: PyTree) -> int:
-        """Serve an adapter (see docs/lora.md) to prompts that name it; its version."""
+        """Serve an adapter (see docs/lora.md) to prompts that name it. Return its version."""
         return self.session.served.add_adapter(name, source)
 
     def remove_adapter(self, name: str) -> None:
@@ -435,7 +435,7 @@ class LLM:
         self.session.reset_prefix_cache()
 
     def default_sampling_params(self) -> SamplingParams:
-        """SamplingParams with the values of the checkpoint's generation_config.json."""
+        """Return SamplingParams with the values of the checkpoint's generation_config.json."""
         return self.session.inputs.default_sampling_params()
 
     @property
@@ -449,7 +449,7 @@ class LLM:
         return self.session.served.weights.version
 
     def stats(self) -> Report:
-        """Totals since the start: tokens, steps, seconds, compiles, transfers, blocks."""
+        """Return the totals since the start: tokens, steps, seconds, compiles, transfers, blocks."""
         return self.session.report()
 
     def buckets(self) -> list[BucketReport]:

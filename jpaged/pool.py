@@ -50,7 +50,7 @@ class Size:
         return f"{self.num_blocks} blocks{states}"
 
     def grown(self, other: "Size") -> "Size":
-        """Return the larger number of each."""
+        """Return a size with the larger number of blocks and of states."""
         states = None if self.num_states is None else max(self.num_states, other.num_states or 0)
         return Size(max(self.num_blocks, other.num_blocks), states)
 

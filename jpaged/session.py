@@ -777,7 +777,7 @@ class Session:
         request.sequences = []
 
     def lost(self, request: Request, error: Exception) -> None:
-        """Nobody waits for it."""
+        """Do nothing: no call waits for the request."""
 
     # Between steps
 

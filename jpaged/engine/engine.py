@@ -138,11 +138,11 @@ class Engine:
             self._forget(request)
 
     def holds(self, request: Request) -> bool:
-        """Whether this very request is unfinished here."""
+        """Return whether this very request is unfinished here."""
         return self.requests.get(request.request_id) is request
 
     def has_unfinished(self) -> bool:
-        """Whether `step` has anything left to do or to return."""
+        """Return whether `step` has anything left to do or to return."""
         return bool(self.requests or self._ended)
 
     def step(self) -> list[Request]:
@@ -289,8 +289,8 @@ class Engine:
         }
 
     def _prepare_drafts(self, drafter: Drafter, started: float) -> None:
-        """Wait for the tokens in flight where the next plan would rather know them, and have the
-        draft model guess what comes after them.
+        """Commit the steps in flight if drafting would pay once their tokens are known, and have
+        the draft model guess what comes after them.
         """
         if self.in_flight and should_wait_for_tokens(self.replicas):
             self._drain(started)

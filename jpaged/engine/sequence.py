@@ -390,7 +390,9 @@ class Request:
         return not [seq for seq in self.sequences if seq.status is not Status.FINISHED]
 
     def blocks_needed(self, block_size: int) -> list[int]:
-        """Blocks of each sequence at full length; those of the prompt count once."""
+        """Return the number of blocks of each sequence at full length; those of the prompt count
+        once.
+        """
         first = self.sequences[0]
         whole, shared = -(-first.end // block_size), first.prompt_len // block_size
         return [whole, *[whole - shared] * (self.max_sequences - 1)]
