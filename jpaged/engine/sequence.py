@@ -6,7 +6,6 @@ import copy
 import enum
 from array import array
 from collections.abc import Iterable
-from collections.abc import Sequence as List
 from typing import Any, Literal, NamedTuple
 
 from jpaged.engine.adapters import AdapterVersion
@@ -70,7 +69,7 @@ class Sequence:
     def __init__(
         self,
         request_id: str,
-        token_ids: List[int],
+        token_ids: Iterable[int],
         sampling_params: SamplingParams,
         *,
         max_model_len: int,
@@ -87,7 +86,7 @@ class Sequence:
         self.request_id = request_id
         self.origin = NOBODY if origin is None else origin  # who shares the engine with others
         self.token_ids = list(token_ids)  # prompt, then every committed token
-        self.prompt_len = len(token_ids)
+        self.prompt_len = len(self.token_ids)
         self.sampling_params = sampling_params
         self.key = key  # threefry key data of the request
         self.index = index  # which of the request's samples
@@ -391,7 +390,9 @@ class Request:
         return not [seq for seq in self.sequences if seq.status is not Status.FINISHED]
 
     def blocks_needed(self, block_size: int) -> list[int]:
-        """Blocks of each sequence at full length; those of the prompt count once."""
+        """Return the number of blocks of each sequence at full length; those of the prompt count
+        once.
+        """
         first = self.sequences[0]
         whole, shared = -(-first.end // block_size), first.prompt_len // block_size
         return [whole, *[whole - shared] * (self.max_sequences - 1)]
