@@ -1,4 +1,4 @@
-"""JPagedRollout: lets google-tunix's RLCluster sample with jpaged in place of its own sampler.
+"""JPagedRollout lets google-tunix's RLCluster sample with jpaged in place of its own sampler.
 
     ClusterConfig(rollout_engine=JPagedRollout, rollout_config=RolloutConfig(...), ...)
 
@@ -6,27 +6,25 @@ or functools.partial(JPagedRollout, lora_scale=..., engine_config=...) for setti
 RolloutConfig does not have.
 """
 
-import contextlib
 import dataclasses
 import math
 import threading
-import weakref
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from jpaged.api import generate, score
-from jpaged.checkpoint.lora_maps import lora_from
-from jpaged.checkpoint.name_maps import NameMap, find_leaves, params_from
+from jpaged.checkpoint.name_maps import NameMap
 from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError, RequestError
+from jpaged.integrations.tunix.models import describe
+from jpaged.integrations.tunix.weights import LiveWeights
 from jpaged.models.config import ModelConfig
-from jpaged.models.lora import Adapter
-from jpaged.models.params import TENSOR_AXES, Params
+from jpaged.models.params import TENSOR_AXES
 from jpaged.sampling_params import SamplingParams
 
 try:
@@ -59,14 +57,13 @@ HONOURED = {
 }
 # Nobody reads a rollout as a stream, and with one token a dispatch the host limits small models.
 DECODE_STEPS = 8
-ROPE_THETA = 1_000_000  # tunix's Qwen3 uses this value whatever its config says
 
 
 class JPagedRollout(BaseRollout):
     """tunix's rollout engine over jpaged.generate and jpaged.score.
 
-    rollout_actor: a Qwen3 of tunix, or any nnx module with `family` (a name map, see params_from)
-    and `config`. tokenizer: Hugging Face, sentencepiece or tunix's adapter; its pad and EOS ids
+    rollout_actor: a Qwen 2 or 3, Llama 3 or Gemma 3 or 4 of tunix, or any nnx module with `family`
+    (a name map, see params_from) and `config`. tokenizer: Hugging Face, sentencepiece or tunix's adapter; its pad and EOS ids
     must differ. mesh: where to serve; on the actor's own mesh its weights are read as they are at
     each call, on another they are those of the last update_params. rollout_config: bounds the
     context (kv_cache_size, or prompt and completion if these are more). lora_scale: alpha / rank of
@@ -88,7 +85,7 @@ class JPagedRollout(BaseRollout):
         tokenizer: Any,
         mesh: Mesh | None,
         rollout_config: RolloutConfig,
-        family: str | NameMap = "tunix_qwen3",
+        family: str | NameMap | None = None,
         config: ModelConfig | None = None,
         lora_scale: float | None = None,
         merge_lora: bool = False,
@@ -114,12 +111,13 @@ class JPagedRollout(BaseRollout):
         self._rollout_config = rollout_config
         self.mesh = None if mesh is None or mesh.empty else mesh
         _check(rollout_config, self.mesh)
-        if config is None:
-            config = _qwen3_config(rollout_actor, self._max_len)
+        if family is None or config is None:
+            known = describe(rollout_actor, self._max_len)
+            family, config = family or known[0], config or known[1]
         settings = (family, config, lora_scale, merge_lora)
-        self._weights = _Weights(rollout_actor, self.mesh, *settings)
+        self._weights = LiveWeights(rollout_actor, self.mesh, *settings)
         self._calls = 0
-        self._lock = threading.Lock()  # guards _weights and _calls
+        self._lock = threading.Lock()  # of _weights and _calls
         self._weights.current()
 
     def generate(
@@ -268,86 +266,6 @@ class JPagedRollout(BaseRollout):
         )
 
 
-class _Made[T]:
-    """A value that was made from arrays, valid as long as the arrays are the same objects."""
-
-    def __init__(self) -> None:
-        self.value: T | None = None
-        self._made_from: list[weakref.ref[jax.Array]] = []
-
-    def is_of(self, arrays: list[jax.Array]) -> bool:
-        refs = self._made_from
-        same = len(refs) == len(arrays) and all(
-            ref() is x for ref, x in zip(refs, arrays, strict=True)
-        )
-        return self.value is not None and same
-
-    def keep(self, value: T, arrays: list[jax.Array]) -> T:
-        self.value, self._made_from = value, [weakref.ref(x) for x in arrays]
-        return value
-
-
-class _Weights:
-    """The weights of an nnx module in jpaged's form. `module` is the actor itself if it lies on the
-    mesh that serves; otherwise a copy on that mesh, so that tunix sees that it must synchronise.
-    """
-
-    def __init__(
-        self,
-        actor: nnx.Module,
-        mesh: Mesh | None,
-        family: str | NameMap,
-        config: ModelConfig,
-        lora_scale: float | None,
-        merge_lora: bool,
-    ):
-        self.module = actor
-        self._mesh, self._family, self._config, self._lora_scale = mesh, family, config, lora_scale
-        self._merge_lora = merge_lora
-        self._is_own = mesh is not None and not all(_lies_on(x, mesh) for x in self._arrays())
-        if self._is_own:
-            graph, state = nnx.split(actor)
-            self.module = nnx.merge(graph, _placed(state, mesh))
-        self._params, self._lora = _Made[Params](), _Made[Adapter]()
-
-    def update(self, params: nnx.State) -> None:
-        """Take new weights. Raises ConfigError if they hold a part that the module lacks."""
-        known = {path for path, _ in nnx.to_flat_state(nnx.state(self.module))}
-        if extra := [path for path, _ in nnx.to_flat_state(params) if path not in known]:
-            name = ".".join(map(str, extra[0]))
-            raise ConfigError(f"update_params: the new weights hold {name}, which the model lacks")
-        nnx.update(self.module, params)
-
-    def current(self) -> tuple[Params, Adapter | None]:
-        """Return the weights, and the LoRA parts if there are any. Each is made again when one of
-        its arrays is a new object.
-        """
-        if self._is_own:
-            nnx.update(self.module, _placed(nnx.state(self.module, nnx.Param), self._mesh))
-        base: dict[str, Any] = dict(find_leaves(self.module))
-        lora = {path: x for path, x in base.items() if path.endswith(("_lora_a", "_lora_b"))}
-        if lora and self._lora_scale is None:
-            raise ConfigError(f"the actor holds {min(lora)}: pass lora_scale= (alpha / rank)")
-        if self._merge_lora:
-            lora = {}
-        base = {path: x for path, x in base.items() if path not in lora}
-        settings: Any = {"config": self._config}
-        if not self._params.is_of(arrays := list(base.values())):
-            self._params.value = None  # free the last version's copies first
-            made = params_from(base, self._family, **settings, lora_scale=self._lora_scale)
-            self._params.keep(made, arrays)
-        params = self._params.value
-        assert params is not None
-        if lora and not self._lora.is_of(arrays := list(lora.values())):
-            assert self._lora_scale is not None
-            made = lora_from(lora, self._family, **settings, scale=self._lora_scale)
-            self._lora.keep(made, arrays)
-        return params, self._lora.value if lora else None
-
-    def _arrays(self) -> list[jax.Array]:
-        return jax.tree.leaves(nnx.state(self.module, nnx.Param))
-
-
 def _check(c: RolloutConfig, mesh: Mesh | None) -> None:
     """Raise ConfigError for the first field that is not supported."""
     default = RolloutConfig()
@@ -364,64 +282,3 @@ def _check(c: RolloutConfig, mesh: Mesh | None) -> None:
         if (size := getattr(c, f"{name}_parallel_size")) not in (-1, served):
             said = f"rollout_config.{name}_parallel_size={size}"
             raise ConfigError(f"{said}: the mesh {axes} serves with {served} (-1 takes it)")
-
-
-def _qwen3_config(actor: nnx.Module, max_len: int) -> ModelConfig:
-    """Return the ModelConfig of a dense Qwen3 of tunix."""
-    c: Any = getattr(actor, "config", None)
-    if type(c).__module__ != "tunix.models.qwen3.model":
-        raise ConfigError(
-            f"rollout_actor is a {type(actor).__name__}, not tunix's Qwen3: pass config= "
-            "and family="
-        )
-    if c.num_experts is not None:
-        raise ConfigError(
-            f"num_experts={c.num_experts}: mixture-of-experts models are not supported"
-        )
-    if c.rope_theta != ROPE_THETA:
-        raise ConfigError(
-            f"rope_theta={c.rope_theta}: tunix's Qwen3 computes with {ROPE_THETA} "
-            "whatever its config says, so that "
-            "rollouts with the config's would not be its own; pass config= to choose"
-        )
-    return ModelConfig(
-        family="qwen3",
-        vocab_size=c.vocab_size,
-        hidden_size=c.embed_dim,
-        intermediate_size=c.hidden_dim,
-        num_layers=c.num_layers,
-        num_heads=c.num_heads,
-        num_kv_heads=c.num_kv_heads,
-        head_dim=c.head_dim,
-        max_position_embeddings=max_len,
-        rms_norm_eps=c.norm_eps,
-        rope_theta=float(c.rope_theta),
-        tie_word_embeddings=c.use_tied_embedding,
-        qk_norm=True,
-    )
-
-
-def _lies_on(x: jax.Array, mesh: Mesh) -> bool:
-    if isinstance(x.sharding, NamedSharding):
-        return x.sharding.mesh == mesh
-    return x.sharding.device_set == set(mesh.devices.flat)
-
-
-def _placed(state: Any, mesh: Mesh | None) -> Any:
-    """Return a state with its arrays on a mesh, split as they are now if that mesh has the axes,
-    else replicated.
-    """
-    assert mesh is not None
-
-    def place(x: jax.Array) -> jax.Array:
-        if not isinstance(x, jax.Array) or _lies_on(x, mesh):
-            return x
-        sharding = NamedSharding(mesh, PartitionSpec())
-        if isinstance(x.sharding, NamedSharding) and x.sharding.mesh.axis_names == mesh.axis_names:
-            split = NamedSharding(mesh, x.sharding.spec)
-            with contextlib.suppress(ValueError):  # its axes do not divide the array
-                split.shard_shape(x.shape)
-                sharding = split
-        return jax.device_put(x, sharding)
-
-    return jax.tree.map(place, state)
