@@ -5,11 +5,10 @@ other tree and its axes there: {"layers.{i}.mlp.gate": ("layers.{i}.mlp.gate_pro
 ...}. Paths join keys by dots; {i} is the number of the layer. Axes are letters: V vocabulary, E
 embed, F ffn, K KV heads, G query heads a KV head, D head dim, X experts, I the width of an expert,
 L layers (stacked, for scanned models). "(K G)" is one axis of size K*G, "(L)" one of all layers in
-a tensor that is of no layer; "V*" may be longer than V,
-and its padding is cut off; a number takes that index of its axis: ("wi.kernel", "E 0 F") is half of
-a fused gate and up. Where layers differ, "layers.3.attention.k" is of that layer alone and comes
-before "layers.{i}.attention.k". The dimensions of a head are in our order: rotated pairs are
-(i, i + R/2), in models of every family.
+a tensor that is of no layer; "V*" may be longer than V, and its padding is cut off; a number takes
+that index of its axis: ("wi.kernel", "E 0 F") is half of a fused gate and up. Where layers differ,
+"layers.3.attention.k" is of that layer alone and comes before "layers.{i}.attention.k". The
+dimensions of a head are in our order: rotated pairs are (i, i + R/2), in models of every family.
 """
 
 import dataclasses

@@ -92,7 +92,8 @@ def rollouts() -> Iterator[Any]:
         },
     }
     ours = "jpaged.integrations.tunix"
-    before = {name: sys.modules.pop(name, None) for name in (*names, ours)}
+    parts = [name for name in sys.modules if name.startswith(f"{ours}.")]
+    before = {name: sys.modules.pop(name, None) for name in (*names, ours, *parts)}
     for name, members in names.items():
         parents = [name[:at] for at, x in enumerate(name) if x == "."]
         for parent in parents:
@@ -101,6 +102,8 @@ def rollouts() -> Iterator[Any]:
         module = sys.modules[name] = types.ModuleType(name)
         vars(module).update(members)
     yield importlib.import_module(ours).JPagedRollout
+    for name in [name for name in sys.modules if name.startswith(f"{ours}.")]:
+        del sys.modules[name]
     for name, module in before.items():
         sys.modules.pop(name, None)
         if module is not None:

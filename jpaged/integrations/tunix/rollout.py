@@ -21,23 +21,18 @@ from jpaged.api import generate, score
 from jpaged.checkpoint.name_maps import NameMap
 from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError, RequestError
+from jpaged.integrations.tunix.drawing import Drawing
 from jpaged.integrations.tunix.models import describe
 from jpaged.integrations.tunix.weights import LiveWeights
 from jpaged.models.config import ModelConfig
 from jpaged.models.params import TENSOR_AXES
-from jpaged.sampling_params import SamplingParams
 
-try:
-    from tunix.generate.tokenizer_adapter import TokenizerAdapter  # pyright: ignore[reportMissingImports]
-    from tunix.rl.rollout.base_rollout import (  # pyright: ignore[reportMissingImports]
-        BaseRollout,
-        RolloutConfig,
-        RolloutOutput,
-    )
-except ImportError as e:
-    raise ImportError(
-        "jpaged.integrations.tunix needs google-tunix: pip install 'jpaged[clients]'"
-    ) from e
+# isort: split
+from tunix.rl.rollout.base_rollout import (  # pyright: ignore[reportMissingImports]
+    BaseRollout,
+    RolloutConfig,
+    RolloutOutput,
+)
 
 # RolloutConfig's fields that are used here; all others must have their defaults.
 HONOURED = {
@@ -63,17 +58,18 @@ class JPagedRollout(BaseRollout):
     """tunix's rollout engine over jpaged.generate and jpaged.score.
 
     rollout_actor: a Qwen 2 or 3, Llama 3 or Gemma 3 or 4 of tunix, or any nnx module with `family`
-    (a name map, see params_from) and `config`. tokenizer: Hugging Face, sentencepiece or tunix's adapter; its pad and EOS ids
-    must differ. mesh: where to serve; on the actor's own mesh its weights are read as they are at
-    each call, on another they are those of the last update_params. rollout_config: bounds the
-    context (kv_cache_size, or prompt and completion if these are more). lora_scale: alpha / rank of
-    the actor's LoRA parts; needed if it has any. They are served as an adapter: new ones go into
-    its slot at the next call, and the base weights stay as they are. merge_lora: merge them once a
-    version instead, for rollouts so long that it pays. keep_eos: leave the EOS token in the tokens
-    (never in the text), as tunix's vLLM engine does: a trajectory of several turns has the end of
-    each turn then, and the trainer learns to end one. False leaves it out, as tunix's own sampler
-    does. seed: of calls whose config has none; they differ from call to call. engine_config:
-    jpaged's settings; max_model_len and dtype are set here. A pad token that the model draws ends a
+    (a name map, see params_from) and `config`. tokenizer: Hugging Face, sentencepiece or tunix's
+    adapter; its pad and EOS ids must differ. mesh: where to serve; on the actor's own mesh its
+    weights are read as they are at each call, on another they are those of the last update_params.
+    rollout_config: bounds the context (kv_cache_size, or prompt and completion if these are more).
+    family, config: None takes those of the actor's class. lora_scale: alpha / rank of the actor's
+    LoRA parts; needed if it has any. They are served as an adapter: new ones go into its slot at
+    the next call, and the base weights stay as they are. merge_lora: merge them once a version
+    instead, for rollouts so long that it pays. keep_eos: leave the EOS token in the tokens (never
+    in the text), as tunix's vLLM engine does: a trajectory of several turns has the end of each
+    turn then, and the trainer learns to end one. False leaves it out, as tunix's own sampler does.
+    seed: of calls whose config has none; they differ from call to call. engine_config: jpaged's
+    settings; max_model_len and dtype are set here. A pad token that the model draws ends a
     completion, since tunix's trainer would take it for padding. Any thread may call. Raises
     ConfigError for all that cannot be honoured.
     """
@@ -93,20 +89,12 @@ class JPagedRollout(BaseRollout):
         seed: int = 0,
         engine_config: EngineConfig | None = None,
     ):
-        self._tokenizer = (
-            tokenizer if isinstance(tokenizer, TokenizerAdapter) else TokenizerAdapter(tokenizer)
-        )
-        if self.pad_id() == self.eos_id():
-            both = f"the tokenizer's pad and EOS ids are both {self.pad_id()}"
-            raise ConfigError(
-                f"{both}: tunix masks by the pad id, so that EOS would never be learned; "
-                "set pad_token"
-            )
+        self._drawing = Drawing.of(tokenizer, keep_eos=keep_eos)
         base = EngineConfig(decode_steps=DECODE_STEPS) if engine_config is None else engine_config
         longest = rollout_config.max_prompt_length + rollout_config.max_tokens_to_generate
         self._max_len = base.max_model_len or max(longest, rollout_config.kv_cache_size)
         self._engine_config = dataclasses.replace(base, max_model_len=self._max_len)
-        self._keep_eos, self._seed = keep_eos, seed
+        self._seed = seed
         self._compute_dtype = getattr(getattr(rollout_actor, "config", None), "dtype", None)
         self._rollout_config = rollout_config
         self.mesh = None if mesh is None or mesh.empty else mesh
@@ -134,7 +122,7 @@ class JPagedRollout(BaseRollout):
         _check(rollout_config, self.mesh)
         c = rollout_config
         prompts = [prompts] if isinstance(prompts, str) else prompts
-        tokens = [self._tokenize(str(prompt)) for prompt in prompts]
+        tokens = [self._drawing.token_ids(str(prompt)) for prompt in prompts]
         longest = max(len(ids) for ids in tokens)
         width = (
             c.max_prompt_length
@@ -146,16 +134,12 @@ class JPagedRollout(BaseRollout):
             raise ConfigError(
                 f"{asked} are longer than {self._max_len}: raise kv_cache_size of the train config"
             )
-        greedy = c.temperature == 0 or c.top_p is None  # in agreement with tunix's sampler
-        sampling = SamplingParams(
-            temperature=0.0 if greedy else c.temperature,
-            top_p=1.0 if c.top_p is None else c.top_p,
-            top_k=0 if c.top_k is None else max(c.top_k, 0),
+        sampling = self._drawing.sampling_params(
             max_tokens=c.max_tokens_to_generate,
-            # A pad token ends a completion too, since the trainer would treat it as padding.
-            ignore_eos=True,
-            stop_token_ids=[*self._eos_tokens(c), self.pad_id()],
-            logprobs_mode="raw" if greedy else "tempered",
+            temperature=c.temperature,
+            top_p=c.top_p,
+            top_k=c.top_k,
+            eos_tokens=c.eos_tokens,
         )
         with self._lock:
             self._calls += 1
@@ -171,24 +155,16 @@ class JPagedRollout(BaseRollout):
             seed=seed,
             engine_config=self._settings(c),
         )
-        completions, texts, logprobs = [], [], []
-        for out in outs:
-            done, has_stopped = out.outputs[0], out.outputs[0].finish_reason == "stop"
-            said = done.token_ids[:-1] if has_stopped else done.token_ids
-            texts.append(self._tokenizer.decode(said))
-            is_kept = self._keep_eos and done.token_ids[-1] != self.pad_id()
-            count = len(done.token_ids) if is_kept else len(said)
-            completions.append(np.array(done.token_ids[:count], np.int32))
-            logprobs.append(done.token_logprobs[:count])
+        drawn = [self._drawing.drawn(out.outputs[0]) for out in outs]
         padded = np.full((len(tokens), width), self.pad_id(), np.int32)
         for row, ids in zip(padded, tokens, strict=True):
             row[width - len(ids) :] = ids
         return RolloutOutput(
-            text=texts,
+            text=[one.text for one in drawn],
             logits=None,
-            tokens=completions,
+            tokens=[one.tokens for one in drawn],
             left_padded_prompt_tokens=padded,
-            logprobs=logprobs if c.return_logprobs else None,
+            logprobs=[one.logprobs for one in drawn] if c.return_logprobs else None,
         )
 
     def get_per_token_logps(
@@ -231,28 +207,15 @@ class JPagedRollout(BaseRollout):
 
     def pad_id(self) -> int:
         """Return the tokenizer's pad id."""
-        return self._tokenizer.pad_id()
+        return self._drawing.tokenizer.pad_id()
 
     def eos_id(self) -> int:
         """Return the tokenizer's EOS id."""
-        return self._tokenizer.eos_id()
+        return self._drawing.tokenizer.eos_id()
 
     def model(self) -> nnx.Module:
         """Return the module whose weights are served."""
         return self._weights.module
-
-    def _tokenize(self, prompt: str) -> list[int]:
-        """Return token ids as tunix's sampler does: BOS comes first, once."""
-        bos = self._tokenizer.bos_id()
-        return [
-            int(x)
-            for x in self._tokenizer.dedup_bos_ids(
-                ([bos] if bos else []) + self._tokenizer.encode(prompt)
-            )
-        ]
-
-    def _eos_tokens(self, c: RolloutConfig) -> list[int]:
-        return [self.eos_id()] if not c.eos_tokens else [int(token) for token in c.eos_tokens]
 
     def _settings(self, c: RolloutConfig) -> EngineConfig:
         """Return the engine's settings for a rollout config. The dtype is data_type, or the one
