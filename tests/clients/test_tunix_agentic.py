@@ -2,6 +2,7 @@
 batch, and the policy learns.
 """
 
+import functools
 import statistics
 import threading
 from typing import Any
@@ -69,9 +70,7 @@ def test_it_learns_at_concurrency_16(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(JPagedRollout, "generate", counted)
 
-    def engine(**how: Any) -> JPagedRollout:
-        return JPagedRollout(engine_config=ENGINE, **how)
-
+    engine = functools.partial(JPagedRollout, engine_config=ENGINE)
     cluster = grpo.make_cluster(
         engine, grpo.make_model(0, **SIZES), max_steps=STEPS, rollout=ROLLOUT
     )

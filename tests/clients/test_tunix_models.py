@@ -113,8 +113,8 @@ def test_scores_are_the_modules(name: str) -> None:
     mask = jnp.tril(jnp.ones((24, 24), bool))[None]
     logits, _ = model(jnp.asarray(ids[None]), jnp.arange(24)[None], None, mask)
     wanted = jax.nn.log_softmax(logits[0].astype(jnp.float32))[np.arange(23), ids[1:]]
-    (scores,) = jpaged.score(params, [ids.tolist()], engine_config=tiny.engine(max_model_len=64))
-    np.testing.assert_allclose(scores, wanted, atol=1e-4)
+    scores = jpaged.score(params, [ids.tolist()], engine_config=tiny.engine(max_model_len=64))
+    np.testing.assert_allclose(scores[0], wanted, atol=1e-4)
     jpaged.release(compiled=True)
 
 

@@ -203,12 +203,12 @@ def rewarded(sampler: Any) -> dict[str, Any]:
     }
 
 
-def rollout(index: int, **kwargs: Any) -> Any:
+def rollout(index: int, prompt: str = "", **kwargs: Any) -> Any:
     return datatypes.RolloutRequest(
         prompt_id=f"p{index // 4}",
         group_offset_id=str(index % 4),
         generation_kwargs={"max_tokens": 8, "temperature": 1.0, "top_p": 1.0} | kwargs,
-        metadata={"env_config": {"prompt": PROMPTS[index // 4]}},
+        metadata={"env_config": {"prompt": prompt or PROMPTS[index // 4]}},
     )
 
 
@@ -223,7 +223,7 @@ def test_its_manager_draws_a_batch(sampler: JPagedSampler) -> None:
         await manager.pre_weight_sync()
         await manager.weight_sync()
         await manager.post_weight_sync()
-        return found, await manager.generate(rollout(0, max_tokens=500))
+        return found, await manager.generate(rollout(0, prompt="a" * 80))
 
     found, failed = asyncio.run(run())
     assert not [x.error_message for x in found if hasattr(x, "error_message")]
@@ -250,9 +250,10 @@ def test_its_worker(sampler: JPagedSampler) -> None:
 def test_refusals(sampler: JPagedSampler) -> None:
     with pytest.raises(RequestError, match="sampling_requests=None"):
         sample(sampler, None)
-    for name, value in (("return_logits", True), ("beam_size", 4)):
-        with pytest.raises(RequestError, match=f"{name}={value}: JPagedSampler does not"):
-            sample(sampler, ask("ab", **{name: value}))
+    for controls in ({"return_logits": True}, {"beam_size": 4}):
+        said = "{}={}: JPagedSampler does not".format(*next(iter(controls.items())))
+        with pytest.raises(RequestError, match=said):
+            sample(sampler, ask("ab", "", **controls))
     with pytest.raises(RequestError, match="delay=1: sample has no such control"):
         sample(sampler, "ab", delay=1)
     with pytest.raises(RequestError, match="must be text, token ids or a list of messages"):

@@ -173,7 +173,7 @@ def test_turns_by_exact_tokens(rollout_model: Any, llm: jpaged.LLM) -> None:
         added = fourth.prompt_token_ids[-behind:][len(third.response_token_ids) :]
         assert llm.tokenizer.decode(list(added)).startswith("<|im_end|>\n<|im_start|>user\nGo on.")
         # One forward pass over the whole trajectory gives the same numbers.
-        (scores,) = llm.score([list(tokens)])
+        scores = np.asarray(llm.score([list(tokens)])[0])
         drawn = np.array(mask, bool)
         scored = scores[len(tokens) - len(mask) - 1 :]
         np.testing.assert_allclose(np.array(logprobs)[drawn], scored[drawn], atol=1e-4)

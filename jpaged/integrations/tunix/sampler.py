@@ -76,7 +76,8 @@ class JPagedSampler:
             raise ConfigError("JPagedSampler needs a tokenizer: pass tokenizer=")
         self.llm, self.server_id = llm, server_id
         self._drawing = Drawing.of(tokenizer, keep_eos=keep_eos)
-        self._read_weights, self._mode = read_weights, mode
+        self._read_weights = read_weights
+        self._mode: OnUpdate = mode
         self._eos_tokens = None if eos_tokens is None else list(eos_tokens)
         # Policy versions, by the version that the LLM gives to the same weights.
         self._policies: dict[int, int] = {llm.weight_version: 0}
@@ -180,7 +181,7 @@ class JPagedSampler:
         ids = np.asarray(prompt)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise RequestError(f"prompt {prompt!r}: must be text, token ids or a list of messages")
-        return ids.tolist()
+        return [int(id) for id in ids]
 
     def _sampling_params(self, controls: Controls, name: str) -> SamplingParams:
         seed = None if controls.seed is None else int(controls.seed)
@@ -200,9 +201,10 @@ class JPagedSampler:
         """Return the weights that serve as jax.ShapeDtypeStructs with their shardings, in jpaged's
         tree. kwargs are a transport's.
         """
+        params = self.llm.session.served.params
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
-            dict(self.llm.session.served.params),
+            {} if params is None else dict(params),
         )
 
     async def pre_weight_sync(self, sync_request: Any = None, *, metadata: Any = None) -> bool:
