@@ -44,7 +44,8 @@ BUILT = (
 )
 
 # A third entry, (divisor, minus): the other tree's numbers are ours times the one, plus the other.
-NameMap = Mapping[str, tuple[str, str] | tuple[str, str, tuple[float, float]]]
+Entry = tuple[str, str] | tuple[str, str, tuple[float, float]]
+NameMap = Mapping[str, Entry]
 
 # What a name map gives, with our order of its axes. Which of them are needed follows from the
 # config.
@@ -331,12 +332,13 @@ class _Source:
         return self.leaves[path]
 
 
-def entry_of(
-    table: NameMap, spec: ParamSpec, part: Part
-) -> tuple[str, str] | tuple[str, str, tuple[float, float]] | None:
+def entry_of(table: NameMap, spec: ParamSpec, part: Part) -> Entry | None:
     """Return a map's entry of a part, with the path in this layer; None if there is none."""
     entry = table.get(spec.at(part.name)) or table.get(part.name)
-    return None if entry is None else (spec.at(entry[0]), *entry[1:])
+    if entry is None:
+        return None
+    path = spec.at(entry[0])
+    return (path, entry[1]) if len(entry) == 2 else (path, entry[1], entry[2])
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

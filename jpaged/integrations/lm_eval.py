@@ -99,7 +99,9 @@ class JPagedLM(TemplateLM):
                 raise ConfigError(f"{min(passed)!r}: an LLM that is made has its settings already")
             self._llm, source = pretrained, None
             self._model_config = pretrained.model_config
-            self.max_length = _length(max_length, pretrained.engine_config.max_model_len - 1)
+            longest = pretrained.engine_config.max_model_len
+            assert longest is not None
+            self.max_length = _length(max_length, longest - 1)
         else:
             weights = _params_of(pretrained, params)
             self._model_config, source = weights.config, weights.source

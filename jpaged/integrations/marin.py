@@ -118,14 +118,16 @@ class RolloutModel:
         )
         ends = {id: decode(self._tokenizer, [id], False) for id in self.llm.session.inputs.eos_ids}
         last = ends.get(served[-1]) if served else None
-        end = self._tokenizer.eos_token if last is None else last
         _, *tails = text.split(mark)
-        if len(tails) != 1 or end not in tails[0]:
+        tail = tails[0] if len(tails) == 1 else ""
+        written = [end for end in ([last] if last else ends.values()) if end in tail]
+        if not written:
             raise self._contracts.RolloutContractError(
                 f"message {index}: the chat template writes it {len(tails)} times, or without "
-                f"{end!r} behind it, so that nothing can follow the tokens that were served"
+                f"{last or 'an end'!r} behind it, so that nothing can follow what was served"
             )
-        rest = tails[0].partition(end)[2]
+        end = min(written, key=tail.index)
+        rest = tail.partition(end)[2]
         if last is None:  # it was cut: its end comes from the template
             rest = end + rest
         return served + list(self._tokenizer.encode(rest, add_special_tokens=False))

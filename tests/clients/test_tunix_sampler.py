@@ -30,7 +30,7 @@ from tunix.rl.agentic.environments.task_environment import (  # pyright: ignore[
 
 import jpaged
 from examples import tunix_grpo as grpo
-from jpaged import ConfigError, RequestError
+from jpaged import CapacityError, ConfigError, RequestError
 from jpaged.integrations.tunix.models import describe
 from jpaged.integrations.tunix.sampler import JPagedSampler
 from tests.clients.test_tunix import DEPRECATED, SIZES
@@ -258,6 +258,15 @@ def test_refusals(sampler: JPagedSampler) -> None:
         sample(sampler, "ab", delay=1)
     with pytest.raises(RequestError, match="must be text, token ids or a list of messages"):
         sample(sampler, ask({"a": 1}))
+
+    async def one_is_too_long() -> int:
+        with pytest.raises(CapacityError, match="64"):
+            await sampler.sample([ask("ab", max_tokens=60), ask("a" * 80)])
+        while (await sampler.get_load_info()).num_requests_running:
+            await asyncio.sleep(0.01)
+        return sampler.llm.stats()["blocks_in_use"]
+
+    assert asyncio.run(one_is_too_long()) == 0, "the others are aborted"
     with pytest.raises(TypeError, match="pause has no argument 'now'"):
         asyncio.run(sampler.pause(now=True))
     tokenizer = grpo.make_tokenizer()

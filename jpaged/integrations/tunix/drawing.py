@@ -32,7 +32,8 @@ class Drawn(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Drawing:
-    """tokenizer: tunix's adapter of one. keep_eos: whether EOS stays in the tokens.
+    """How tunix's prompts, controls and completions are read. tokenizer: tunix's adapter of one.
+    keep_eos: whether EOS stays in the tokens.
 
     A pad token that the model draws ends a completion, since tunix's trainer would take it for
     padding.
@@ -43,8 +44,8 @@ class Drawing:
 
     @classmethod
     def of(cls, tokenizer: Any, *, keep_eos: bool) -> "Drawing":
-        """tokenizer: Hugging Face, sentencepiece or tunix's adapter. Raises ConfigError unless its
-        pad and EOS ids differ.
+        """Return that of a tokenizer: Hugging Face, sentencepiece or tunix's adapter. Raises
+        ConfigError unless its pad and EOS ids differ.
         """
         adapted = (
             tokenizer if isinstance(tokenizer, TokenizerAdapter) else TokenizerAdapter(tokenizer)

@@ -140,14 +140,19 @@ class JPagedSampler:
             raise RequestError("sampling_requests=None: pass a SamplingRequest or several")
         alone = not _are_several(sampling_requests)
         requests = [sampling_requests] if alone else list(sampling_requests)
-        answers = await asyncio.gather(*(self._answer(x, kwargs) for x in requests))
+        tasks = [asyncio.ensure_future(self._answer(x, kwargs)) for x in requests]
+        try:
+            answers = await asyncio.gather(*tasks)
+        finally:  # an error of one of them is the error of all
+            for task in tasks:
+                task.cancel()
         return answers[0] if alone else answers
 
     async def _answer(self, request: Any, kwargs: Mapping[str, Any]) -> SamplingResponse:
-        prompt, name, own = request, "", None
+        prompt, name, controls = request, "", None
         if isinstance(request, SamplingRequest):
-            prompt, name, own = request.prompt, request.request_id, request.sampling_params
-        controls = _controls(kwargs) if own is None else own
+            prompt, name, controls = request.prompt, request.request_id, request.sampling_params
+        controls = _controls(kwargs) if controls is None else controls
         for field in ("return_logits", "beam_size"):
             if value := getattr(controls, field):
                 raise RequestError(f"{field}={value!r}: JPagedSampler does not support it")
