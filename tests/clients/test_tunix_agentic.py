@@ -40,7 +40,8 @@ class Chat:
     assistant_token = ""
 
     def parse(self, messages: Any, add_generation_prompt: Any = 0, is_first_msg: Any = 0) -> str:
-        return "".join(message["content"] for message in messages)
+        # The content of a user's message is the task's array of one prompt.
+        return "".join(str(np.ravel(message["content"])[0]) for message in messages)
 
     def update_assistant_end_tokens(self, tokens: np.ndarray) -> tuple[np.ndarray, int]:
         return tokens, 0

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from jpaged.errors import ConfigError, RequestError
 from jpaged.integrations.seeds import stable_seed
@@ -115,7 +115,7 @@ class JPagedSampler:
         self.llm.resume()
         return True
 
-    async def get_mesh(self, **kwargs: Any) -> Mesh | None:
+    async def get_mesh(self, **kwargs: Any) -> Mesh | AbstractMesh | None:
         """Return the mesh that serves; None is one device."""
         _refuse("get_mesh", kwargs)
         return self.llm.session.served.placement.mesh
