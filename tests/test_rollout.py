@@ -11,8 +11,9 @@ import pytest
 
 import jpaged
 from jpaged import LLM, RequestError, RequestOutput, SamplingParams
+from jpaged.engine.keys import fold_in
 from tests import byte_tokenizer
-from tests.tiny import ENGINE, assert_idle, assert_same, make_prompts
+from tests.tiny import ENGINE, assert_idle, assert_same, config, make_params, make_prompts
 
 SETTINGS: dict[str, Any] = {**vars(ENGINE), "max_model_len": 64}
 PROMPTS = make_prompts(5, 9, 17, 3)
@@ -50,10 +51,10 @@ def cut_after(llm: LLM, requests: list[Any], steps: int) -> list[RequestOutput]:
 def asked_of(llm: LLM, seed: int) -> list[Any]:
     """The requests of `generate` by this seed."""
     key = llm.keys.of(seed)
-    fold_in = jpaged.engine.keys.fold_in
     return [(p, s, fold_in(key, i)) for i, (p, s) in enumerate(zip(PROMPTS, ASKED, strict=True))]
 
 
+@pytest.mark.middle
 def test_what_was_cut_goes_on_as_if_it_had_not_been(llm: LLM) -> None:
     """Cut at any step, twice, and pickled in between; greedy and seeded, with several samples of
     which some have ended, penalties, a least number of tokens, scored prompts and alternatives.
@@ -119,10 +120,11 @@ def test_leaving_the_block_loses_nothing(llm: LLM) -> None:
     done = llm.rollout(PROMPTS, asked, enough=4, seed=1)
     with pytest.raises(RequestError, match="in its block"):
         iter(done)
+    firsts: list[RequestOutput] = []
     with pytest.raises(ValueError, match="mine"), done:
-        first = next(done)
+        firsts.append(next(done))
         raise ValueError("mine")
-    assert [out.index for out in done.rest] == sorted({0, 1, 2, 3} - {first.index})
+    assert [out.index for out in done.rest] == sorted({0, 1, 2, 3} - {firsts[0].index})
     rest = llm.generate(done.rest, [asked[out.index] for out in done.rest], use_tqdm=False)
     assert_same(rest, [whole[out.index] for out in done.rest])
     with pytest.raises(RequestError, match="runs once"):
@@ -181,6 +183,7 @@ def test_what_cannot_go_on_is_said(llm: LLM) -> None:
     assert_idle(llm)
 
 
+@pytest.mark.middle
 def test_stop_strings_and_forms_go_on(llm: LLM) -> None:
     """A stop string that began before the cut ends the text after it; a form, too, goes on from
     its place, and its mass is joined; streams give what was there first.
@@ -195,28 +198,45 @@ def test_stop_strings_and_forms_go_on(llm: LLM) -> None:
             max_tokens=24, seed=4, structured={"regex": "[ab]{6}[cd]{9}"}, logprobs_mode="tempered"
         ),
     ]
+    cut: list[RequestOutput] = []
     for asked in cases:
         want = llm.generate("abab", asked, use_tqdm=False)
         for steps in (3, 11, 13):
             cut = cut_after(llm, [("abab", asked, (0, 0))], steps)
             assert_same(llm.generate(cut, asked, use_tqdm=False), want)
-        (cut,) = cut_after(llm, [("abab", asked, (0, 0))], 6)
-        assert cut.unfinished and cut.outputs[0].token_ids
+        cut = cut_after(llm, [("abab", asked, (0, 0))], 6)
+        assert cut[0].unfinished and cut[0].outputs[0].token_ids
         outs = llm.generate(cut, asked, use_tqdm=False)
         mass, known = outs[0].outputs[0].allowed_logprobs, want[0].outputs[0].allowed_logprobs
         if known is not None and mass is not None:
             np.testing.assert_allclose(mass, known, atol=1e-4)
         pieces = list(llm.stream(cut, asked))
-        assert [t for piece in pieces for t in piece.token_ids_delta] == want[0].outputs[
-            0
-        ].token_ids
-        assert "".join(piece.text_delta or "" for piece in pieces) == want[0].outputs[0].text
+        (whole,) = want[0].outputs
+        assert [t for piece in pieces for t in piece.token_ids_delta] == whole.token_ids
+        assert "".join(piece.text_delta or "" for piece in pieces) == whole.text
         spans = [span for piece in pieces for span in piece.weight_versions_delta]
         assert [(s.start, s.end) for s in spans] == _places(pieces)
     with pytest.raises(RequestError, match="is not of this form"):
         other = SamplingParams(max_tokens=24, structured={"regex": "x+"}, logprobs_mode="tempered")
         llm.generate(cut, other, use_tqdm=False)
     assert_idle(llm)
+
+
+@pytest.mark.middle
+def test_deterministic_is_to_the_bit() -> None:
+    """What is computed again has the bits of what was computed token by token."""
+    settings = SETTINGS | {"token_buckets": None, "seq_buckets": None, "deterministic": True}
+    llm = LLM(make_params(0, config(num_layers=1)), **settings)
+    asked = SamplingParams(n=2, seed=1, max_tokens=20, ignore_eos=True)
+    (whole,) = llm.generate(PROMPTS[1], asked, use_tqdm=False)
+    (cut,) = cut_after(llm, [(PROMPTS[1], asked, (0, 0))], 8)
+    llm.reset_prefix_cache()
+    others = make_prompts(7, 11)
+    again, *_ = llm.generate([cut, *others], [asked, *[SamplingParams()] * 2], use_tqdm=False)
+    for one, other, part in zip(again.outputs, whole.outputs, cut.outputs, strict=True):
+        assert 0 < len(part.token_ids) < 20 and one.token_ids == other.token_ids
+        assert one.token_logprobs.tobytes() == other.token_logprobs.tobytes()
+    llm.close()
 
 
 def _places(pieces: list[jpaged.CompletionChunk]) -> list[tuple[int, int]]:
