@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from jpaged.errors import ConfigError, RequestError
 
@@ -128,18 +128,28 @@ class Waiter(Protocol):
         ...
 
 
+class Holder(NamedTuple):
+    """Who has a role, as long as `place` is held. thread: its identity."""
+
+    place: threading.Lock
+    thread: int
+
+
 class Stepping:
     """The role of the thread that steps an engine. Of those that wait for their requests one has
     it, and steps for all; whose requests have ended hands it to another. `is_paused`: nobody steps.
 
-    An interrupt may fall before the next one is woken, so those who wait ask again every LOOK_S.
+    Whatever interrupts a thread on any line gives up its role, as in FairLock. An interrupt may
+    fall before the next one is woken, so those who wait ask again every LOOK_S.
     """
 
     def __init__(self) -> None:
         self.is_paused = False
-        self._role: Any = threading.RLock()  # Any: typeshed does not know `_is_owned`
-        self._waiting: dict[Waiter, None] = {}  # in the order in which they came
-        self._is_taken = False  # a hint, by which nobody is woken in vain
+        self._swap = threading.Lock()  # of `_holder`
+        self._holder = Holder(threading.Lock(), 0)
+        # In the order in which they came, and what each holds meanwhile. An interrupted thread may
+        # leave its waiter behind, with a free place.
+        self._waiting: dict[Waiter, threading.Lock] = {}
         self._paused_by = 0  # the thread's identity
         self._resumed = threading.Event()
 
@@ -148,29 +158,32 @@ class Stepping:
         """Yield whether this thread has the role inside the block. Where it has not, the waiter is
         woken once it can be had.
         """
-        had, took = self._role._is_owned(), False
-        self._waiting[waiter] = None
+        has, place = self.is_mine, threading.Lock()
         try:
-            if not self.is_paused:
-                took = self._role.acquire(blocking=False)
-                self._is_taken = self._is_taken or took
-            yield took
+            with place:
+                self._waiting[waiter] = place
+                if not has and not self.is_paused:
+                    with self._swap:
+                        if not self._holder.place.locked():
+                            self._holder = Holder(place, threading.get_ident())
+                    has = self._holder.place is place
+                yield has and not self.is_paused
         finally:
             self._waiting.pop(waiter, None)
-            if took or (not had and self._role._is_owned()):
-                self._is_taken = had
-                self._role.release()
-            if self._waiting and not self._is_taken:
+            if self._waiting and not self._holder.place.locked():
                 self._wake_next()
 
     @property
     def is_mine(self) -> bool:
         """Return whether the calling thread has the role."""
-        return self._role._is_owned()
+        holder = self._holder
+        return holder.thread == threading.get_ident() and holder.place.locked()
 
     def _wake_next(self) -> None:
-        for waiter in list(self._waiting):
-            if waiter.requests:
+        for waiter, place in list(self._waiting.items()):
+            if not place.locked():
+                self._waiting.pop(waiter, None)
+            elif waiter.requests:
                 waiter.wake()
                 return
 

@@ -1,14 +1,21 @@
-"""FairLock: one thread at a time, in the order in which they asked, whatever interrupts one."""
+"""FairLock and Turns: one thread or group at a time, in the order in which they asked, whatever
+interrupts one. Stepping: the role of one thread, whatever interrupts it.
+"""
 
+import contextlib
+import dis
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 
-from jpaged.turns import FairLock
+from jpaged import turns
+from jpaged.turns import FairLock, Stepping, Turns
 
 SECONDS = 60.0  # after which a thread that should have ended hangs
 
@@ -152,3 +159,103 @@ def test_an_interrupt_of_who_waits_lets_nobody_in() -> None:
         release.set()
         join(first, *behind)
         assert holds == ["last"]
+
+
+# After these the interpreter looks whether a signal came.
+LOOKS = ("CALL", "RESUME", "JUMP_BACKWARD")
+
+
+@contextlib.contextmanager
+def interrupt_at(place: int) -> Iterator[None]:
+    """KeyboardInterrupt at the given one of the places at which a signal may strike a thread in
+    jpaged.turns, counted from 0.
+    """
+    left, last = place, dict[Any, int]()
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename != turns.__file__:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            code = frame.f_code.co_code
+            before, last[frame] = last.get(frame), frame.f_lasti
+            if before is not None and dis.opname[code[before]].startswith(LOOKS):
+                left -= 1
+                if left < 0:
+                    raise KeyboardInterrupt  # which ends the tracing too
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+class Waiting:
+    """A Waiter that counts how often it was woken."""
+
+    requests = True
+
+    def __init__(self) -> None:
+        self.woken = 0
+
+    def wake(self) -> None:
+        self.woken += 1
+
+
+def ask_in_vain(
+    stepping: Stepping, waiter: Waiting, asked: threading.Event, leaves: threading.Event
+) -> None:
+    """Ask for a role that another thread has, and wait beside it."""
+    with stepping.role(waiter) as has:
+        assert not has
+        asked.set()
+        leaves.wait(SECONDS)
+
+
+def test_an_interrupt_anywhere_gives_up_the_role() -> None:
+    """And what it leaves behind stands in nobody's way."""
+    place, was_interrupted, inside = 0, True, 0
+    while was_interrupted:
+        was_interrupted, stepping, second = False, Stepping(), Waiting()
+        try:
+            with interrupt_at(place), stepping.role(Waiting()) as has:
+                inside += has
+        except KeyboardInterrupt:
+            was_interrupted = True
+        assert not stepping.is_mine
+        with stepping.role(Waiting()) as has:
+            assert has and stepping.is_mine
+            with stepping.role(Waiting()) as has_again:
+                assert has_again
+
+            asked, leaves = threading.Event(), threading.Event()
+            thread = start(partial(ask_in_vain, stepping, second, asked, leaves))
+            assert asked.wait(SECONDS)
+        assert second.woken == 1
+        leaves.set()
+        join(thread)
+        assert not stepping._waiting
+        place += 1
+    assert place > 8 and inside > 1
+
+
+@pytest.mark.parametrize("kind", [FairLock, Turns])
+def test_an_interrupt_anywhere_releases_it(kind: type[FairLock] | type[Turns]) -> None:
+    place, was_interrupted, inside = 0, True, 0
+    lock = kind()
+    while was_interrupted:
+        was_interrupted = False
+        try:
+            with interrupt_at(place), lock.held():
+                inside += 1
+        except KeyboardInterrupt:
+            was_interrupted = True
+        assert not lock.is_mine
+
+        join(start(lambda: lock.held().__enter__()))
+        place += 1
+    assert place > 4 and inside > 1
