@@ -395,7 +395,8 @@ class LLM:
         donate: bool = False,
         draft: PyTree = None,
     ) -> None:
-        """Serve these weights from now on; other objects than before drop the prefix cache.
+        """Serve these weights from now on, of any form that LLM takes, or those of a checkpoint
+        folder; other objects than before drop the prefix cache.
 
         mode: what becomes of unfinished requests. "refuse" waits for the calls of other threads,
         then raises RequestError if there are any. "abort" ends them. "wait" steps them to their

@@ -222,7 +222,7 @@ def test_stop_strings_and_forms_go_on(llm: LLM) -> None:
     assert_idle(llm)
 
 
-@pytest.mark.middle
+@pytest.mark.slow
 def test_deterministic_is_to_the_bit() -> None:
     """What is computed again has the bits of what was computed token by token."""
     settings = SETTINGS | {"token_buckets": None, "seq_buckets": None, "deterministic": True}
