@@ -493,7 +493,10 @@ class LLM:
         return self.session.buckets()
 
     def warmup(self, *, use_tqdm: bool = True) -> float:
-        """Compile every shape of `buckets` now, in parallel threads; returns seconds."""
+        """Compile every shape of `buckets` now, in parallel threads; returns seconds. Steps of
+        `hidden`, and of `score` with top_k, at, entropy or start, are not among them: a first call
+        compiles its own.
+        """
         return self.session.warmup(use_tqdm=use_tqdm)
 
     def close(self) -> None:
