@@ -194,7 +194,8 @@ def test_a_head_guesses_under_new_weights(method: str) -> None:
     old, guesser = (Params(jax.tree.map(as_f32, dict(p)), p.config) for p in (params, head))
     new = make_params(1, old.config)
     asked = {"method": method, "model": guesser, "num_tokens": 3, "adaptive": False}
-    llm = LLM(old, **SETTINGS, speculative=asked)
+    settings: dict[str, Any] = SETTINGS | {"speculative": asked}
+    llm = LLM(old, **settings)
     far = {}
     for mode in ("recompute", "keep"):
         worst, before = 0.0, llm.stats()["accepted_tokens"]
