@@ -136,7 +136,9 @@ def prompts_of(count: int, seed: int) -> list[list[int]]:
 
 
 def reward(completion: jpaged.CompletionOutput) -> float:
-    return float(np.mean(np.array(completion.token_ids) % 2 == 0))
+    """Return the share of its tokens, but for the one that ends it, that are even; 0 for none."""
+    tokens = [token for token in completion.token_ids if token]
+    return sum(token % 2 == 0 for token in tokens) / max(len(tokens), 1)
 
 
 def advantages(rewards: np.ndarray) -> np.ndarray:

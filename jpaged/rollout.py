@@ -56,7 +56,8 @@ class Rollout:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._thread.call(self._leave_off).result()
+        if not self._was_cut:
+            self._thread.call(self._leave_off).result()
         while not self._ended.empty():
             if (news := self._ended.get()) is not None:
                 self._keep(*news)
@@ -103,9 +104,11 @@ class Rollout:
                 return
             self._was_cut = True
             left, self._left = list(self._left.values()), {}
-            for index, item in self._thread.cut(self, left):
-                self._keep(index, item)
-            self._ended.put(None)
+            try:
+                for index, item in self._thread.cut(self, left):
+                    self._keep(index, item)
+            finally:  # an interrupt may fall here, and who waits must not wait for ever
+                self._ended.put(None)
 
     def _keep(self, index: int, item: object) -> None:
         if isinstance(item, RequestOutput) and item.error is None:
