@@ -29,8 +29,8 @@ from grpo_nnx import (
     GROUPS,
     SAMPLES,
     SAMPLING,
-    SHAPE,
     advantages,
+    arrays_of,
     make,
     prompts_of,
     reward,
@@ -78,7 +78,7 @@ def train(
             taken = list(done)[:GROUPS]
             running |= done - set(taken)
             outs, judgements = zip(*[future.result() for future in taken], strict=True)
-            arrays, rewards = jpaged.to_arrays(outs, **SHAPE), np.array(judgements, np.float32)
+            arrays, rewards = arrays_of(outs), np.array(judgements, np.float32)
             loss = update(model, optimizer, arrays, advantages(rewards))
             jax.block_until_ready(nnx.state(model))  # rollouts go on meanwhile
             lags = (llm.weight_version - arrays["weight_versions"])[arrays["completion_mask"]]

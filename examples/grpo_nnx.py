@@ -7,6 +7,8 @@ that no tokenizer and no data are needed to see it learn; token 0 ends it.
 """
 
 import argparse
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +57,9 @@ ENGINE = jpaged.EngineConfig(
     token_buckets=(256,),
 )
 SAMPLING = jpaged.SamplingParams(n=SAMPLES, max_tokens=NEW_TOKENS)
-SHAPE = {"max_prompt_len": PROMPT_LEN, "max_completion_len": NEW_TOKENS}
+
+
+Arrays = Mapping[str, Any]
 
 
 class Layer(nnx.Module):
@@ -106,7 +110,7 @@ def served(model: Model) -> jpaged.Params:
     return jpaged.params_from(model, NAMES, config=CONFIG)
 
 
-def loss_of(model: Model, arrays: dict[str, jax.Array], gains: jax.Array) -> jax.Array:
+def loss_of(model: Model, arrays: Arrays, gains: jax.Array) -> jax.Array:
     """GRPO's clipped loss; gains [B]: the advantage of each completion."""
     tokens = jnp.concatenate([arrays["prompt_ids"], arrays["completion_ids"]], axis=1)
     logprobs = jax.nn.log_softmax(model(tokens)[:, PROMPT_LEN - 1 : -1])
@@ -117,9 +121,7 @@ def loss_of(model: Model, arrays: dict[str, jax.Array], gains: jax.Array) -> jax
 
 
 @nnx.jit
-def update(
-    model: Model, optimizer: nnx.Optimizer, arrays: dict[str, jax.Array], gains: jax.Array
-) -> jax.Array:
+def update(model: Model, optimizer: nnx.Optimizer, arrays: Arrays, gains: np.ndarray) -> jax.Array:
     """Change the model by one step of the optimizer; return the loss."""
     loss, grads = nnx.value_and_grad(loss_of)(model, arrays, gains)
     optimizer.update(model, grads)
@@ -141,6 +143,11 @@ def reward(completion: jpaged.CompletionOutput) -> float:
     return sum(token % 2 == 0 for token in tokens) / max(len(tokens), 1)
 
 
+def arrays_of(outs: Sequence[jpaged.RequestOutput]) -> Arrays:
+    """Return the completions as arrays, of one shape in every update."""
+    return jpaged.to_arrays(outs, max_prompt_len=PROMPT_LEN, max_completion_len=NEW_TOKENS)
+
+
 def advantages(rewards: np.ndarray) -> np.ndarray:
     """Return those of [groups, samples], [groups * samples]."""
     gains = rewards - rewards.mean(axis=1, keepdims=True)
@@ -155,7 +162,7 @@ def train(updates: int) -> list[float]:
         prompts = prompts_of(GROUPS, step)
         outs = jpaged.generate(served(model), prompts, SAMPLING, engine_config=ENGINE, seed=step)
         rewards = np.array([[reward(c) for c in out.outputs] for out in outs], np.float32)
-        update(model, optimizer, jpaged.to_arrays(outs, **SHAPE), advantages(rewards))
+        update(model, optimizer, arrays_of(outs), advantages(rewards))
         history.append(float(rewards.mean()))
     return history
 

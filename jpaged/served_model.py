@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from jpaged.adapters import Adapters, check_fits, grown
 from jpaged.checkpoint.load import read_params
@@ -68,6 +68,7 @@ class ServedModel:
         """
         if isinstance(params, str | Path):
             mesh, config = self.placement.mesh, self.pool.config
+            assert not isinstance(mesh, AbstractMesh), "nothing is served on it"
             quantization = None if mesh else config.quantization
             params = read_params(params, dtype=config.dtype, mesh=mesh, quantization=quantization)
         fresh = as_params(params, None if isinstance(params, Params) else self.model_config)
