@@ -435,7 +435,7 @@ atexit.register(_end_all)
 
 
 def _nothing(closed: BaseException | None) -> None:
-    """The command that wakes the thread."""
+    """Do nothing: the command wakes the thread."""
 
 
 def _put(results: list[tuple[Inbox, list[News]]]) -> None:

@@ -3,8 +3,7 @@
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as List
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from queue import SimpleQueue
@@ -18,11 +17,10 @@ from jpaged.checkpoint.kept_tokenizer import whole
 from jpaged.checkpoint.load import read_params
 from jpaged.checks import check_whole
 from jpaged.combinations import Facts, check_combination
-from jpaged.config import EngineConfig
+from jpaged.config import EngineConfig, EngineFields, check_fields
 from jpaged.engine.keys import fold_in
 from jpaged.engine.sequence import Request
 from jpaged.engine.types import Report
-from jpaged.engine_fields import EngineFields, check_fields
 from jpaged.engine_thread import Answer, EngineThread
 from jpaged.errors import RequestError
 from jpaged.models.params import Params
@@ -152,7 +150,7 @@ class LLM:
         return self._as_completed(jobs, on_error)
 
     def _as_completed(
-        self, jobs: List[Request | RequestOutput], on_error: OnError
+        self, jobs: Sequence[Request | RequestOutput], on_error: OnError
     ) -> Iterator[RequestOutput]:
         thread, answers = self.engine_thread(), [Answer(raises=on_error == "raise") for _ in jobs]
         index_of = {answer.future: index for index, answer in enumerate(answers)}
@@ -240,7 +238,7 @@ class LLM:
 
     def chat(
         self,
-        messages: Messages | List[Messages],
+        messages: Messages | Sequence[Messages],
         sampling_params: SamplingParamsLike = None,
         *,
         chat_template_kwargs: Mapping[str, object] | None = None,
@@ -274,8 +272,8 @@ class LLM:
         *,
         seed: int | jax.Array | None = None,
     ) -> Iterator[CompletionChunk]:
-        """The completions in pieces, which add up to generate's with the same seed. Closing it
-        aborts the rest.
+        """Yield the completions in pieces, which add up to those of `generate` with the same seed.
+        Closing the iterator aborts the rest.
         """
         return self.session.stream(prompts, sampling_params, self.keys.of(seed))
 
@@ -288,8 +286,8 @@ class LLM:
         temperature: float = 1.0,
         return_greedy: bool = False,
         structured: Structured | None = None,
-        prompt_lens: List[int] | None = None,
-        start: List[int] | np.ndarray | None = None,
+        prompt_lens: Sequence[int] | None = None,
+        start: Sequence[int] | np.ndarray | None = None,
         top_k: None = None,
         at: None = None,
         entropy: Literal[False] = False,
@@ -303,8 +301,8 @@ class LLM:
         temperature: float = 1.0,
         return_greedy: bool = False,
         structured: Structured | None = None,
-        prompt_lens: List[int] | None = None,
-        start: List[int] | np.ndarray | None = None,
+        prompt_lens: Sequence[int] | None = None,
+        start: Sequence[int] | np.ndarray | None = None,
         top_k: int | None = None,
         at: IntArrays | None = None,
         entropy: bool = False,
@@ -317,14 +315,14 @@ class LLM:
         temperature: float = 1.0,
         return_greedy: bool = False,
         structured: Structured | None = None,
-        prompt_lens: List[int] | None = None,
-        start: List[int] | np.ndarray | None = None,
+        prompt_lens: Sequence[int] | None = None,
+        start: Sequence[int] | np.ndarray | None = None,
         top_k: int | None = None,
         at: IntArrays | None = None,
         entropy: bool = False,
     ) -> ScoreResult:
-        """log p(token t+1 | tokens <= t) of sequences, and more of each distribution: see
-        jpaged.score.
+        """Return log p(token t+1 | tokens <= t) of sequences, and more of each distribution if that
+        is asked for: see jpaged.score.
         """
         options = ScoreOptions(
             temperature=temperature,
@@ -378,7 +376,7 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> list[int]:
-        """Token ids of one conversation, as `chat` renders it."""
+        """Return the token ids of one conversation, as `chat` renders it."""
         chat = Chat(
             messages=messages,
             template_kwargs=chat_template_kwargs,
@@ -432,7 +430,7 @@ class LLM:
             self.resume()
 
     def add_adapter(self, name: str, source: PyTree) -> int:
-        """Serve an adapter (see docs/lora.md) to prompts that name it; its version."""
+        """Serve an adapter (see docs/lora.md) to prompts that name it. Return its version."""
         return self.session.served.add_adapter(name, source)
 
     def remove_adapter(self, name: str) -> None:
@@ -471,7 +469,7 @@ class LLM:
         self.session.reset_prefix_cache()
 
     def default_sampling_params(self) -> SamplingParams:
-        """SamplingParams with the values of the checkpoint's generation_config.json."""
+        """Return SamplingParams with the values of the checkpoint's generation_config.json."""
         return self.session.inputs.default_sampling_params()
 
     @property
@@ -485,7 +483,7 @@ class LLM:
         return self.session.served.weights.version
 
     def stats(self) -> Report:
-        """Totals since the start: tokens, steps, seconds, compiles, transfers, blocks."""
+        """Return the totals since the start: tokens, steps, seconds, compiles, transfers, blocks."""
         return self.session.report()
 
     def buckets(self) -> list[BucketReport]:

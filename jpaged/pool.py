@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-from collections.abc import Sequence as List
 
 from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine
@@ -51,7 +50,7 @@ class Size:
         return f"{self.num_blocks} blocks{states}"
 
     def grown(self, other: "Size") -> "Size":
-        """Return the larger number of each."""
+        """Return a size with the larger number of blocks and of states."""
         states = None if self.num_states is None else max(self.num_states, other.num_states or 0)
         return Size(max(self.num_blocks, other.num_blocks), states)
 
@@ -146,7 +145,7 @@ class Pool:
         self._runner, self.size = runner, size
         self._cached_version = served.version
 
-    def reserve(self, sizes: List[int]) -> None:
+    def reserve(self, sizes: list[int]) -> None:
         """If it grows, have a pool that holds sequences of so many blocks each, as far as they
         run at once. It has a power of two of blocks, or num_blocks, and states for a power of two
         of sequences. No request may be unfinished.
@@ -171,7 +170,7 @@ class Pool:
         # More than there is room for is not asked for again.
         self._asked = needed.grown(size)
 
-    def is_enough(self, sizes: List[int]) -> bool:
+    def is_enough(self, sizes: list[int]) -> bool:
         """Return whether `reserve` would leave the pool as it is."""
         held, config = self.size, self.config
         if not self.grows or (held is not None and config.num_blocks is not None):

@@ -200,7 +200,9 @@ class ServedModel:
         asked = list({a.version: a for a in adapters if a is not None}.values())
         if self._grows_tables and asked and grown(self.pool.config, asked) != self.pool.config:
             with drained():
-                self.pool.resize_tables(grown(self.pool.config, asked))
+                larger = grown(self.pool.config, asked)
+                if larger != self.pool.config:  # else another thread has enlarged them meanwhile
+                    self.pool.resize_tables(larger)
         check_fits(asked, self.pool.config)
         return adapters
 

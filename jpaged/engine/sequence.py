@@ -6,7 +6,6 @@ import copy
 import enum
 from array import array
 from collections.abc import Iterable, Mapping
-from collections.abc import Sequence as List
 from typing import Any, Literal, NamedTuple
 
 from jpaged.engine.adapters import AdapterVersion
@@ -70,7 +69,7 @@ class Sequence:
     def __init__(
         self,
         request_id: str,
-        token_ids: List[int],
+        token_ids: Iterable[int],
         sampling_params: SamplingParams,
         *,
         max_model_len: int,
@@ -87,7 +86,7 @@ class Sequence:
         self.request_id = request_id
         self.origin = NOBODY if origin is None else origin  # who shares the engine with others
         self.token_ids = list(token_ids)  # prompt, then every committed token
-        self.prompt_len = len(token_ids)
+        self.prompt_len = len(self.token_ids)
         self.sampling_params = sampling_params
         self.key = key  # threefry key data of the request
         self.index = index  # which of the request's samples
@@ -158,15 +157,14 @@ class Sequence:
         self.hashes: list[int] = []  # chain hash of each full block of token_ids seen so far
         self.drop_blocks()
 
-    def take_up(self, drawn: Generated, prompt_logprobs: List[Top | None] = ()) -> None:
+    def take_up(self, drawn: Generated, prompt_logprobs: Iterable[Top | None] = ()) -> None:
         """Begin with these tokens, which an earlier request of its prompt drew before it was cut;
         go on at the next one, as after a preemption. prompt_logprobs: of its prompt, where they are
         known. The engine does not have it yet.
         """
         self.token_ids += drawn.token_ids
         self.generated, self.num_resumed = drawn, len(drawn)
-        if prompt_logprobs:
-            self.prompt_logprobs = list(prompt_logprobs)
+        self.prompt_logprobs = list(prompt_logprobs) or self.prompt_logprobs
         self.settle()
         self.epoch = -1
         self.restart()
@@ -423,7 +421,9 @@ class Request:
         return not [seq for seq in self.sequences if seq.status is not Status.FINISHED]
 
     def blocks_needed(self, block_size: int) -> list[int]:
-        """Blocks of each sequence at full length; those of the prompt count once."""
+        """Return the number of blocks of each sequence at full length; those of the prompt count
+        once.
+        """
         first = self.sequences[0]
         whole, shared = -(-first.end // block_size), first.prompt_len // block_size
         return [whole, *[whole - shared] * (self.max_sequences - 1)]

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from jpaged.checks import check_choice, is_scalar
-from jpaged.config import EngineConfig
-from jpaged.engine_fields import EngineFields
+from jpaged.config import EngineConfig, EngineFields
 from jpaged.errors import ConfigError, JpagedError, PeerError, ReplicaError, RequestError
 from jpaged.integrations.ray_replica import (
     Launch,

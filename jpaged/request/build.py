@@ -5,7 +5,6 @@ import itertools
 import os
 import threading
 import warnings
-from collections.abc import Sequence as List
 
 from jpaged.checkpoint.kept_tokenizer import whole
 from jpaged.checks import check_real, check_whole
@@ -146,7 +145,7 @@ class Builder:
             prompt=prompt.text,
         )
 
-    def scores(self, prompts: List[Prompt], options: ScoreOptions) -> list[Request]:
+    def scores(self, prompts: list[Prompt], options: ScoreOptions) -> list[Request]:
         """Return a request for each sequence whose tokens are to be scored. See jpaged.score.
         Raises RequestError.
         """
@@ -170,7 +169,7 @@ class Builder:
             for prompt, scoring, matcher in zip(prompts, scorings, matchers, strict=True)
         ]
 
-    def hidden(self, prompts: List[Prompt]) -> list[Request]:
+    def hidden(self, prompts: list[Prompt]) -> list[Request]:
         """Return a request for each sequence whose hidden states are wanted: see jpaged.hidden.
         Raises RequestError.
         """
@@ -179,7 +178,7 @@ class Builder:
         scoring = Scoring(hidden=True)
         return [self._reading(prompt, SamplingParams(), scoring) for prompt in prompts]
 
-    def _check_lengths(self, lengths: List[int]) -> None:
+    def _check_lengths(self, lengths: list[int]) -> None:
         for i, length in enumerate(lengths):
             if length > (most := self.inputs.max_model_len):
                 raise CapacityError(

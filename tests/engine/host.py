@@ -13,7 +13,7 @@ from jpaged.config import EngineConfig
 from jpaged.engine.cache.block_manager import BlockManager
 from jpaged.engine.cache.content import Content
 from jpaged.engine.cache.prefix_cache import Contents
-from jpaged.engine.cache.store import HostStore
+from jpaged.engine.cache.store import BlockStore, HostStore
 from jpaged.engine.drafting import Drafter, can_draft
 from jpaged.engine.engine import Engine
 from jpaged.engine.plan import Phase, Plan, PlanEntry
@@ -177,7 +177,7 @@ class Oracle(Drafter):
 
 
 class CheckedEngine(Engine):
-    def _new_replica(self, contents: Contents, store: HostStore | None) -> Scheduler:
+    def _new_replica(self, contents: Contents, store: BlockStore | None) -> Scheduler:
         scheduler = super()._new_replica(contents, store)
         if self.drafter is not None and not self.drafter.has_model:
             self.drafter.__class__ = Oracle

@@ -15,7 +15,6 @@ Entry i of a sequence's table belongs to tokens [i * P, (i + 1) * P):
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator
-from collections.abc import Sequence as List
 from typing import Literal, NamedTuple
 
 from jpaged.engine.cache.content import Content
@@ -165,7 +164,7 @@ class CacheKind:
             return 0
         return max(position - self.window + 1, 0) // self.block_size
 
-    def num_needed(self, start: List[int], length: int, end: int) -> int:
+    def num_needed(self, start: list[int], length: int, end: int) -> int:
         """Return the free blocks that an admission takes, which begins with this table of a match.
         length: tokens of the sequence. end: of its first chunk.
         """
@@ -173,7 +172,7 @@ class CacheKind:
         return new + sum(b == LOAD or (b != GONE and not self.blocks[b].ref_count) for b in start)
 
     def admit(
-        self, start: List[int], contents: List[Content], slots: dict[int, Slot], length: int
+        self, start: list[int], contents: list[Content], slots: dict[int, Slot], length: int
     ) -> "array[int]":
         """Return the table of an admitted sequence: the blocks of its match, those that are loaded
         from the store, and where nothing leaves a window fresh ones for all its tokens.
