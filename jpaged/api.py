@@ -271,7 +271,8 @@ def warmup(
     use_tqdm: bool = False,
 ) -> float:
     """Compile ahead all that generate and score will need, and size the pool; returns the seconds
-    that it took.
+    that it took. Not so `hidden`, and `score` with top_k, at, entropy or start: a first call
+    compiles its own.
 
     batch: completions of one call, `n` of each prompt. Later calls with as many, of prompts and
     max_tokens up to these, with params of these shapes and the same keyword arguments, compile

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from jpaged.checkpoint.kept_tokenizer import whole
 from jpaged.checkpoint.load import read_params
+from jpaged.checks import check_whole
 from jpaged.combinations import Facts, check_combination
 from jpaged.config import EngineConfig, EngineFields, check_fields
 from jpaged.engine.keys import fold_in
@@ -33,6 +34,7 @@ from jpaged.request.inputs import (
 )
 from jpaged.request.outputs import CompletionChunk, RequestOutput
 from jpaged.request.scores import ScoreOptions, ScoreResult, Scores
+from jpaged.rollout import Rollout
 from jpaged.runtime.mesh import serving_mesh
 from jpaged.runtime.processes import count_of
 from jpaged.runtime.step_table import BucketReport
@@ -90,6 +92,9 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Complete each prompt; outputs in the order of the prompts. See jpaged.generate.
+
+        A RequestOutput is a prompt too: what was cut (by abort, rollout, ...) goes on at its next
+        token, as if it had not been, and what had ended stays as it is.
 
         seed: int or jax key; the same call repeats itself, with the tokens of jpaged.generate.
         None draws anew in each call.
@@ -165,6 +170,34 @@ class LLM:
         finally:
             for answer in answers:
                 answer.future.cancel()
+
+    def rollout(
+        self,
+        prompts: PromptsLike,
+        sampling_params: SamplingParamsLike = None,
+        *,
+        enough: int,
+        seed: int | jax.Array | None = None,
+        on_error: OnError = "raise",
+    ) -> Rollout:
+        """Complete prompts until `enough` of them have ended, each with all of its samples; with
+        the tokens of `generate` by the same seed. To be used as
+
+            with llm.rollout(prompts, sampling, enough=64) as done:
+                for group in done:
+                    ...
+
+        which yields exactly `enough` RequestOutputs, in the order in which they end; fewer where
+        others failed. `done.rest` has the outputs of the other prompts: as prompts of a later call
+        they go on where they were cut, those that have ended meanwhile as they are.
+
+        enough: from 1 to the number of prompts. on_error: as in as_completed; an output with an
+        error does not count.
+        """
+        jobs = self.session.completions(prompts, sampling_params, self.keys.of(seed), on_error)
+        check_whole("enough", enough, 1, len(jobs))
+        raises = on_error == "raise"
+        return Rollout(self.session, self.engine_thread(), jobs, enough=int(enough), raises=raises)
 
     def engine_thread(self, face: str = "LLM") -> EngineThread:
         """Return the thread that steps what nobody waits for in a call, which runs from the first
@@ -360,7 +393,8 @@ class LLM:
         donate: bool = False,
         draft: PyTree = None,
     ) -> None:
-        """Serve these weights from now on; other objects than before drop the prefix cache.
+        """Serve these weights from now on, of any form that LLM takes, or those of a checkpoint
+        folder; other objects than before drop the prefix cache.
 
         mode: what becomes of unfinished requests. "refuse" waits for the calls of other threads,
         then raises RequestError if there are any. "abort" ends them. "wait" steps them to their
@@ -457,7 +491,10 @@ class LLM:
         return self.session.buckets()
 
     def warmup(self, *, use_tqdm: bool = True) -> float:
-        """Compile every shape of `buckets` now, in parallel threads; returns seconds."""
+        """Compile every shape of `buckets` now, in parallel threads; returns seconds. Steps of
+        `hidden`, and of `score` with top_k, at, entropy or start, are not among them: a first call
+        compiles its own.
+        """
         return self.session.warmup(use_tqdm=use_tqdm)
 
     def close(self) -> None:

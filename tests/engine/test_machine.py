@@ -253,6 +253,20 @@ class HostMachine(RuleBasedStateMachine):
         )
         self.settle(request)
 
+    @precondition(lambda self: self.live)
+    @rule(which=st.integers(0, 99))
+    def cut_and_go_on(self, which: int) -> None:
+        """The request of an output that was cut: it ends as it would have."""
+        request = self.live[which % len(self.live)]
+        if isinstance(request, BeamSearch) or request.sequences[0].score_only:
+            return
+        self.live.remove(request)
+        self.host.engine.abort(request.request_id)
+        self.settle(request)
+        if request.error is None:
+            self.live.append(self.host.go_on(request))
+            self.seen["cut and gone on"] += 1
+
     @precondition(lambda self: any(len(r.sequences) > 1 for r in self.live))
     @rule(which=st.integers(0, 99))
     def abort_one_sample(self, which: int) -> None:
