@@ -353,7 +353,7 @@ class PrefillPlanner:
         if end <= start:
             return
         if not self.blocks.can_rewind:
-            end = self.blocks.stop_before(start, end, parting)
+            end = self.blocks.stop_before(start, end, parting, is_last=end == len(seq))
         if self.blocks.windowed:  # else it has them all since its admission
             self.blocks.extend(seq, end)
         self.blocks.close_ahead(seq, end)
