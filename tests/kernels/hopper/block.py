@@ -1,9 +1,9 @@
 """A thread block: its warps, what they wait for, and the asynchronous work that they start.
 
 Warps take turns, and started work (TMA copies, wgmma) is done at times that a `Timing` chooses
-among those that are legal. So a wait that is missing shows: as a wrong result, as a register that is read
-while wgmma still writes it, or as a deadlock. What is not modelled: memory that a warp sees in
-another order than it was written in, time, and lanes of a warp that part at a branch, which is a
+among those that are legal. So a wait that is missing shows: as a wrong result, as a register that
+is read while wgmma still writes it, or as a deadlock. What is not modelled: memory that a warp sees
+in another order than it was written in, time, and lanes of a warp that part at a branch, which is a
 Fault.
 """
 
@@ -57,11 +57,14 @@ class Work:
 
 
 class Warp:
-    """32 threads in step: their registers, their place in the program, and what they wait for."""
+    """32 threads in step: their registers, what they wait for, and their place in the program.
+
+    last: the place of the instruction that ran last.
+    """
 
     def __init__(self, number: int, registers: Registers, pool: int) -> None:
         self.number, self.registers, self.pool = number, registers, pool
-        self.place, self.is_done = 0, False
+        self.place, self.last, self.is_done = 0, 0, False
         self.may_go: Callable[[], bool] | None = None  # None if it waits for nothing
         self.unfenced: list[tuple[np.ndarray, int]] = []  # stores: addresses and bytes at each
         self.in_flight: frozenset[str] = frozenset()  # registers of wgmma that is not waited for
@@ -168,7 +171,7 @@ class ThreadBlock:
                     raise Fault(
                         f"{self.program.instructions[place]}: wgmma still uses {sorted(touched)}"
                     )
-            warp.place += 1
+            warp.place, warp.last = place + 1, place
             started = len(self.work)
             self.compiled[place](warp)
             if warp.is_done or warp.may_go is not None:
@@ -210,7 +213,7 @@ class ThreadBlock:
         warp.groups[kind] += 1
 
     def _state(self) -> str:
-        places = ((w.number, w.place) for w in self.warps if not w.is_done)
+        places = ((w.number, w.last) for w in self.warps if not w.is_done)
         return "; ".join(f"{n}: {self.program.instructions[place]}" for n, place in places)
 
     # ---- registers and addresses ----

@@ -134,7 +134,9 @@ class Window:
     def load(
         self, source: GlobalMemory, start: Sequence[int], memory: SharedMemory, address: int
     ) -> None:
-        """Copy the window at coordinates `start`, slowest axis first; zeros outside of the array."""
+        """Copy the window at coordinates `start`, slowest axis first; zeros where it leaves the
+        array.
+        """
         index, inside = self._chunks(start)
         chunks = source.bytes[self.descriptor.array].reshape(-1, CHUNK)
         moved = np.where(inside[:, None], chunks[np.where(inside, index, 0)], 0)
