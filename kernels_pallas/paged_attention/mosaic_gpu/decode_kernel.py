@@ -81,11 +81,14 @@ def work_item(turn, block, blocks: int):
     return turn * blocks + block + odd * (blocks - 1 - 2 * block)
 
 
-def resident(head_dim: int) -> int:
+def resident(head_dim: int, *, in_8_bits: bool = False) -> int:
     """Return the number of thread blocks on an SM: two if their registers fit, so that one computes
     while the other waits.
+
+    in_8_bits: whether keys and values are; widening them takes 152 registers a thread at a head_dim
+    of 64, where two blocks have room for 128.
     """
-    return 2 if head_dim == 64 else 1
+    return 2 if head_dim == 64 and not in_8_bits else 1
 
 
 @functools.partial(jax.jit, static_argnames=("options", "splits", "thread_blocks", "fastest"))
@@ -119,7 +122,8 @@ def decode(
     rows = -(-G // 8) * 8  # of q that are copied: the unit of a swizzled tile
     # KV heads whose queries are copied together. Rows of a product stay apart: others do no harm.
     shared = 8 // G if H % 8 == 0 and 8 % G == 0 else 1
-    slots = multiprocessors() * resident(D)
+    on_an_sm = resident(D, in_8_bits=in_8_bits)
+    slots = multiprocessors() * on_an_sm
     reach = block_table_SM.shape[1] * P
     reach = reach if window is None else min(reach, window + C - 1)
     X = splits or split_count(S * K, -(-reach // C), slots)
@@ -135,7 +139,7 @@ def decode(
     stage = C * 2 * D * dtype.itemsize
     if in_8_bits:  # one tile in 16 bits, and stages of 8 bits with scales
         fixed, stage = fixed + stage, C * (2 * D + 8)
-    stages = (SMEM_BYTES // resident(D) - fixed) // stage
+    stages = (SMEM_BYTES // on_an_sm - fixed) // stage
 
     def kernel(q_ref, pool_ref, table_ref, work_refs, layer_ref, *refs):
         (*out_refs, (ring_sm, (q_sm, o_sm), lse_sm), barriers) = refs

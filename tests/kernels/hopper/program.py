@@ -70,6 +70,58 @@ def parse(ptx: str) -> Program:
     return Program(instructions=tuple(instructions), labels=labels, parameter=parameter[0])
 
 
+def unordered_products(program: Program) -> list[Instruction]:
+    """Return the wgmma that may use a register which was written since the last wgmma.fence.
+
+    Of the registers of its result and of its first operand, the hardware sees such writes only
+    after that fence (PTX ISA, "wgmma.fence").
+    """
+    written_by = [_written(instruction) for instruction in program.instructions]
+    dirty: list[frozenset[str] | None] = [None] * len(program.instructions)
+    waiting: list[tuple[int, frozenset[str]]] = [(0, frozenset())]
+    while waiting:
+        i, arriving = waiting.pop()
+        if i >= len(dirty):
+            continue
+        before = dirty[i]
+        if before is not None and arriving <= before:
+            continue
+        dirty[i] = arriving if before is None else arriving | before
+        instruction, after = program.instructions[i], dirty[i] or frozenset()
+        if instruction.opcode.startswith("wgmma.fence"):
+            after = frozenset()
+        elif written_by[i] - after:
+            after |= written_by[i]
+        if instruction.opcode.startswith("bra"):
+            waiting.append((program.labels[instruction.operands[0]], after))
+            if instruction.predicate is None:
+                continue
+        elif instruction.opcode in ("ret", "exit"):
+            continue
+        waiting.append((i + 1, after))
+    return [
+        instruction
+        for instruction, registers in zip(program.instructions, dirty, strict=True)
+        if instruction.opcode.startswith("wgmma.mma_async")
+        and registers is not None
+        and registers & _fragments(instruction)
+    ]
+
+
+def _written(instruction: Instruction) -> frozenset[str]:
+    """Return the registers that an instruction writes at once; wgmma writes its own later."""
+    stores = ("st", "wgmma", "cp.", "mbarrier.", "bar.", "bra", "fence", "setmaxnreg", "prefetch")
+    if instruction.opcode.startswith(stores) or not instruction.operands:
+        return frozenset()
+    return frozenset(_REGISTER.findall(instruction.operands[0]))
+
+
+def _fragments(instruction: Instruction) -> frozenset[str]:
+    """Return the registers that a wgmma reads parts of matrices from, and writes them to."""
+    braced = (operand for operand in instruction.operands if operand[0] == "{")
+    return frozenset(name for operand in braced for name in _REGISTER.findall(operand))
+
+
 def operand_list(text: str) -> tuple[str, ...]:
     """Return what commas separate, outside of braces and brackets."""
     parts, depth, start = [], 0, 0
