@@ -235,6 +235,19 @@ def test_every_wait_of_decode_is_needed(nth: int, long: dict[str, Emulated]) -> 
     assert outcome(long["decode"], "decode", replaced(WAIT, SKIPPED, nth))
 
 
+ZEROED = 5  # the wait until the other warpgroup has zeroed what must not be seen
+
+
+@pytest.mark.parametrize("nth", range(11))
+def test_every_wait_of_prefill_is_needed(nth: int, long: dict[str, Emulated]) -> None:
+    """But that for zeroed values: the turns, which are waits too, already put the warpgroup that
+    zeroes before the other one.
+    """
+    assert bool(outcome(long["prefill"], "prefill", replaced(WAIT, SKIPPED, nth))) == (
+        nth != ZEROED
+    )
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_seen(fault: str, long: dict[str, Emulated]) -> None:
     name, change, shows = FAULTS[fault]

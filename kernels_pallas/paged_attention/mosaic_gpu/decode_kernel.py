@@ -189,14 +189,22 @@ def decode(
                         of_keys, of_values = (along_slots(scales_sm.at[stage, i]) for i in (0, 1))
                         widen(kv_sm.at[stage], tile)
                         plgpu.barrier_arrive(empty.at[stage])
-                    pl.when((low > 0) | (high < C))(lambda: zero_unseen(tile, low, high))
+                    ragged = (low > 0) | (high < C)
+                    pl.when(ragged)(lambda: zero_unseen(tile, low, high))
                     s = scores(q_sm.at[place], tile)
                     s = scaled(s if of_keys is None else s * of_keys, options.attention)
-                    slot = iota((Q, C), 1)
-                    seen = (slot >= low) & (slot < high)
-                    s = jnp.where(seen, s, NEG)
-                    if of_values is not None:
-                        of_values = jnp.where(seen, of_values, 0.0)
+
+                    def masked(s, of_values):
+                        slot = iota((Q, C), 1)
+                        seen = (slot >= low) & (slot < high)
+                        if of_values is not None:
+                            of_values = jnp.where(seen, of_values, 0.0)
+                        return jnp.where(seen, s, NEG), of_values
+
+                    if on_an_sm == 1:  # a branch takes registers, which two blocks lack
+                        s, of_values = lax.cond(ragged, masked, lambda *whole: whole, s, of_values)
+                    else:
+                        s, of_values = masked(s, of_values)
                     p, acc, m, total = fold(s, acc, m, total, dtype, of_values)
                     acc = add_values(acc, p, tile, interpret)
                     if not in_8_bits:

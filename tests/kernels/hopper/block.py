@@ -429,7 +429,7 @@ class ThreadBlock:
 
         def run(warp: Warp, mask: np.ndarray) -> None:
             addresses = address(warp.registers)
-            for lane in np.flatnonzero(mask):
+            for lane in np.flatnonzero(mask).tolist():
                 count = 1 if counts is None else counts(warp.registers, lane)
                 barrier = self._barrier(int(addresses[lane]))
                 barrier.bytes += count if expects else 0
@@ -714,13 +714,11 @@ def _advance(barrier: Barrier) -> None:
 _LANE = np.arange(LANES)
 
 
-def _parts(product: np.ndarray) -> list[np.ndarray]:
-    """Return a warp's part [16, N] of a product as its registers have it, N/2 of them."""
-    registers = []
-    for j in range(product.shape[1] // 2):
-        row, column = 8 * (j // 2 % 2), 8 * (j // 4) + j % 2
-        registers.append(product[_LANE // 4 + row, _LANE % 4 * 2 + column])
-    return registers
+def _parts(product: np.ndarray) -> np.ndarray:
+    """Return a warp's part [16, N] of a product as its registers have it, [N/2, lane]."""
+    j = np.arange(product.shape[1] // 2)[:, None]
+    row, column = 8 * (j // 2 % 2), 8 * (j // 4) + j % 2
+    return product[_LANE // 4 + row, _LANE % 4 * 2 + column]
 
 
 def _fragment(registers: Sequence[np.ndarray]) -> np.ndarray:

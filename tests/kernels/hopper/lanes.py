@@ -155,7 +155,7 @@ def _integer(
     if name == "not":
         return lambda r: ~r[a]
     if name == "neg":
-        return lambda r: (-r[a].view(signed)).view(unsigned)
+        return lambda r: np.negative(r[a].view(signed)).view(unsigned)
     if name in INTEGER:
         operation, b = INTEGER[name], key(2, bits)
         return lambda r: operation(r[a].view(view), r[b].view(view)).view(unsigned)
