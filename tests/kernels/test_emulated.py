@@ -235,17 +235,16 @@ def test_every_wait_of_decode_is_needed(nth: int, long: dict[str, Emulated]) -> 
     assert outcome(long["decode"], "decode", replaced(WAIT, SKIPPED, nth))
 
 
-ZEROED = 5  # the wait until the other warpgroup has zeroed what must not be seen
+# Waits of prefill that others imply. For values that the other warpgroup zeroes: the turns, which are
+# waits too, already put it first. Of the last turn: nothing comes after it that the other one reads.
+IMPLIED = (5, 9)
 
 
 @pytest.mark.parametrize("nth", range(11))
 def test_every_wait_of_prefill_is_needed(nth: int, long: dict[str, Emulated]) -> None:
-    """But that for zeroed values: the turns, which are waits too, already put the warpgroup that
-    zeroes before the other one.
-    """
-    assert bool(outcome(long["prefill"], "prefill", replaced(WAIT, SKIPPED, nth))) == (
-        nth != ZEROED
-    )
+    """Each but two, which are skipped without harm."""
+    fails = outcome(long["prefill"], "prefill", replaced(WAIT, SKIPPED, nth))
+    assert bool(fails) == (nth not in IMPLIED)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
