@@ -214,9 +214,10 @@ FAULTS: dict[str, tuple[str, Callable[[str], str], str]] = {
     "more registers than there are": ("prefill", replaced("u32 240;", "u32 248;"), "Deadlock"),
     "a size of results left out": ("prefill", replaced(STORE, "", 2), "wrong"),
     "an arrival left out": ("prefill", replaced(ARRIVE, "", 0), "Deadlock"),
+    "values of prefill not waited for": ("prefill", replaced(PRODUCTS, "", 0), "wrong"),
     "scores of prefill not waited for": (
         "prefill",
-        replaced(PRODUCTS, "", 0),
+        replaced(PRODUCTS, "", 1),
         "wgmma still uses",
     ),
     "no fence after queries are stored": ("prefill", replaced(FENCE, "", 0), "wrong"),
@@ -235,8 +236,8 @@ def test_every_wait_of_decode_is_needed(nth: int, long: dict[str, Emulated]) -> 
     assert outcome(long["decode"], "decode", replaced(WAIT, SKIPPED, nth))
 
 
-# Waits of prefill that others imply. For values that the other warpgroup zeroes: the turns, which are
-# waits too, already put it first. Of the last turn: nothing comes after it that the other one reads.
+# Waits of prefill that others imply. For values that the other warpgroup zeroes: the turns, which
+# are waits too, already put it first. Of the last turn: what comes after it the other never reads.
 IMPLIED = (5, 9)
 
 

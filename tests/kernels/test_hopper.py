@@ -135,8 +135,8 @@ def test_barriers() -> None:
         run("	mbarrier.arrive.release.cta.shared::cta.b64 _, [%r3], 1;\n")
     with pytest.raises(Deadlock, match=r"bar\.sync 1, 64"):
         run("	bar.sync 1, 64;\n")
-    with pytest.raises(Fault, match="named barrier 1 of 32"):
-        run("	shr.u32 %r6, %r1, 5;\n	bar.sync 1, 16;\n")
+    with pytest.raises(Fault, match="named barrier 1 of 16"):
+        run("	bar.sync 1, 16;\n")
 
 
 def test_registers_of_a_block() -> None:
