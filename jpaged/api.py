@@ -173,8 +173,8 @@ def score(
     at: IntArrays | None = None,
     entropy: bool = False,
 ) -> ScoreResult:
-    """log p(token t+1 | tokens <= t) under log_softmax(logits / temperature): one float32 [T-1] a
-    sequence. No token is drawn.
+    """Return log p(token t+1 | tokens <= t) under log_softmax(logits / temperature), a float32
+    array [T-1] for each sequence. No token is drawn.
 
     return_greedy: also bool [T-1] a sequence, whether token t+1 is the most likely one. structured,
     prompt_lens: the form that all have from prompt_lens[i] tokens on (see SamplingParams), under
@@ -271,7 +271,8 @@ def warmup(
     use_tqdm: bool = False,
 ) -> float:
     """Compile ahead all that generate and score will need, and size the pool; returns the seconds
-    that it took.
+    that it took. Not so `hidden`, and `score` with top_k, at, entropy or start: a first call
+    compiles its own.
 
     batch: completions of one call, `n` of each prompt. Later calls with as many, of prompts and
     max_tokens up to these, with params of these shapes and the same keyword arguments, compile

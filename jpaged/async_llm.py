@@ -76,8 +76,9 @@ class AsyncLLM:
     async def generate(
         self, prompt: PromptLike, sampling_params: SamplingParams | None = None
     ) -> AsyncIterator[CompletionChunk]:
-        """The completions of one prompt in pieces, in any form that LLM.generate takes. They add up
-        to generate's with the same seed. Raises the request's error.
+        """Yield the completions of one prompt in pieces, which add up to those of LLM.generate with
+        the same seed. The prompt may have any form that LLM.generate takes. Raises the request's
+        error.
         """
         async with self.run([prompt], sampling_params, streaming=True) as inbox:
             while True:
@@ -147,8 +148,8 @@ class AsyncLLM:
         return Coming(self._thread)
 
     async def call[T, *Args](self, function: Callable[[LLM, *Args], T], *args: *Args) -> T:
-        """function(LLM, *args) between two steps, while nothing else touches it: to update_params,
-        sleep or reset the prefix cache. What it returns or raises.
+        """Call function(LLM, *args) between two steps, while nothing else touches the LLM, for
+        example to reset the prefix cache. Return what it returns, or raise what it raises.
         """
         return await asyncio.wrap_future(self._thread.call(function, self._llm, *args))
 
@@ -240,14 +241,14 @@ class AsyncLLM:
         return await asyncio.to_thread(function, *args)
 
     async def prepare[T, *Args](self, function: Callable[[LLM, *Args], T], *args: *Args) -> T:
-        """function(LLM, *args) in a thread of those that render and tokenize, while the engine
-        steps: for what reads tokenizer and settings alone.
+        """Call function(LLM, *args) in one of the threads that render and tokenize, while the
+        engine steps. The function may read the tokenizer and the settings alone.
         """
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._prompts, function, self._llm, *args)
 
     def stats(self) -> Report:
-        """LLM.stats as it was a moment ago."""
+        """Return LLM.stats as it was a moment ago."""
         return self._thread.stats
 
     @property
@@ -270,7 +271,7 @@ class AsyncLLM:
         return self._llm.tokenizer
 
     def default_sampling_params(self) -> SamplingParams:
-        """SamplingParams with the values of the checkpoint's generation_config.json."""
+        """Return SamplingParams with the values of the checkpoint's generation_config.json."""
         return self._llm.default_sampling_params()
 
     async def close(self) -> None:

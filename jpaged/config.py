@@ -526,7 +526,7 @@ PINNED = 64
 
 
 def _powers(least: int, most: int) -> tuple[int, ...]:
-    """From one power of two to another: all between them, and the sizes halfway."""
+    """Return the powers of two from `least` to `most`, and the sizes halfway between them."""
     count = (most // least).bit_length() - 1
     return *(size << i for i in range(count) for size in (least, least * 3 // 2)), most
 
@@ -544,7 +544,9 @@ SEQ_BUCKETS = (8, *_powers(16, 4096))
 
 
 def _separate_draw(config: EngineConfig, steps: int, *, on_cpu: bool, alike: bool) -> bool | None:
-    """alike: whether a draw of its own gives the same bits. None: until a step of both is there."""
+    """Return whether a decode and its draw are two programs; None if they are until a step of both
+    is compiled. alike: whether the two give the same bits.
+    """
     if steps > 1:
         return False
     if config.separate_draw is not None or (on_cpu and alike and not config.strict):

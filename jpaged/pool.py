@@ -50,7 +50,7 @@ class Size:
         return f"{self.num_blocks} blocks{states}"
 
     def grown(self, other: "Size") -> "Size":
-        """Return the larger number of each."""
+        """Return a size with the larger number of blocks and of states."""
         states = None if self.num_states is None else max(self.num_states, other.num_states or 0)
         return Size(max(self.num_blocks, other.num_blocks), states)
 
@@ -198,8 +198,10 @@ class Pool:
             self.start(self.size)
 
     def misfit(self, request: Request) -> CapacityError | None:
-        """Return the error of a request whose prompt the whole pool cannot hold, or None."""
-        engine, num_tokens = self.engine, request.sequences[0].prompt_len
+        """Return the error of a request whose prompt, or the tokens that it goes on from, the whole
+        pool cannot hold, or None.
+        """
+        engine, num_tokens = self.engine, max(map(len, request.sequences))
         if num_tokens <= engine.most_tokens:
             return None
         pool = f"the KV pool of {engine.config.num_blocks} blocks of {engine.config.block_size}"

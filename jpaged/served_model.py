@@ -5,11 +5,13 @@ adapters.
 import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from jpaged.adapters import Adapters, check_fits, grown
+from jpaged.checkpoint.load import read_params
 from jpaged.combinations import Facts, check_combination
 from jpaged.config import EngineConfig
 from jpaged.drafts import draft_model, no_head
@@ -63,9 +65,14 @@ class ServedModel:
         self._is_asleep = False
 
     def accept(self, params: PyTree) -> Params:
-        """Return weights of any form as Params that can be bound; ConfigError where they cannot
-        be.
+        """Return weights of any form, or those of a checkpoint folder, as Params that can be bound;
+        ConfigError where they cannot be.
         """
+        if isinstance(params, str | Path):
+            mesh, config = self.placement.mesh, self.pool.config
+            assert not isinstance(mesh, AbstractMesh), "nothing is served on it"
+            quantization = None if mesh else config.quantization
+            params = read_params(params, dtype=config.dtype, mesh=mesh, quantization=quantization)
         fresh = as_params(params, None if isinstance(params, Params) else self.model_config)
         if fresh.config != self.model_config:
             ours = self.model_config

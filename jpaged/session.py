@@ -445,7 +445,9 @@ class Session:
         fitting: list[Job] = []
         for i, job in enumerate(jobs):
             if isinstance(job, Request) and (error := self.pool.misfit(job)):
-                job = self._refused(i, job.prompt, error, on_error, job.sequences[0].token_ids)
+                first = job.sequences[0]
+                ids = first.token_ids[: first.prompt_len]
+                job = self._refused(i, job.prompt, error, on_error, ids)
             fitting.append(job)
         return fitting
 
@@ -574,7 +576,8 @@ class Session:
         engine = self.pool.engine
         while rename and request.request_id in engine.requests:
             request.rename(self.builder.new_id())
-        request.weight_version = self.served.weights.version
+        if not request.has_drawn:
+            request.weight_version = self.served.weights.version
         self._is_settled = False  # until both have it
         engine.add(request)
         self._owners[request] = owner
@@ -643,7 +646,7 @@ class Session:
             if weights.version != before and engine.requests:
                 engine.renew(recompute=mode == "recompute")
                 for request in engine.requests.values():
-                    if not any(seq.num_generated for seq in request.sequences):
+                    if not request.has_drawn:
                         request.weight_version = weights.version
 
     @contextlib.contextmanager
@@ -777,7 +780,7 @@ class Session:
         request.sequences = []
 
     def lost(self, request: Request, error: Exception) -> None:
-        """Nobody waits for it."""
+        """Do nothing: no call waits for the request."""
 
     # Between steps
 

@@ -98,8 +98,8 @@ class Engine:
         self._secrets = itertools.count()
 
     def add(self, request: Request) -> None:
-        """Queue a request with all its samples at one replica; its request_id must not be in
-        use.
+        """Queue a request with all its samples that have not ended at one replica; its request_id
+        must not be in use.
         """
         if request.request_id in self.requests:
             raise RequestError(
@@ -110,8 +110,12 @@ class Engine:
             if not self.config.enable_prefix_caching:
                 request.hide(next(self._secrets))
             replica = self._router.place(request)
+            queues = self.replicas[replica].queues
             for seq in request.sequences:
-                self.replicas[replica].queues.waiting.add(seq)
+                if seq.status is not Status.FINISHED:
+                    queues.waiting.add(seq)
+            if request.is_finished:  # every sample had ended before
+                queues.finished.append(request.sequences[0])
 
     def abort(self, request_id: str) -> Request | None:
         """End an unfinished request as "abort"; returns it, None where there is none of that id."""
@@ -138,11 +142,11 @@ class Engine:
             self._forget(request)
 
     def holds(self, request: Request) -> bool:
-        """Whether this very request is unfinished here."""
+        """Return whether this very request is unfinished here."""
         return self.requests.get(request.request_id) is request
 
     def has_unfinished(self) -> bool:
-        """Whether `step` has anything left to do or to return."""
+        """Return whether `step` has anything left to do or to return."""
         return bool(self.requests or self._ended)
 
     def step(self) -> list[Request]:
@@ -289,8 +293,8 @@ class Engine:
         }
 
     def _prepare_drafts(self, drafter: Drafter, started: float) -> None:
-        """Wait for the tokens in flight where the next plan would rather know them, and have the
-        draft model guess what comes after them.
+        """Commit the steps in flight if drafting would pay once their tokens are known, and have
+        the draft model guess what comes after them.
         """
         if self.in_flight and should_wait_for_tokens(self.replicas):
             self._drain(started)
@@ -420,7 +424,8 @@ class Engine:
         self._router.leave(request)
         self.stats.prompt_tokens += request.sequences[0].prompt_len
         self.stats.cached_tokens += request.sequences[0].num_cached
-        self.stats.generated_tokens += sum([seq.num_generated for seq in request.sequences])
+        drawn = [seq.num_generated - seq.num_resumed for seq in request.sequences]
+        self.stats.generated_tokens += sum(drawn)
 
     def _new_replicas(self, count: int) -> tuple[Scheduler, ...]:
         """Return schedulers with nothing in them, which know the same contents and share a store

@@ -55,7 +55,7 @@ def check_blocks(blocks: BlockManager, owners: Iterable[Sequence]) -> None:
     """Assert that reference counts equal the tables, free and used make all, and every cached block
     is what it is found for.
 
-    Owners of one block have it at the same place of their tables, over the same tokens.
+    A shared block has the same table index and the same tokens in every owner.
     """
     owners = list(owners)
     for seq in owners:
@@ -113,7 +113,7 @@ def _count_owners(blocks: BlockManager, at: int, owners: list[Sequence]) -> list
 
 
 def _check_closed(blocks: BlockManager, seq: Sequence, i: int, content: Content | None) -> None:
-    """Block i of a sequence is closed over its own tokens, if it is to be closed."""
+    """Assert that block i of a sequence is closed over its tokens, if it is to be closed."""
     name = f"block {i} of {seq!r}"
     if blocks.cache.is_stale(seq) or i >= seq.num_closed:
         assert content is None, f"{name} is closed before its time"

@@ -198,8 +198,8 @@ def _pack_copies(plan: Plan, config: EngineConfig) -> np.ndarray:
 
 
 def _input_token(entry: PlanEntry) -> int:
-    """What a row decodes from: a token that is still in flight is known to the device alone, unless
-    it is certain.
+    """Return the token that a row decodes from; ON_DEVICE if it is still in flight and not certain,
+    so that the device alone knows it.
     """
     if entry.run:
         return entry.run[0]
@@ -259,7 +259,9 @@ def unpack(
 def _views(
     bucket: Shape, config: EngineConfig, packed: np.ndarray | None = None
 ) -> tuple[np.ndarray, Views]:
-    """A buffer of a bucket's inputs, of zeros unless it is given, and each input's place in it."""
+    """Return a buffer of a bucket's inputs and a view of each input in it. packed: the buffer; None
+    makes one of zeros.
+    """
     sections, size = input_sections(bucket, config)
     packed = np.zeros(size, np.int32) if packed is None else packed
     return packed, {
@@ -269,8 +271,8 @@ def _views(
 
 
 def _pack_tokens(view: Views, plan: Plan, config: EngineConfig) -> None:
-    """Tokens back to back, where each row begins, and the place of the last token of each row that
-    draws.
+    """Write the tokens back to back, where each row begins, and the place of the last token of each
+    row that draws.
     """
     start, starts, indices, computed, scored = 0, [], [], [], 0
     for entry in plan.entries:
@@ -332,7 +334,7 @@ def _pack_device_rows(view: Views, entries: list[PlanEntry], config: EngineConfi
 
 
 def _pack_rows(view: Views, draws: list[tuple[PlanEntry, int]], config: EngineConfig) -> None:
-    """What drawing needs of each row, after a context of so many tokens."""
+    """Write what drawing needs of each row, after a context of so many tokens."""
     rows, drawing = len(draws), [entry for entry, _ in draws]
     _pack_device_rows(view, drawing, config)
     if "adapters" in view:

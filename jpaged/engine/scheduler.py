@@ -170,6 +170,7 @@ class Scheduler:
         wait.
         """
         running = self.queues.running
+        self.blocks.trim(seq)  # one that was forked is in no plan yet
         while not self.blocks.make_writable(seq, seq.num_dispatched):
             if len(running) > 1:
                 self.queues.preempt_victim({s: None for s in running if s not in planned})
