@@ -48,7 +48,7 @@ class Case:
 
     @property
     def options(self) -> Options:
-        """What the call is compiled for."""
+        """Return what the call is compiled for."""
         attention = AttentionOptions(
             scale=self.D**-0.5,
             soft_cap=self.soft_cap,
@@ -60,7 +60,7 @@ class Case:
 
     @property
     def shapes(self) -> Shapes:
-        """What an implementation is asked to run."""
+        """Return the shapes that an implementation is asked to run."""
         return Shapes(
             dtype=self.dtype,
             kv_dtype=self.kv_dtype,
@@ -397,7 +397,7 @@ def _timed(
     D: int = 128,
     P: int = 64,
 ) -> Case:
-    """Equal rows in bfloat16; by default with the heads of Qwen3-0.6B."""
+    """Return a case of equal rows in bfloat16, by default with the heads of Qwen3-0.6B."""
     kind = "decode" if queries is None else "fresh" if queries == context else "cached"
     name, query_lens = (
         f"{kind} {rows}x{context} G{G} D{D} P{P}",
