@@ -35,7 +35,7 @@ import _common as common
 import jax
 
 import jpaged
-from jpaged import SamplingParams
+from jpaged import SamplingParams, gpu_share
 from jpaged.errors import JpagedError
 from jpaged.flags import add_engine_flags, engine_settings
 from jpaged.integrations.batch.formats import open_source
@@ -317,6 +317,7 @@ def table(record: dict[str, Any]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
+    gpu_share.take_most()
     try:
         record = bench(args)
     except JpagedError as e:

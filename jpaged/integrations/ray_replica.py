@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from jpaged import gpu_share
 from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError
 from jpaged.llm import LLM
@@ -46,6 +47,7 @@ class Replica:
         seed: int,
         engine_config: dict[str, Any],
         adapters: Mapping[str, str],
+        has_whole_gpus: bool,
         coordinator: str | None = None,
         hosts: int = 1,
         rank: int = 0,
@@ -53,8 +55,11 @@ class Replica:
         """Load the model (None: the embedded one) and its adapters. Return its default
         SamplingParams.
 
-        coordinator: the first actor's address, if the devices of several actors share the model.
+        has_whole_gpus: whether nothing else runs on its GPUs. coordinator: the first actor's
+        address, if the devices of several actors share the model.
         """
+        if has_whole_gpus:
+            gpu_share.take_most()
         if model is None:
             from jpaged.demo import MODEL_PATH
 
@@ -166,7 +171,11 @@ class Slot:
             "max_restarts": 0,  # the driver starts new actors: it knows the old ones' requests
         }
         self.starts += 1
-        args = (launch.model, launch.seed, launch.engine_config, launch.adapters)
+        has_whole_gpus = launch.resources.get("GPU", 0) >= 1  # of a part, others have the rest
+        args = (
+            *(launch.model, launch.seed, launch.engine_config, launch.adapters),
+            has_whole_gpus,
+        )
         if launch.hosts == 1:
             self.actors = [ray.remote(Replica).options(**options).remote()]
             self.starting = self.actors[0].start.remote(*args)

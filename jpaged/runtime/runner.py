@@ -247,10 +247,15 @@ class Runner:
         return [b for b in buckets if b is not None and b not in self.compiled]
 
     def _prepare(self, batch: Batch) -> None:
-        """Make the arrays and the steps of a dispatch that are missing, side by side."""
+        """Make the arrays and the steps of a dispatch that are missing: on a GPU one after another,
+        since XLA tries products there, with memory and by the clock of the device; else side by
+        side.
+        """
         missing = self._missing((batch.bucket, batch.sample))
-        if not missing:
+        if not missing or self.placement.device.platform == "gpu":
             self.allocate()
+            for bucket in missing:
+                _ = self.compiled[bucket]
             return
         with ThreadPoolExecutor() as threads:
             made = [threads.submit(self.allocate)]

@@ -53,6 +53,7 @@ def test_the_pool_takes_what_is_left() -> None:
         "temporaries": 3 * MIB,
         "code": 2 * MIB,
         "state": MIB,
+        "autotuning": 0,
         "pool": 8 * MIB,
     }
     assert sum(found.account.values()) + found.waste == found.limit

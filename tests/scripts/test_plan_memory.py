@@ -52,6 +52,7 @@ def test_the_machine_at_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         "temporaries",
         "code",
         "state",
+        "autotuning",
         "pool",
         "unused",
         "limit",
