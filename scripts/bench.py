@@ -64,6 +64,8 @@ class Workload:
     temperature: float
     max_len: int
     n: int = 1
+    top_k: int = 0
+    top_p: float = 1.0
 
     def requests_of(self, seed: int = 0) -> tuple[list[list[int]], list[int]]:
         """Return prompts, and how many tokens to generate for each. Random numbers are drawn in
@@ -79,6 +81,8 @@ class Workload:
     def sampling_params(self, outputs: list[int]) -> list[SamplingParams]:
         settings: dict[str, Any] = {
             "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
             "n": self.n,
             "ignore_eos": True,
         }

@@ -65,7 +65,8 @@ class Card:
 
     def limits(self, utilization: float) -> Limits:
         """Return the limits of an engine that has this share of what jax takes of the card."""
-        return Limits(total=int(self.limit * utilization), is_gpu=self.platform == "cuda")
+        is_gpu, whole = self.platform == "cuda", self.limit
+        return Limits(total=int(whole * utilization), whole=whole, is_gpu=is_gpu)
 
 
 CARDS = {  # GPUs: all that nvidia-smi shows. TPUs: what is left to programs.

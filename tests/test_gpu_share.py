@@ -21,7 +21,8 @@ def no_share(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def taken() -> float:
     """Return the share that jax itself reads from the environment."""
-    return xla_client.generate_pjrt_gpu_plugin_options().get("memory_fraction", gpu_share.DEFAULT)
+    options = xla_client.generate_pjrt_gpu_plugin_options()
+    return float(str(options.get("memory_fraction", gpu_share.DEFAULT)))
 
 
 def test_what_jax_reads_is_what_is_set(monkeypatch: pytest.MonkeyPatch) -> None:

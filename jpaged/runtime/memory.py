@@ -41,8 +41,9 @@ class Needs:
 
     temporaries: of the largest step, with its results. code: of all steps, where code lies in the
     device's memory. state: what the engine keeps for each device slot. autotuning: what XLA takes
-    to compile a step beside the pool, where it tries products on the device. source: where the
-    figures come from. is_measured: from compiled steps.
+    for a while to compile a step beside the pool, where it tries products on the device; no part of
+    `total`, since that may lie outside of the engine's share. source: where the figures come from.
+    is_measured: from compiled steps.
     """
 
     temporaries: int = 0
@@ -54,20 +55,21 @@ class Needs:
 
     @property
     def total(self) -> int:
-        return self.temporaries + self.code + self.state + self.autotuning
+        return self.temporaries + self.code + self.state
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
     """What may be used of a device, what its arrays hold already, and what a pool may take, all in
-    bytes. block: the largest array that its allocator can give; None where it does not say. is_gpu:
-    whether jax takes a share of the device only (see gpu_share), and tries products on it when it
+    bytes. whole: what its allocator may take for all programs, of which `total` is the engine's.
+    block: the largest array that it can give. None where it does not say. is_gpu: whether jax takes a share of the device only (see gpu_share), and tries products on it when it
     compiles.
     """
 
     total: int
     in_use: int = 0
     pool: int | None = None
+    whole: int | None = None
     block: int | None = None
     is_gpu: bool = False
 
@@ -93,6 +95,7 @@ class Limits:
         return cls(
             total=int(stats["bytes_limit"] * utilization),
             in_use=stats["bytes_in_use"],
+            whole=stats["bytes_limit"],
             block=largest_block(stats),
             is_gpu=device.platform == "gpu",
         )
@@ -276,7 +279,6 @@ class MemoryPlan:
             "temporaries": self.needs.temporaries,
             "code": self.needs.code,
             "state": self.needs.state,
-            "autotuning": self.needs.autotuning,
             "pool": self.pool.of(self.num_blocks),
         }
 
@@ -297,13 +299,15 @@ def plan(
     """
     other = max(limits.in_use - weights, 0)
     free = limits.total - weights - other - needs.total
+    if limits.whole is not None:
+        free = min(free, limits.whole - weights - other - needs.total - needs.autotuning)
     sizes = {"memory": pool.within(free)}
     whole = config.max_num_seqs * config.max_blocks_per_seq
     sizes["max_num_seqs * max_model_len"] = whole if pool.in_use is None else pool.in_use
     if limits.block is not None:
-        # Where other arrays lie between, the steps must find room in the same piece.
-        free = min(free, limits.block - needs.total)
-        sizes[LARGEST] = pool.within(limits.block - needs.total)
+        # Where other arrays lie between, steps and trials must find room in the same piece.
+        piece = limits.block - needs.total - needs.autotuning
+        free, sizes[LARGEST] = min(free, piece), pool.within(piece)
     if limits.pool is not None:
         sizes["the default pool of a CPU"] = pool.within(limits.pool)
     if config.num_blocks is not None:

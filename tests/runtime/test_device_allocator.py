@@ -148,19 +148,19 @@ def test_beside_training_a_pool_fits_the_largest_free_block(
     stats = allocator.memory_stats()
     free = stats["bytes_limit"] - stats["bytes_in_use"]
     assert cut.decided_by == LARGEST
-    assert cut.account["pool"] + cut.needs.total <= stats["largest_free_block_bytes"] < free / 2
-    assert cut.account["pool"] + cut.needs.total > stats["largest_free_block_bytes"] - 2 * (
-        cut.block_bytes
-    )
+    beside = cut.needs.total + cut.needs.autotuning
+    left = stats["largest_free_block_bytes"] - cut.account["pool"] - beside
+    assert 0 <= left < cut.block_bytes and stats["largest_free_block_bytes"] < free / 2
     allocator.take(cut.account["pool"])  # it does fit, and so do a step and a trial after it
     allocator.take(cut.needs.total)
+    allocator.take(cut.needs.autotuning)
     old = Allocator(100 * MIB, tells_largest=False)
     old.train(10 * MIB, 20 * MIB, 10 * MIB, 25 * MIB, 5 * MIB)
     assert plan_on(old, monkeypatch).account["pool"] > cut.account["pool"]
 
 
 def test_a_gpu_keeps_room_for_the_trials_of_a_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The largest product of a step, with the results twice; nowhere else."""
+    """Of the largest product of a step, with the results twice; nowhere else."""
     plan = plan_on(Allocator(100 * MIB), monkeypatch)
     config = EngineConfig(block_size=16, max_num_seqs=1 << 14).resolve(CONFIG)
     assert config.token_buckets is not None and config.seq_buckets is not None
@@ -168,7 +168,7 @@ def test_a_gpu_keeps_room_for_the_trials_of_a_compile(monkeypatch: pytest.Monkey
     head = 4 * (V * E + rows * E) + 8 * rows * V
     assert plan.needs.autotuning >= head
     found = footprint.autotuning_bytes(CONFIG, config, jnp.float32)
-    assert found == plan.needs.autotuning == plan.account["autotuning"]
+    assert found == plan.needs.autotuning
     wide = dataclasses.replace(CONFIG, vocab_size=100 * V)
     head = 4 * (100 * V * E + rows * E) + 8 * rows * 100 * V
     assert footprint.autotuning_bytes(wide, config, jnp.float32) == head
