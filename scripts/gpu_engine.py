@@ -88,7 +88,7 @@ def start(args: argparse.Namespace) -> None:
 def steps(args: argparse.Namespace) -> None:
     """Decode so many steps, two rows at once, two dispatches in flight."""
     params = random_params(model(args.dry), dtype="float32" if args.dry else "bfloat16")
-    small = SMALL | {"max_model_len": 256}
+    small: dict[str, Any] = SMALL | {"max_model_len": 256}
     llm = jpaged.LLM(params, num_blocks=64, **small)
     params_of = SamplingParams(temperature=0, max_tokens=args.steps, ignore_eos=True)
     llm.generate([PROMPT, PROMPT[1:]], params_of, use_tqdm=False)

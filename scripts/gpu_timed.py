@@ -481,7 +481,7 @@ def quantised(dry: bool) -> Cases:
 
     names = ("int8", "KV int8") if dry else FORMS  # int4 has no groups in heads of 16
     cases = {name: functools.partial(case, *FORMS[name]) for name in names}
-    return gpu_products.in_fp8(dry) | gpu_products.mixtures(dry) | cases
+    return {**gpu_products.in_fp8(dry), **gpu_products.mixtures(dry), **cases}
 
 
 JOBS: dict[str, Callable[[bool], Cases]] = {

@@ -62,8 +62,8 @@ class Needs:
 class Limits:
     """What may be used of a device, what its arrays hold already, and what a pool may take, all in
     bytes. whole: what its allocator may take for all programs, of which `total` is the engine's.
-    block: the largest array that it can give. None where it does not say. is_gpu: whether jax takes a share of the device only (see gpu_share), and tries products on it when it
-    compiles.
+    block: the largest array that it can give. None where it does not say. is_gpu: whether jax takes
+    a share of the device only (see gpu_share), and tries products on it when it compiles.
     """
 
     total: int
