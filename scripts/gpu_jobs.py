@@ -21,14 +21,10 @@ Cases = Mapping[str, Callable[[], Found]]
 LAST_WAIT = 20  # seconds for a killed process to go: one that hangs in a driver never does
 
 
-def make_job_parser(name: str, doc: str | None, jobs: Mapping[str, Any]) -> argparse.ArgumentParser:
-    """Return the parser of a program with several jobs."""
-    parser = argparse.ArgumentParser(
-        prog=name, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_job_flags(parser: argparse.ArgumentParser, jobs: Mapping[str, Any]) -> None:
+    """Add the flags of a program with several jobs."""
     parser.add_argument("job", choices=jobs)
     add_case_flags(parser)
-    return parser
 
 
 def add_case_flags(parser: argparse.ArgumentParser) -> None:

@@ -25,7 +25,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gpu_jobs import LAST_WAIT, Cases, Found, make_job_parser, run_chosen
+import _common as common
+from gpu_jobs import LAST_WAIT, Cases, Found, add_job_flags, run_chosen
 
 ROOT = Path(__file__).resolve().parents[1]
 # Shares of the 60 seconds that `first` has.
@@ -193,7 +194,9 @@ JOBS = {"first": first, "graphs": graphs, "sanitizer": sanitizer}
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = make_job_parser("gpu_programs", __doc__, JOBS).parse_args(argv)
+    parser = common.make_parser("gpu_programs", __doc__)
+    add_job_flags(parser, JOBS)
+    args = parser.parse_args(argv)
     cases = JOBS[args.job](args.out, args.dry)
     run_chosen(args, args.job, cases, LIMITS[args.job])
     return 0

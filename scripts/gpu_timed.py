@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from _attention_cases import BENCH, BENCH_DRY, Case
-from gpu_jobs import Cases, Found, make_job_parser, run_chosen
+from gpu_jobs import Cases, Found, add_job_flags, run_chosen
 from gpu_products import noise
 from gpu_seconds import clocks, kernel_seconds, seconds_of
 
@@ -498,7 +498,9 @@ JOBS: dict[str, Callable[[bool], Cases]] = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = make_job_parser("gpu_timed", __doc__, JOBS).parse_args(argv)
+    parser = common.make_parser("gpu_timed", __doc__)
+    add_job_flags(parser, JOBS)
+    args = parser.parse_args(argv)
     run_chosen(args, args.job, JOBS[args.job](args.dry), LIMITS[args.job])
     return 0
 
