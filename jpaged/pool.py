@@ -22,6 +22,7 @@ from jpaged.runtime.processes import are_many, least, peers_of
 from jpaged.runtime.runner import DraftOf, PeerRunner, Runner
 from jpaged.runtime.step_table import warmup
 from jpaged.types import PyTree
+from kernels_pallas.implementation import CUDA
 
 log = logging.getLogger("jpaged")
 
@@ -318,7 +319,7 @@ class Pool:
             choices=self._choices,
         )
         self._needs = plan.needs if plan.needs.is_measured else None
-        if placement.device.platform == "gpu":
+        if placement.device.platform in CUDA:
             _report_share(plan, config)
         if plan.num_seqs < config.max_num_seqs:
             assert plan.pool.states is not None

@@ -23,6 +23,7 @@ from jpaged import gpu_share
 from jpaged.config import EngineConfig
 from jpaged.engine.shapes import moved_blocks
 from jpaged.errors import CapacityError, ConfigError
+from kernels_pallas.implementation import CUDA
 
 CPU_POOL_BYTES = 4 << 30
 LARGEST = "the largest free block of the device"
@@ -97,7 +98,7 @@ class Limits:
             in_use=stats["bytes_in_use"],
             whole=stats["bytes_limit"],
             block=largest_block(stats),
-            is_gpu=device.platform == "gpu",
+            is_gpu=device.platform in CUDA,
         )
 
 

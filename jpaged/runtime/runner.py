@@ -41,6 +41,7 @@ from jpaged.runtime.step_table import Usage
 from jpaged.runtime.steps import StepSetting, Uses, uses
 from jpaged.runtime.transfers import Sent, Transfers
 from jpaged.runtime.vocabulary import WHOLE, Vocabulary
+from kernels_pallas.implementation import CUDA
 
 DraftOf = tuple[ModelConfig, Forward | Head]  # a draft model (or head) and its modules
 
@@ -252,7 +253,7 @@ class Runner:
         side.
         """
         missing = self._missing((batch.bucket, batch.sample))
-        if not missing or self.placement.device.platform == "gpu":
+        if not missing or self.placement.device.platform in CUDA:
             self.allocate()
             for bucket in missing:
                 _ = self.compiled[bucket]
