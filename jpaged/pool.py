@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import logging
-from collections.abc import Sequence as List
 
 from jpaged import gpu_share
 from jpaged.config import EngineConfig
@@ -57,7 +56,7 @@ class Size:
         return f"{self.num_blocks} blocks{states}"
 
     def grown(self, other: "Size") -> "Size":
-        """Return the larger number of each."""
+        """Return a size with the larger number of blocks and of states."""
         states = None if self.num_states is None else max(self.num_states, other.num_states or 0)
         return Size(max(self.num_blocks, other.num_blocks), states)
 
@@ -224,7 +223,7 @@ class Pool:
             self._engine.reset_prefix_cache()
             self.runner.release()
 
-    def reserve(self, sizes: List[int]) -> None:
+    def reserve(self, sizes: list[int]) -> None:
         """If it grows, have a pool that holds sequences of so many blocks each, as far as they
         run at once. It has a power of two of blocks, or num_blocks, and states for a power of two
         of sequences. No request may be unfinished.
@@ -232,7 +231,7 @@ class Pool:
         if self.is_enough(sizes):
             return
         held, config = self.size, self.config
-        longest = sorted(sizes, reverse=True)[: config.max_num_seqs]
+        longest = sorted(sizes, reverse=True)[: config.num_rows]
         blocks, states = max(sum(longest), LEAST_BLOCKS), self._states_of(len(longest))
         needed = Size(blocks, states)
         assert self._served is not None, "bind weights first"
@@ -249,14 +248,14 @@ class Pool:
         # More than there is room for is not asked for again.
         self._asked = needed.grown(size)
 
-    def is_enough(self, sizes: List[int]) -> bool:
+    def is_enough(self, sizes: list[int]) -> bool:
         """Return whether `reserve` would leave the pool as it is."""
         held, config = self.size, self.config
         if not self.grows or (held is not None and config.num_blocks is not None):
             return True
         if held is None or self._asked is None:
             return False
-        longest = sorted(sizes, reverse=True)[: config.max_num_seqs]
+        longest = sorted(sizes, reverse=True)[: config.num_rows]
         states = self._states_of(len(longest)) if self._has_state else config.num_states
         few = sum(longest) <= self._asked.num_blocks
         return few and (states or 0) <= (self._asked.num_states or 0)
@@ -266,7 +265,7 @@ class Pool:
         config = self.config
         if not self._has_state or config.num_states is not None:
             return config.num_states
-        rows = min(1 << (max(sequences, 1) - 1).bit_length(), config.max_num_seqs)
+        rows = min(1 << (max(sequences, 1) - 1).bit_length(), config.num_rows)
         return rows * states_a_row(config)
 
     def resize_tables(self, config: EngineConfig) -> None:
@@ -277,8 +276,10 @@ class Pool:
             self.start(self.size)
 
     def misfit(self, request: Request) -> CapacityError | None:
-        """Return the error of a request whose prompt the whole pool cannot hold, or None."""
-        engine, num_tokens = self.engine, request.sequences[0].prompt_len
+        """Return the error of a request whose prompt, or the tokens that it goes on from, the whole
+        pool cannot hold, or None.
+        """
+        engine, num_tokens = self.engine, max(map(len, request.sequences))
         if num_tokens <= engine.most_tokens:
             return None
         pool = f"the KV pool of {engine.config.num_blocks} blocks of {engine.config.block_size}"
@@ -307,7 +308,7 @@ class Pool:
         """
         config, placement = self.config, self._placement
         if config.num_blocks is not None:
-            return Size(config.num_blocks, self._states_of(config.max_num_seqs))
+            return Size(config.num_blocks, self._states_of(config.num_rows))
         plan = plan_pool(
             self._model,
             config,
@@ -321,13 +322,13 @@ class Pool:
         self._needs = plan.needs if plan.needs.is_measured else None
         if placement.device.platform in CUDA:
             _report_share(plan, config)
-        if plan.num_seqs < config.max_num_seqs:
+        if plan.num_seqs < config.num_rows:
             assert plan.pool.states is not None
             log.warning(
                 "%d sequences run at once, not max_num_seqs=%d: there is room for %d states of %d "
                 "bytes, and each needs two. A lower max_num_seqs takes less memory",
                 plan.num_seqs,
-                config.max_num_seqs,
+                config.num_rows,
                 plan.num_states,
                 plan.pool.states.nbytes,
             )

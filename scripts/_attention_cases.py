@@ -48,7 +48,7 @@ class Case:
 
     @property
     def options(self) -> Options:
-        """What the call is compiled for."""
+        """Return what the call is compiled for."""
         attention = AttentionOptions(
             scale=self.D**-0.5,
             soft_cap=self.soft_cap,
@@ -60,7 +60,7 @@ class Case:
 
     @property
     def shapes(self) -> Shapes:
-        """What an implementation is asked to run."""
+        """Return the shapes that an implementation is asked to run."""
         return Shapes(
             dtype=self.dtype,
             kv_dtype=self.kv_dtype,
@@ -399,8 +399,8 @@ def _timed(
     kv_dtype: str | None = None,
     sinks: bool = False,
 ) -> Case:
-    """Equal rows in bfloat16; by default with the heads of Qwen3-0.6B. kv_dtype: of a pool in 8
-    bits.
+    """Return a case of equal rows in bfloat16, by default with the heads of Qwen3-0.6B. kv_dtype:
+    that of a pool in 8 bits.
     """
     kind = "decode" if queries is None else "fresh" if queries == context else "cached"
     name, query_lens = (

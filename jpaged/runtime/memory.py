@@ -303,7 +303,7 @@ def plan(
     if limits.whole is not None:
         free = min(free, limits.whole - weights - other - needs.total - needs.autotuning)
     sizes = {"memory": pool.within(free)}
-    whole = config.max_num_seqs * config.max_blocks_per_seq
+    whole = config.num_rows * config.max_blocks_per_seq
     sizes["max_num_seqs * max_model_len"] = whole if pool.in_use is None else pool.in_use
     if limits.block is not None:
         # Where other arrays lie between, steps and trials must find room in the same piece.
@@ -333,7 +333,7 @@ def plan(
         block_size=config.block_size,
         num_blocks=sizes[decided_by],
         decided_by=decided_by,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=config.num_rows,
     )
 
 
