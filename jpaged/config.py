@@ -29,6 +29,7 @@ CHOICES = {  # of fields that may be None
     "kv_cache_dtype": ("int8", "fp8"),
 }
 BATCHED, CPU_BATCHED = 8192, 1024  # what max_num_batched_tokens is where nobody chose it
+ROWS = 256  # what max_num_seqs is where nobody chose it
 SPECULATIVE = (
     'guess tokens ahead and check them in one step, with equal outputs: {"method": "ngram", '
     '"num_tokens": 8}, by a smaller model: {"method": "draft", "model": FOLDER}, by an EAGLE-3 '
@@ -133,11 +134,12 @@ class EngineConfig:
         "batch and memory",
         "tokens of prompt and completion together; None: max_position_embeddings",
     )
-    max_num_seqs: int = _knob(
-        256,
+    max_num_seqs: int | None = _knob(
+        ROWS,
         "batch and memory",
         "rows that run at once, of each replica; of a model that keeps a state a sequence no more "
-        "than there are states for, which a warning says",
+        "than there are states for, which a warning says; None is as many of 1024 (on CPUs 256) as "
+        "memory holds states for, and 256 where a model keeps none",
         same_answers=SAME_TOKENS,
     )
     max_num_batched_tokens: int = _knob(
@@ -351,12 +353,12 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        at_least(1, self, "max_num_seqs", "max_num_batched_tokens", "block_size")
+        at_least(1, self, "max_num_batched_tokens", "block_size")
         at_least(1, self, "max_logit_bias", "max_stop_ids", "max_n", "max_lora_rank")
         at_least(0, self, "max_logprobs", "swap_min_tokens", "max_loras")
         if self.speculative is not None:
             object.__setattr__(self, "speculative", Speculative.of(self.speculative))
-        chosen = ("max_model_len", "num_blocks", "decode_steps")
+        chosen = ("max_model_len", "max_num_seqs", "num_blocks", "decode_steps")
         chosen += ("tensor_parallel_size", "data_parallel_size")
         if self.num_states is not None:  # a step reads one and writes the next
             at_least(2, self, "num_states")
@@ -392,7 +394,7 @@ class EngineConfig:
         self, model: "ModelConfig", *, batch_invariant: bool = False, on_cpu: bool = False
     ) -> Self:
         """Return the same settings with every size filled in for a model; num_blocks stays as it is
-        (memory.py knows it).
+        (memory.py knows it), and max_num_seqs=None is ROWS (footprint.with_rows knows better).
 
         batch_invariant: what multiplies and attends computes a row alike in any batch. on_cpu:
         where steps run.
@@ -400,7 +402,7 @@ class EngineConfig:
         check_combination(Facts(config=self, model=model, is_batch_invariant=batch_invariant))
         longest = model.max_position_embeddings
         max_model_len = longest if self.max_model_len is None else self.max_model_len
-        batched, seqs = self.max_num_batched_tokens, self.max_num_seqs
+        batched, seqs = self.max_num_batched_tokens, self.max_num_seqs or ROWS
         if on_cpu and batched == BATCHED and self.token_buckets is None:
             batched = CPU_BATCHED
         tokens = self.token_buckets or _up_to(batched, TOKEN_BUCKETS)
@@ -432,9 +434,15 @@ class EngineConfig:
         return bool(self.deterministic) and self.token_buckets == self.seq_buckets == (PINNED,)
 
     @property
+    def num_rows(self) -> int:
+        """Sequences that run at once in a replica (resolved configs only)."""
+        assert self.max_num_seqs is not None
+        return self.max_num_seqs
+
+    @property
     def all_rows(self) -> int:
         """Sequences that run at once in all replicas that are asked for."""
-        return self.max_num_seqs * (self.data_parallel_size or 1)
+        return (self.max_num_seqs or ROWS) * (self.data_parallel_size or 1)
 
     @property
     def max_blocks_per_seq(self) -> int:
@@ -447,7 +455,7 @@ class EngineFields(TypedDict, total=False):
     """For editors and type checkers; what each means and its default stands at EngineConfig."""
 
     max_model_len: int | None
-    max_num_seqs: int
+    max_num_seqs: int | None
     max_num_batched_tokens: int
     block_size: int
     num_blocks: int | None

@@ -153,7 +153,7 @@ class Pool:
         if self.is_enough(sizes):
             return
         held, config = self.size, self.config
-        longest = sorted(sizes, reverse=True)[: config.max_num_seqs]
+        longest = sorted(sizes, reverse=True)[: config.num_rows]
         blocks, states = max(sum(longest), LEAST_BLOCKS), self._states_of(len(longest))
         needed = Size(blocks, states)
         assert self._served is not None, "bind weights first"
@@ -177,7 +177,7 @@ class Pool:
             return True
         if held is None or self._asked is None:
             return False
-        longest = sorted(sizes, reverse=True)[: config.max_num_seqs]
+        longest = sorted(sizes, reverse=True)[: config.num_rows]
         states = self._states_of(len(longest)) if self._has_state else config.num_states
         few = sum(longest) <= self._asked.num_blocks
         return few and (states or 0) <= (self._asked.num_states or 0)
@@ -187,7 +187,7 @@ class Pool:
         config = self.config
         if not self._has_state or config.num_states is not None:
             return config.num_states
-        rows = min(1 << (max(sequences, 1) - 1).bit_length(), config.max_num_seqs)
+        rows = min(1 << (max(sequences, 1) - 1).bit_length(), config.num_rows)
         return rows * states_a_row(config)
 
     def resize_tables(self, config: EngineConfig) -> None:
@@ -232,7 +232,7 @@ class Pool:
         """
         config, placement = self.config, self._placement
         if config.num_blocks is not None:
-            return Size(config.num_blocks, self._states_of(config.max_num_seqs))
+            return Size(config.num_blocks, self._states_of(config.num_rows))
         plan = plan_pool(
             self._model,
             config,
@@ -244,13 +244,13 @@ class Pool:
             choices=self._choices,
         )
         self._needs = plan.needs if plan.needs.is_measured else None
-        if plan.num_seqs < config.max_num_seqs:
+        if plan.num_seqs < config.num_rows:
             assert plan.pool.states is not None
             log.warning(
                 "%d sequences run at once, not max_num_seqs=%d: there is room for %d states of %d "
                 "bytes, and each needs two. A lower max_num_seqs takes less memory",
                 plan.num_seqs,
-                config.max_num_seqs,
+                config.num_rows,
                 plan.num_states,
                 plan.pool.states.nbytes,
             )

@@ -23,6 +23,7 @@ from jpaged.models.quantized import experts_are_plain
 from jpaged.pool import Pool, Served
 from jpaged.request.inputs import match_adapters
 from jpaged.runtime.compiled_steps import use_compilation_cache
+from jpaged.runtime.footprint import with_rows_beside
 from jpaged.runtime.resolve import resolve
 from jpaged.runtime.weights import ServingWeights, as_params, is_deleted, place_params
 from jpaged.types import PyTree
@@ -50,6 +51,7 @@ class ServedModel:
         use_compilation_cache(config.compilation_cache_dir)
         self.placement = placement = place_params(params, config, mesh)
         dtype, is_plain = config.dtype or params["embed"]["weight"].dtype, experts_are_plain(params)
+        config = with_rows_beside(params, config, placement, dtype, is_plain)
         resolved, choices = resolve(params.config, config, placement, dtype, is_plain)
         self.draft = draft_model(draft, params.config, resolved, placement, dtype, params.source)
         if self.draft is not None:

@@ -293,7 +293,7 @@ def run_file(llm: Any, source: Path, output: Path) -> None:
     """Run a batch file, from opening the input to the last byte of the output on disk."""
     opened = open_source(str(source))
     options = RunOptions(
-        output=str(output), existing="overwrite", window=4 * llm.engine_config.max_num_seqs
+        output=str(output), existing="overwrite", window=4 * llm.engine_config.num_rows
     )
     manifest = make_manifest(model={}, settings={}, source=opened.identity(), shard=None)
     settings = Settings(defaults=SamplingParams())

@@ -5,8 +5,9 @@
 
 Each model lies on the fewest cards of a kind that hold it (1, 2, 4 or 8, sharing it by tensor
 parallelism). The line has GiB of one card: weights, what steps need, the pool; then the blocks of
-each group of layers, what a state takes, how many sequences run at once (max_num_seqs, or as many
-as there are states for), and how many of --length and of max_model_len tokens the pool holds. What
+each group of layers, what a state takes, how many sequences run at once (--max-num-seqs, or as many
+as there are states for; by default of a model with states as many of 1024 as memory holds, of
+others 256), and how many of --length and of max_model_len tokens the pool holds. What
 steps need is the upper bound of `plan_memory`, and pools are laid out as CPUs have them, since
 nothing is compiled. No weight is loaded.
 """
@@ -38,8 +39,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--length", type=int, default=4096, help="tokens of a shorter request")
     add("--max-model-len", type=int, default=32768)
     add("--max-num-batched-tokens", type=int, default=2048)
+    add("--max-num-seqs", type=int, help="default: planned")
     args = parser.parse_args(argv)
     common.check_positive(parser, args, "length", "max_model_len", "max_num_batched_tokens")
+    if args.max_num_seqs is not None:
+        common.check_positive(parser, args, "max_num_seqs")
     return args
 
 
@@ -71,7 +75,10 @@ def line(name: str, card: str, args: argparse.Namespace) -> tuple[str, ...]:
         config = EngineConfig(
             dtype="bfloat16",
             max_model_len=args.max_model_len,
+            max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=args.max_num_batched_tokens,
+            # else those that are best for this machine, whatever the card
+            token_buckets=(args.max_num_batched_tokens,),
             tensor_parallel_size=count,
         )
         plan = plan_of(model, card, config)

@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from jpaged.checkpoint.name_maps import TOKEN, NameMap, find_leaves, name_map
+from jpaged.checkpoint.name_maps import TOKEN, NameMap, entry_of, find_leaves, name_map
 from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
 from jpaged.models.lora import Adapter, Target, targets
@@ -21,10 +21,10 @@ def lora_from(tree: Any, family: str | NameMap, *, config: Any, scale: float) ->
     leaves = dict(find_leaves(tree))
     table, taken, pairs = name_map(family, leaves, model), set(), {}
     for name, target in targets(model, ("embedding", "head")).items():
-        if target.part.name not in table:
+        if (entry := entry_of(table, target.spec, target.part)) is None:
             continue
-        path, axes, *_ = table[target.part.name]
-        sides = [f"{target.spec.at(path)}_lora_{side}" for side in "ab"]
+        path, axes, *_ = entry
+        sides = [f"{path}_lora_{side}" for side in "ab"]
         if sides[0] in leaves and sides[1] in leaves:
             taken.update(sides)
             a, b = (leaves[side] for side in sides)

@@ -3,9 +3,11 @@
 A name map gives for every tensor of ours, or every part of a fused one (`PARTS`), its path in the
 other tree and its axes there: {"layers.{i}.mlp.gate": ("layers.{i}.mlp.gate_proj.kernel", "E F"),
 ...}. Paths join keys by dots; {i} is the number of the layer. Axes are letters: V vocabulary, E
-embed, F ffn, K KV heads, G query heads a KV head, D head dim, L layers (stacked, for scanned
-models). "(K G)" is one axis of size K*G; "V*" may be longer than V, and its padding is cut off; a
-number takes that index of its axis: ("wi.kernel", "E 0 F") is half of a fused gate and up. The
+embed, F ffn, K KV heads, G query heads a KV head, D head dim, X experts, I the width of an expert,
+L layers (stacked, for scanned models). "(K G)" is one axis of size K*G, "(L)" one of all layers in
+a tensor that is of no layer; "V*" may be longer than V, and its padding is cut off; a number takes
+that index of its axis: ("wi.kernel", "E 0 F") is half of a fused gate and up. Where layers differ,
+"layers.3.attention.k" is of that layer alone and comes before "layers.{i}.attention.k". The
 dimensions of a head are in our order: rotated pairs are (i, i + R/2), in models of every family.
 """
 
@@ -23,14 +25,27 @@ import numpy as np
 
 from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
+from jpaged.models.layers.attention import AttentionConfig
 from jpaged.models.param_spec import ParamSpec, Part
 from jpaged.models.params import Params, all_parts, check_leaf, nest, param_table
 from jpaged.models.trees import imported, is_module, to_tree
 
+LAYER_NUMBER = re.compile(r"(?<=^layers)\.\d+\.")
 TOKEN = re.compile(r"\([A-Z ]+\)|[A-Z]\*?|\d+")  # one axis
 
+BUILT = (
+    "tunix_qwen3",
+    "tunix_qwen2",
+    "tunix_llama3",
+    "tunix_gemma3",
+    "tunix_gemma4",
+    "maxtext_qwen3",
+    "maxtext_gemma3",
+)
+
 # A third entry, (divisor, minus): the other tree's numbers are ours times the one, plus the other.
-NameMap = Mapping[str, tuple[str, str] | tuple[str, str, tuple[float, float]]]
+Entry = tuple[str, str] | tuple[str, str, tuple[float, float]]
+NameMap = Mapping[str, Entry]
 
 # What a name map gives, with our order of its axes. Which of them are needed follows from the
 # config.
@@ -55,11 +70,12 @@ LAYERS = {  # of a layer's parts: the axes that both projects have, tunix's path
     "mlp.gate": ("E F", "mlp.gate_proj.kernel", "mlp.wi_0.kernel"),
     "mlp.up": ("E F", "mlp.up_proj.kernel", "mlp.wi_1.kernel"),
     "mlp.down": ("F E", "mlp.down_proj.kernel", "mlp.wo.kernel"),
-    "mlp.router": ("E X", None, "moe_block.gate.kernel"),
-    "mlp.experts.gate": ("X E I", None, "moe_block.wi_0"),
-    "mlp.experts.up": ("X E I", None, "moe_block.wi_1"),
-    "mlp.experts.down": ("X I E", None, "moe_block.wo"),
+    "mlp.router": ("E X", "mlp.router.kernel", "moe_block.gate.kernel"),
+    "mlp.experts.gate": ("X E I", "mlp.gate_proj", "moe_block.wi_0"),
+    "mlp.experts.up": ("X E I", "mlp.up_proj", "moe_block.wi_1"),
+    "mlp.experts.down": ("X I E", "mlp.down_proj", "moe_block.wo"),
 }
+# tunix's Qwen 2 and 3 and Llama 3 call alike what they share; its Qwen 2 has biases, in one axis.
 TUNIX_QWEN3: NameMap = {
     "embed.weight": ("embedder.input_embedding", "V E"),
     **{
@@ -67,6 +83,9 @@ TUNIX_QWEN3: NameMap = {
         for ours, (axes, path, _) in LAYERS.items()
         if path
     },
+    "layers.{i}.attention.q_bias": ("layers.{i}.attn.q_bias", "(K G D)"),
+    "layers.{i}.attention.k_bias": ("layers.{i}.attn.k_bias", "(K D)"),
+    "layers.{i}.attention.v_bias": ("layers.{i}.attn.v_bias", "(K D)"),
     "norm.scale": ("final_norm.w", "E"),
     "lm_head.weight": ("lm_head.w", "E V"),
 }
@@ -131,6 +150,56 @@ def tunix_gemma3(*, fused: bool = False) -> NameMap:
 
 
 MLP = {"gate": "E F", "up": "E F", "down": "F E"}
+# Of tunix's Gemma 4, of a layer: beside what its Gemma 3 has.
+GEMMA4 = {
+    "scalar": ("skip_scale", "0"),
+    "per_layer.gate": ("per_layer_input_gate.w", "E P"),
+    "per_layer.out": ("per_layer_projection.w", "P E"),
+    "per_layer.norm.scale": ("post_per_layer_input_norm.scale", "E"),
+    "mlp.dense_post_norm.scale": ("dense_post_ffw_norm.scale", "E"),
+    "mlp.experts_norm.scale": ("moe_pre_ffw_norm.scale", "E"),
+    "mlp.experts_post_norm.scale": ("moe_post_ffw_norm.scale", "E"),
+    "mlp.router_norm.scale": ("moe.router_scale", "E"),
+    "mlp.router": ("moe.router_logits", "E X"),
+    "mlp.expert_scales": ("moe.per_expert_scale", "X"),
+    "mlp.experts.gate": ("moe.gating_einsum", "X 0 I E"),
+    "mlp.experts.up": ("moe.gating_einsum", "X 1 I E"),
+    "mlp.experts.down": ("moe.linear", "X I E"),
+}
+
+
+def tunix_gemma4(model: ModelConfig, *, is_flat: bool = True) -> NameMap:
+    """Return the name map of tunix's Gemma 4, text. Layers whose values are their keys have one
+    tensor for both. is_flat: the per-layer embeddings of a token are one axis, as from tunix 0.1.8
+    on.
+    """
+    per_layer = "(L P)" if is_flat else "(L) P"
+    table = {
+        **tunix_gemma3(),
+        **{f"layers.{{i}}.{x}": (f"layers.{{i}}.{p}", axes) for x, (p, axes) in GEMMA4.items()},
+        "per_layer.table": ("embedder.per_layer_input_embedding", f"V {per_layer}"),
+        "per_layer.projection": ("embedder.per_layer_model_projection.w", f"E {per_layer}"),
+        "per_layer.norm.scale": ("embedder.per_layer_projection_norm.scale", "P"),
+    }
+    for i, layer in enumerate(model.layers):
+        if isinstance(layer.mixer, AttentionConfig) and layer.mixer.value_is_key:
+            table[f"layers.{i}.attention.k"] = (f"layers.{i}.attn.k_einsum.w", "K E D")
+    return table
+
+
+def _unread(family: str | NameMap, model: ModelConfig) -> set[str]:
+    """Return the paths of leaves that tunix's Gemma 4 has and never reads: what would make keys and
+    values in the layers that read those of another.
+    """
+    if family != "tunix_gemma4":
+        return set()
+    sharing = [
+        i
+        for i, layer in enumerate(model.layers)
+        if isinstance(layer.mixer, AttentionConfig) and layer.mixer.keys_of is not None
+    ]
+    made = ("kv_einsum.w", "k_einsum.w", "_key_norm.scale")
+    return {f"layers.{i}.attn.{name}" for i in sharing for name in made}
 
 
 def maxtext_gemma3(hidden_size: int) -> NameMap:
@@ -166,8 +235,9 @@ def params_from(
     unstacked, heads are split, parts fused.
 
     tree: an nnx Module or State, a linen {"params": ...} dict or a plain dict; arrays on one device
-    or sharded. family: "tunix_qwen3", "tunix_gemma3", "maxtext_qwen3" (dense or of experts, scanned
-    or not), "maxtext_gemma3" (unscanned), or a name map in the form that this module describes.
+    or sharded. family: "tunix_qwen3" (dense or of experts), "tunix_qwen2", "tunix_llama3",
+    "tunix_gemma3", "tunix_gemma4", "maxtext_qwen3" (dense or of experts, scanned or not),
+    "maxtext_gemma3" (unscanned), or a name map in the form that this module describes.
     config: ModelConfig, Hugging Face dict or folder. lora_scale: alpha / rank of the tree's LoRA
     parts (leaves named NAME_lora_a and NAME_lora_b beside NAME, as qwix has them), which are
     merged: W + lora_scale * A @ B. Tensors that need no change are the tree's arrays. The rest is
@@ -179,7 +249,8 @@ def params_from(
     leaves = dict(find_leaves(tree))
     source = _Source(model, name_map(family, leaves, model), leaves, lora_scale)
     out = {name: source.tensor(name, spec) for name, spec in param_table(model).items()}
-    if left := [path for path in leaves if path not in source.taken]:
+    read = source.taken | _unread(family, model)
+    if left := [path for path in leaves if path not in read]:
         lora = (
             " (a LoRA part without a weight that it could be merged into)"
             if "_lora_" in left[0]
@@ -232,10 +303,9 @@ class _Source:
 
     def _part(self, spec: ParamSpec, part: Part) -> tuple[_View, tuple[Any, ...]]:
         """Return a part's view and its leaves: the weight, or the weight with LoRA's A and B."""
-        if part.name not in self.table:
+        if (entry := entry_of(self.table, spec, part)) is None:
             raise ConfigError(f"the name map lacks {part.name!r}, which this config needs")
-        path, axes, *change = self.table[part.name]
-        path = spec.at(path)
+        path, axes, *change = entry
         view = _view(spec, part, axes, self.model.num_layers)
         if change:
             view = dataclasses.replace(view, divisor=change[0][0], minus=change[0][1])
@@ -260,6 +330,15 @@ class _Source:
         check_leaf(path, self.leaves[path], "params_from")
         self.taken.add(path)
         return self.leaves[path]
+
+
+def entry_of(table: NameMap, spec: ParamSpec, part: Part) -> Entry | None:
+    """Return a map's entry of a part, with the path in this layer; None if there is none."""
+    entry = table.get(spec.at(part.name)) or table.get(part.name)
+    if entry is None:
+        return None
+    path = spec.at(entry[0])
+    return (path, entry[1]) if len(entry) == 2 else (path, entry[1], entry[2])
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -291,9 +370,7 @@ def _part(view: _View, layer: Any, x: jax.Array, *lora: jax.Array) -> jax.Array:
             x = jax.lax.index_in_dim(x, int(token), axis, keepdims=False)
         elif token.endswith("*"):
             x = jax.lax.slice_in_dim(x, 0, sizes[token[0]], axis=axis)
-    letters = [
-        letter for token in view.theirs for letter in token if letter in sizes and letter != "L"
-    ]
+    letters = _letters(view.theirs)
     x = x.reshape([sizes[letter] for letter in letters])
     if (view.divisor, view.minus) != (1.0, 0.0):
         x = ((x.astype(jnp.float32) - view.minus) / view.divisor).astype(x.dtype)
@@ -304,14 +381,22 @@ def _is_ours(view: _View, shape: tuple[int, ...]) -> bool:
     """Return whether their array is our tensor already."""
     if (view.divisor, view.minus) != (1.0, 0.0):
         return False
-    return shape == view.shape and tuple(token.rstrip("*") for token in view.theirs) == view.ours
+    return shape == view.shape and tuple(_letters(view.theirs)) == view.ours
+
+
+def _letters(theirs: tuple[str, ...]) -> list[str]:
+    """Return the letters of their axes, in order, without that of stacked layers."""
+    return [x for token in theirs if token != "L" for x in token if x.isalpha()]
 
 
 def _view(spec: ParamSpec, part: Part, axes: str, num_layers: int) -> _View:
     """Return the view of a part whose axes have this spelling; ConfigError if they do not fit."""
     ours, theirs = re.findall("[A-Z]", part.axes), TOKEN.findall(axes)
-    letters = [letter for token in theirs for letter in token if letter.isalpha() and letter != "L"]
-    if sorted(letters) != sorted(ours) or theirs.count("L") > 1 or TOKEN.sub("", axes).strip():
+    if (
+        sorted(_letters(tuple(theirs))) != sorted(ours)
+        or theirs.count("L") > 1
+        or TOKEN.sub("", axes).strip()
+    ):
         raise ConfigError(
             f"axes {axes!r} of {part.name}: must hold {', '.join(ours)} once each (and L if it "
             "is stacked)"
@@ -325,16 +410,20 @@ def name_map(family: str | NameMap, leaves: Mapping[str, Any], model: ModelConfi
     is not known.
     """
     if isinstance(family, Mapping):
-        if unknown := sorted(set(family) - set(all_parts())):
+        known = all_parts()
+        if unknown := sorted(x for x in family if LAYER_NUMBER.sub(".{i}.", x) not in known):
             raise ConfigError(
                 f"the name map gives {unknown[0]!r}, which is not one of {', '.join(PARTS)}"
             )
         return family
     is_scanned = any(path.startswith("decoder.layers.") for path in leaves)
-    if family == "tunix_qwen3":
+    if family in ("tunix_qwen3", "tunix_qwen2", "tunix_llama3"):
         return TUNIX_QWEN3
     if family == "tunix_gemma3":
         return tunix_gemma3(fused=any("qkv_einsum" in path for path in leaves))
+    if family == "tunix_gemma4":
+        table = leaves.get("embedder.per_layer_input_embedding")
+        return tunix_gemma4(model, is_flat=table is None or table.ndim == 2)
     if family == "maxtext_qwen3":
         return maxtext_qwen3(
             scanned=not any(path.startswith("decoder.layers_0.") for path in leaves)
@@ -343,8 +432,8 @@ def name_map(family: str | NameMap, leaves: Mapping[str, Any], model: ModelConfi
         if is_scanned:
             raise ConfigError("maxtext_gemma3: scanned layers; pass a tree with scan_layers=False")
         return maxtext_gemma3(model.hidden_size)
-    built = "'tunix_qwen3', 'tunix_gemma3', 'maxtext_qwen3', 'maxtext_gemma3' or a name map"
-    raise ConfigError(f"family={family!r}: must be {built}")
+    built = ", ".join(map(repr, BUILT))
+    raise ConfigError(f"family={family!r}: must be {built} or a name map")
 
 
 def _check_shape(path: str, shape: tuple[int, ...], part: str, view: _View) -> None:

@@ -450,7 +450,7 @@ class Engine:
         )
         return Scheduler(
             blocks,
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=config.num_rows,
             max_num_batched_tokens=config.max_num_batched_tokens,
             decode_steps=config.decode_steps or 1,
             mixed=config.mixed,

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from jpaged.engine.cache.block_manager import BlockManager
 from jpaged.engine.cache.content import Content
-from jpaged.engine.cache.kinds import GONE, CacheKind
+from jpaged.engine.cache.kinds import GONE, CacheKind, State
 from jpaged.engine.cache.prefix_cache import digest
 from jpaged.engine.plan import Plan
 from jpaged.engine.queues import Queues
@@ -73,6 +73,8 @@ def check_blocks(blocks: BlockManager, owners: Iterable[Sequence]) -> None:
             assert (block.ref_count == 0) == (block.id in group.free), (
                 f"block {block.id} is both free and used, or neither"
             )
+        if isinstance(group, State):
+            assert group.passed.keys() <= group.free.keys(), "a state in use may be reused"
         _check_contents(blocks, group)
 
 

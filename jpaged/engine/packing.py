@@ -119,7 +119,7 @@ def pack(plan: Plan, config: EngineConfig, buckets: StepShapes | None = None) ->
         _pack_rows(rows_view, after, config)
         for row, (entry, length) in enumerate(after if num_draws > len(drawing) else ()):
             if length < entry.end:
-                rows_view["device_rows"][row] = config.max_num_seqs
+                rows_view["device_rows"][row] = config.num_rows
     scores_masked = isinstance(bucket, PrefillShape) and bucket.scores_masked
     admitted = [e.seq for e in plan.entries if e.is_new and e.seq.sampling_params.has_penalties]
     return Batch(
@@ -330,7 +330,7 @@ def _pack_adapters(view: Views, entries: list[PlanEntry], config: EngineConfig) 
 
 def _pack_device_rows(view: Views, entries: list[PlanEntry], config: EngineConfig) -> None:
     view["device_rows"][: len(entries)] = [e.seq.device_row for e in entries]
-    view["device_rows"][len(entries) :] = config.max_num_seqs  # past the end: dropped
+    view["device_rows"][len(entries) :] = config.num_rows  # past the end: dropped
 
 
 def _pack_rows(view: Views, draws: list[tuple[PlanEntry, int]], config: EngineConfig) -> None:

@@ -170,6 +170,7 @@ class Scheduler:
         wait.
         """
         running = self.queues.running
+        self.blocks.trim(seq)  # one that was forked is in no plan yet
         while not self.blocks.make_writable(seq, seq.num_dispatched):
             if len(running) > 1:
                 self.queues.preempt_victim({s: None for s in running if s not in planned})
@@ -352,7 +353,7 @@ class PrefillPlanner:
         if end <= start:
             return
         if not self.blocks.can_rewind:
-            end = self.blocks.stop_before(start, end, parting)
+            end = self.blocks.stop_before(start, end, parting, is_last=end == len(seq))
         if self.blocks.windowed:  # else it has them all since its admission
             self.blocks.extend(seq, end)
         self.blocks.close_ahead(seq, end)

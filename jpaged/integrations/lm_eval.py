@@ -9,6 +9,7 @@ lm_eval.simple_evaluate as well.
 """
 
 import dataclasses
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ from jpaged.checkpoint import load_params
 from jpaged.errors import ConfigError, RequestError
 from jpaged.llm import LLM
 from jpaged.models.params import Params
+from jpaged.runtime.weights import as_params
 from jpaged.sampling_params import SamplingParams
+from jpaged.types import ModelLike, PyTree
 
 try:
     from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
@@ -51,21 +54,25 @@ TokenRequest = tuple[tuple[str, str] | None, list[int], list[int]]
 
 @register_model("jpaged")
 class JPagedLM(TemplateLM):
-    """A checkpoint folder, or Params, as a model of lm-eval.
+    """A checkpoint folder, weights in memory or an LLM as a model of lm-eval.
 
-    pretrained: a folder of Hugging Face or Orbax, or Params. dtype: "auto" keeps the checkpoint's.
-    max_length: the most tokens that the model reads; None takes the config's limit. tokenizer: a
-    transformers tokenizer; None takes the folder's. add_bos_token: None leaves it to the tokenizer.
-    prefix_token_id: the token before an empty context; None takes BOS, or EOS if there is none.
-    max_gen_toks: the limit for tasks that set none. batch_size: rows at once; "auto" is jpaged's
-    default, at most max_batch_size. device: must be the platform that jax uses. All other arguments
-    are EngineConfig's fields. Raises ConfigError.
+    pretrained: a folder of Hugging Face or Orbax; Params; with `params`, what describes them; or an
+    LLM that is made, whose weights and pool serve and which stays the caller's. params: weights in
+    memory in any form that LLM takes, such as those of a trainer; nothing is copied. dtype: "auto"
+    keeps the weights'. max_length: the most tokens that the model reads; None takes the config's
+    limit. tokenizer: a transformers tokenizer; None takes the folder's. add_bos_token: None leaves
+    it to the tokenizer. prefix_token_id: the token before an empty context; None takes BOS, or EOS
+    if there is none. max_gen_toks: the limit for tasks that set none. batch_size: rows at once;
+    "auto" is jpaged's default, at most max_batch_size. device: must be the platform that jax uses.
+    All other arguments are EngineConfig's fields; an LLM has its own, and takes none. Raises
+    ConfigError.
     """
 
     def __init__(
         self,
-        pretrained: Any,
+        pretrained: ModelLike | Params | LLM,
         *,
+        params: PyTree = None,
         dtype: str = "auto",
         max_length: int | None = None,
         tokenizer: Any = None,
@@ -83,28 +90,35 @@ class JPagedLM(TemplateLM):
         rows = max_batch_size if is_auto else int(batch_size)
         if rows is not None:
             engine_config["max_num_seqs"] = rows
-        params = pretrained if isinstance(pretrained, Params) else load_params(pretrained)
-        longest = params.config.max_position_embeddings
-        self.max_length = longest if max_length is None else int(max_length)
-        if not 1 <= self.max_length <= longest:
-            raise ConfigError(
-                f"max_length={max_length}: must be between 1 and the model's {longest}"
+        if dtype != "auto":
+            engine_config["dtype"] = dtype
+        if isinstance(pretrained, LLM):
+            settings = {"params": params, "tokenizer": tokenizer}
+            passed = [name for name, value in settings.items() if value is not None]
+            if passed := [*passed, *engine_config]:
+                raise ConfigError(f"{min(passed)!r}: an LLM that is made has its settings already")
+            self._llm, source = pretrained, None
+            self._model_config = pretrained.model_config
+            longest = pretrained.engine_config.max_model_len
+            assert longest is not None
+            self.max_length = _length(max_length, longest - 1)
+        else:
+            weights = _params_of(pretrained, params)
+            self._model_config, source = weights.config, weights.source
+            longest = weights.config.max_position_embeddings
+            self.max_length = _length(max_length, longest)
+            # A scored sequence has one token more than the model reads.
+            self._llm = LLM(
+                dataclasses.replace(weights.config, max_position_embeddings=longest + 1),
+                params=weights,
+                tokenizer=tokenizer,
+                max_model_len=self.max_length + 1,
+                **engine_config,
             )
-        # A scored sequence has one token more than the model reads.
-        self._model_config = params.config
-        config = dataclasses.replace(params.config, max_position_embeddings=longest + 1)
-        self._llm = LLM(
-            config,
-            params=params,
-            tokenizer=tokenizer,
-            max_model_len=self.max_length + 1,
-            dtype=None if dtype == "auto" else dtype,
-            **engine_config,
-        )
         self.tokenizer = self._llm.tokenizer
         if self.tokenizer is None:
             raise ConfigError("no tokenizer: pass tokenizer=, or a folder that holds one")
-        self._source = str(params.source or type(self.tokenizer).__name__)
+        self._source = str(source or type(self.tokenizer).__name__)
         self.add_bos_token, self._prefix_token_id, self.max_gen_toks = (
             add_bos_token,
             prefix_token_id,
@@ -262,6 +276,23 @@ class JPagedLM(TemplateLM):
             texts.append(text)
             self.cache_hook.add_partial("generate_until", request.args, text)
         return texts
+
+
+def _params_of(pretrained: ModelLike | Params, params: PyTree) -> Params:
+    """Return the weights of a folder, or those in memory."""
+    if params is not None:
+        return as_params(params, pretrained)
+    if isinstance(pretrained, str | os.PathLike):
+        return load_params(pretrained)
+    return as_params(pretrained)
+
+
+def _length(asked: int | None, longest: int) -> int:
+    """Return max_length; ConfigError unless the model reads so many tokens."""
+    length = longest if asked is None else int(asked)
+    if not 1 <= length <= longest:
+        raise ConfigError(f"max_length={asked}: must be between 1 and the model's {longest}")
+    return length
 
 
 def _check_device(device: str | None) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from jpaged.checks import check_choice, is_scalar
-from jpaged.config import EngineConfig, EngineFields
+from jpaged.config import ROWS, EngineFields
 from jpaged.errors import ConfigError, JpagedError, PeerError, ReplicaError, RequestError
 from jpaged.integrations.ray_replica import (
     Launch,
@@ -346,7 +346,7 @@ def check_counts(**counts: tuple[int | None, int]) -> None:
 
 def rows_of(engine_config: Mapping[str, Any]) -> int:
     """Return how many sequences an engine with these settings runs at once."""
-    rows = engine_config.get("max_num_seqs", EngineConfig.max_num_seqs)
+    rows = engine_config.get("max_num_seqs", ROWS) or ROWS
     return rows * (engine_config.get("data_parallel_size") or 1)
 
 

@@ -31,6 +31,7 @@ from jpaged.models.layers.layer import LayerConfig
 from jpaged.models.layers.mlp import MLPConfig
 from jpaged.models.layers.norm import PLAIN_NORM
 from jpaged.models.layers.parallel_ffn import ParallelFFNConfig
+from jpaged.models.layers.per_layer import PerLayerConfig
 from jpaged.models.layers.router import RouterConfig
 from jpaged.models.param_spec import MeshAxis, Parameter, ParamSpec, Part
 
@@ -41,8 +42,8 @@ TENSOR_AXES = ("tp", "tensor", "model")  # names that a mesh's tensor-parallel a
 DONATED = "were the params donated to a training step?"
 
 
-# Together these layers have every parameter that a layer can have, but for per-layer embeddings and
-# the number that multiplies a layer: name maps, which read this list, have no axes for those.
+# Together these layers have every parameter that a layer can have, but for per-layer embeddings,
+# which all layers of a model have or none.
 EVERYTHING = (
     LayerConfig(
         mixer=AttentionConfig(
@@ -56,6 +57,7 @@ EVERYTHING = (
         ),
         ffn=MLPConfig(intermediate_size=1, bias=True),
         norms="both",
+        has_scalar=True,
     ),
     LayerConfig(
         mixer=DeltaConfig(num_key_heads=1, num_value_heads=1, key_dim=1, value_dim=1),
@@ -96,7 +98,8 @@ def param_table(config: ModelConfig) -> dict[str, ParamSpec]:
 def all_parts() -> dict[str, Part]:
     """Return every part that a parameter of some model is stored as, by its name with {i}."""
     norm = {"vocab_size": 1, "hidden_size": 1, "max_position_embeddings": 1, "family": "llama"}
-    model = ModelConfig(**norm, layers=EVERYTHING)
+    layers = (dataclasses.replace(x, per_layer=PerLayerConfig(size=1)) for x in EVERYTHING)
+    model = ModelConfig(**norm, layers=layers)
     return {part.name: part for spec in model.params() for part in spec.parts}
 
 

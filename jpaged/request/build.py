@@ -253,8 +253,8 @@ def _num_candidates(beam_width: int, num_eos: int, config: EngineConfig) -> int:
     not be as many.
     """
     check_whole("beam_width", beam_width, 1)
-    if beam_width > config.max_num_seqs:
-        raise RequestError(f"beam_width={beam_width} is above max_num_seqs={config.max_num_seqs}")
+    if beam_width > config.num_rows:
+        raise RequestError(f"beam_width={beam_width} is above max_num_seqs={config.num_rows}")
     wanted = num_candidates(int(beam_width), num_eos)
     if wanted > config.max_logprobs:
         raise RequestError(

@@ -174,6 +174,11 @@ class Inputs:
         with self.first_use():
             return [int(t) for t in _rendered(chat, self.need_tokenizer("chat"), tokenize=True)]
 
+    def render_text(self, chat: Chat) -> str:
+        """Return the text of a conversation. Raises what `render` raises."""
+        with self.first_use():
+            return _rendered(chat, self.need_tokenizer("chat"), tokenize=False)
+
     def check_chat(self, chat: Chat) -> None:
         """Raise CapacityError for a long conversation that leaves no room in the context, before it
         is tokenized whole. Raises what `render` raises.

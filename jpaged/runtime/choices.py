@@ -70,7 +70,7 @@ class Choices:
 
     def for_config(self, config: EngineConfig) -> Self:
         """Return the same choices for a resolved config with other rows and other determinism."""
-        rows = config.max_num_seqs
+        rows = config.num_rows
         kernels = tuple(
             k and dataclasses.replace(k, shapes=dataclasses.replace(k.shapes, num_rows=rows))
             for k in self.attention

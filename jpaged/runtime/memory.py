@@ -247,7 +247,7 @@ def plan(
     other = max(limits.in_use - weights, 0)
     free = limits.total - weights - other - needs.total
     sizes = {"memory": pool.within(free)}
-    whole = config.max_num_seqs * config.max_blocks_per_seq
+    whole = config.num_rows * config.max_blocks_per_seq
     sizes["max_num_seqs * max_model_len"] = whole if pool.in_use is None else pool.in_use
     if limits.pool is not None:
         sizes["the default pool of a CPU"] = pool.within(limits.pool)
@@ -272,7 +272,7 @@ def plan(
         block_size=config.block_size,
         num_blocks=sizes[decided_by],
         decided_by=decided_by,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=config.num_rows,
     )
 
 

@@ -276,7 +276,7 @@ class Runner:
         for start in range(0, len(token_ids), COUNTS_CHUNK):
             tokens = token_ids[start : start + COUNTS_CHUNK]
             chunk = _padded(tokens, COUNTS_CHUNK, int(PAD_TOKEN))
-            none = self.config.max_num_seqs  # no row of the others
+            none = self.config.num_rows  # no row of the others
             args = ((row, none), (chunk, 0), (max(prompt_len - start, 0), 0), (start == 0, 0))
             placed = [put(replica, np.asarray(x, np.int32), fill) for x, fill in args]
             self._counts_RV = step(self._counts_RV, *placed)
@@ -415,7 +415,7 @@ class Runner:
         """Have the pools and the device rows, and for full steps the counts; ConfigError where
         memory runs out.
         """
-        rows, placement = self.config.max_num_seqs, self.placement
+        rows, placement = self.config.num_rows, self.placement
         if self._state is None:
             forms = self.compiled.kv
             with explained(self.config, pool_bytes=sum(pool.nbytes for pool in self.pools)):
@@ -497,7 +497,7 @@ class PeerRunner(Runner):
         return self.peers.call(start, "dispatching a draw")._replace(compared=handle.compared)
 
     def replay(self, handle: Handle, rounds: list[list[list[Replay]]]) -> None:
-        """Write states: see Runner.replay. Every process makes the same rounds of the same tokens."""
+        """Write states: see Runner.replay. Every process makes the same rounds of equal tokens."""
         assert self.peers is not None
         start = functools.partial(super().replay, handle, rounds)
         self.peers.call(start, "dispatching a replay")

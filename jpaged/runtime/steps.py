@@ -552,7 +552,7 @@ def _one_each(
 
 def _none(step: _Step) -> int:
     """Return the number past the last device row; writes there are dropped."""
-    return step.to.config.max_num_seqs
+    return step.to.config.num_rows
 
 
 def _last_row(context_lens_S: Array) -> Array:

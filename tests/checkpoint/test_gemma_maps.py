@@ -16,6 +16,7 @@ import jpaged
 from jpaged import ConfigError, EngineConfig, ModelConfig, Params, SamplingParams
 from jpaged.checkpoint.name_maps import PARTS, maxtext_gemma3, tunix_gemma3
 from jpaged.kept import sessions as kept_sessions
+from jpaged.models.layers.attention import AttentionConfig
 from tests.golden.reference import Golden, load
 from tests.golden.weights import checksum, state_dict
 
@@ -99,6 +100,100 @@ def test_tunix_gemma3_with_as_many_kv_heads_as_heads() -> None:
     qkv = flat["layers.0.attn.qkv_einsum.w"]  # [3, K, E, D]
     found = np.asarray(params["layers"]["0"]["attention"]["qkv"])  # [K, 3, D, E]
     np.testing.assert_array_equal(found, qkv.transpose(1, 0, 3, 2))
+
+
+GEMMA4 = ("gemma4_k2_d32_k1_d64", "gemma4_experts", "gemma4_shared_keys")
+
+
+def tunix_gemma4(golden: Golden, *, is_flat: bool) -> tuple[ModelConfig, Tree]:
+    """A tree of tunix's Gemma 4 by what transformers' tensors say; shared layers have tensors of
+    keys and values, which nothing reads.
+    """
+    config, own = layers(golden, {})
+    top, embed = golden.tensors(), config.hidden_size
+    flat: Tree = {
+        "embedder.input_embedding": top["model.embed_tokens.weight"],
+        "final_norm.scale": top["model.norm.weight"],
+    }
+    if (per_layer := config.layers[0].per_layer) is not None:
+        table = top["model.embed_tokens_per_layer.weight"]
+        projection = top["model.per_layer_model_projection.weight"].T
+        shape = (config.num_layers, per_layer.size)
+        flat |= {
+            "embedder.per_layer_input_embedding": table if is_flat else table.reshape(-1, *shape),
+            "embedder.per_layer_model_projection.w": (
+                projection if is_flat else projection.reshape(-1, *shape)
+            ),
+            "embedder.per_layer_projection_norm.scale": top[
+                "model.per_layer_projection_norm.weight"
+            ],
+        }
+    for i, (layer, tensors) in enumerate(zip(config.layers, own, strict=True)):
+        mixer, at = layer.mixer, f"layers.{i}."
+        assert isinstance(mixer, AttentionConfig)
+        h, k, d = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
+
+        def heads(name: str, count: int, width: int, own: Tree = tensors) -> np.ndarray:
+            return own[f"self_attn.{name}_proj.weight"].T.reshape(embed, count, width)
+
+        flat |= {
+            f"{at}attn.q_einsum.w": heads("q", h, d).transpose(1, 0, 2),
+            f"{at}attn.attn_vec_einsum.w": tensors["self_attn.o_proj.weight"].T.reshape(
+                h, d, embed
+            ),
+            f"{at}attn._query_norm.scale": tensors["self_attn.q_norm.weight"],
+            f"{at}attn._key_norm.scale": tensors.get("self_attn.k_norm.weight", np.ones(d)),
+            f"{at}pre_attention_norm.scale": tensors["input_layernorm.weight"],
+            f"{at}post_attention_norm.scale": tensors["post_attention_layernorm.weight"],
+            f"{at}pre_ffw_norm.scale": tensors["pre_feedforward_layernorm.weight"],
+            f"{at}post_ffw_norm.scale": tensors["post_feedforward_layernorm.weight"],
+            f"{at}skip_scale": tensors["layer_scalar"].reshape(1),
+        }
+        if mixer.value_is_key:
+            flat[f"{at}attn.k_einsum.w"] = heads("k", k, d).transpose(1, 0, 2)
+        elif mixer.keys_of is not None:
+            flat[f"{at}attn.kv_einsum.w"] = np.ones((2, k, embed, d))
+        else:
+            flat[f"{at}attn.kv_einsum.w"] = np.stack(
+                [heads(x, k, d).transpose(1, 0, 2) for x in "kv"]
+            )
+        for x in ("gate", "up", "down"):
+            flat[f"{at}mlp.{x}_proj.kernel"] = tensors[f"mlp.{x}_proj.weight"].T
+        if layer.per_layer is not None:
+            flat |= {
+                f"{at}per_layer_input_gate.w": tensors["per_layer_input_gate.weight"].T,
+                f"{at}per_layer_projection.w": tensors["per_layer_projection.weight"].T,
+                f"{at}post_per_layer_input_norm.scale": tensors["post_per_layer_input_norm.weight"],
+            }
+        if "router.proj.weight" in tensors:
+            gate_up, count = tensors["experts.gate_up_proj"], len(tensors["experts.gate_up_proj"])
+            flat |= {
+                f"{at}dense_post_ffw_norm.scale": tensors["post_feedforward_layernorm_1.weight"],
+                f"{at}moe_pre_ffw_norm.scale": tensors["pre_feedforward_layernorm_2.weight"],
+                f"{at}moe_post_ffw_norm.scale": tensors["post_feedforward_layernorm_2.weight"],
+                f"{at}moe.router_logits": tensors["router.proj.weight"].T,
+                f"{at}moe.router_scale": tensors["router.scale"],
+                f"{at}moe.per_expert_scale": tensors["router.per_expert_scale"],
+                f"{at}moe.gating_einsum": gate_up.reshape(count, 2, -1, embed),
+                f"{at}moe.linear": tensors["experts.down_proj"].transpose(0, 2, 1),
+            }
+    return config, nested(flat)
+
+
+@pytest.mark.parametrize("name", GEMMA4)
+def test_tunix_gemma4(tmp_path: Path, name: str) -> None:
+    """Layers that differ, values that are keys, experts, keys of other layers, per-layer embeddings
+    as one axis and, as before tunix 0.1.8, as two.
+    """
+    golden = load(name)
+    wanted = loaded(golden, tmp_path)
+    for is_flat in (True, False):
+        config, tree = tunix_gemma4(golden, is_flat=is_flat)
+        params = jpaged.params_from(tree, "tunix_gemma4", config=config)
+        assert_equal(params, wanted)
+    tree["layers"]["0"]["attn"]["k_scale"] = np.ones(2)
+    with pytest.raises(ConfigError, match=r"holds layers\.0\.attn\.k_scale, which the name map"):
+        jpaged.params_from(tree, "tunix_gemma4", config=config)
 
 
 def gemma_maxtext(golden: Golden) -> Tree:

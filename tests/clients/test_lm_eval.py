@@ -189,6 +189,59 @@ def test_new_weights(tmp_path: Path):
         each._llm.close()
 
 
+def test_a_policy_in_training(tmp_path: Path):
+    """Weights of a trainer, never written to a folder: lm-eval's own evaluator sees each version of
+    them, through a JPagedLM of arrays and through one on the LLM that draws the rollouts, and
+    nothing compiles again.
+    """
+    (choice, *_), stored = cases.write_tasks(tmp_path), STORED["tasks"]["jpaged_choice"]
+    tasks = TaskManager(include_path=str(tmp_path))
+    loaded = jpaged.load_params(MODEL_PATH, dtype="float32")
+    live: dict[str, Any] = dict(loaded)
+    noise = jax.tree.map(
+        lambda x: x + 0.02 * np.random.default_rng(0).standard_normal(x.shape, np.float32), live
+    )
+    tokenizer, config = load_tokenizer(MODEL_PATH), loaded.config
+    of_arrays = JPagedLM(
+        config, params=live, tokenizer=tokenizer, max_length=64, batch_size=8, **SIZES
+    )
+    rollouts = jpaged.LLM(
+        config, params=live, tokenizer=tokenizer, max_model_len=65, max_num_seqs=8, **SIZES
+    )
+    models = {"arrays": of_arrays, "the trainer's LLM": JPagedLM(rollouts)}
+
+    def evaluated(model: JPagedLM) -> dict[str, Any]:
+        found = lm_eval.simple_evaluate(
+            model, tasks=[choice], task_manager=tasks, bootstrap_iters=0
+        )
+        assert found is not None
+        samples = sorted(found["samples"][choice], key=lambda sample: sample["doc_id"])
+        return {
+            "acc": found["results"][choice]["acc,none"],
+            "logprobs": [[float(answer[0]) for [answer] in s["resps"]] for s in samples],
+        }
+
+    found = {name: evaluated(model) for name, model in models.items()}
+    for each in found.values():
+        assert each["acc"] == stored["metrics"]["acc,none"]
+    of_arrays.update_params(noise)
+    rollouts.update_params(noise)  # the trainer's own sync is enough
+    with tiny.compiles() as names:
+        trained = {name: evaluated(model) for name, model in models.items()}
+    assert not {*tiny.STEPS} & {*names}
+    first, second = trained.values()
+    np.testing.assert_allclose(first["logprobs"], second["logprobs"], atol=A_TOKEN)
+    before = found["arrays"]["logprobs"]
+    assert np.abs(np.subtract(first["logprobs"], before)).max() > 0.1
+    assert len(rollouts.generate(["import"], jpaged.SamplingParams(max_tokens=2))) == 1
+    with pytest.raises(ConfigError, match="'num_blocks': an LLM that is made has its settings"):
+        JPagedLM(rollouts, num_blocks=64)
+    with pytest.raises(ConfigError, match="max_length=65: must be between 1 and the model's 64"):
+        JPagedLM(rollouts, max_length=65)
+    for llm in (of_arrays._llm, rollouts):
+        llm.close()
+
+
 def test_what_cannot_be_scored_is_refused(model: JPagedLM):
     with pytest.raises(RequestError, match=r"request 0: .* 1 and 65 tokens"):
         model._loglikelihood_tokens([(None, [5], [6] * 65)])

@@ -197,7 +197,7 @@ def test_sixteen_threads():
 
 def scored(ours: JPagedRollout, prompt: str) -> tuple[jax.Array, jax.Array]:
     """A prompt, and what is scored after it."""
-    ids = ours._tokenize(prompt)
+    ids = ours._drawing.token_ids(prompt)
     return jnp.asarray([ids]), jnp.asarray([ids[::-1]])
 
 
@@ -449,13 +449,8 @@ def test_other_refusals():
         make_rollout(model).generate(PROMPTS, GREEDY, images=None)
     with pytest.raises(RequestError, match="top_p=2"):
         make_rollout(model).generate(PROMPTS, dataclasses.replace(SAMPLED, top_p=2.0))
-    with pytest.raises(ConfigError, match="rollout_actor is a Linear, not tunix's Qwen3"):
+    with pytest.raises(ConfigError, match="rollout_actor is a Linear, none of tunix's models"):
         make_rollout(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
-    model.config.rope_theta = 5_000_000
-    with pytest.raises(
-        ConfigError, match="rope_theta=5000000: tunix's Qwen3 computes with 1000000"
-    ):
-        make_rollout(model)
 
 
 def test_grpo_learns_through_both():

@@ -461,3 +461,43 @@ def test_a_row_that_stopped_on_the_device_in_a_mixed_step():
     )
     machine.teardown()
     assert machine.seen["mixed steps"] > 0
+
+
+def test_a_forked_beam_gives_back_what_its_window_has_left():
+    """It was in no plan yet when it needs the block of its next token."""
+    machine = type("ForkedMachine", (HostMachine,), {"depth": 2, "seen": Counter()})()
+    machine.start(
+        block_size=1,
+        num_blocks=10,
+        max_num_seqs=4,
+        max_num_batched_tokens=5,
+        enable_prefix_caching=True,
+        host_blocks=0,
+        swap_min_tokens=0,
+        decode_steps=1,
+        mixed=False,
+        windows=(6,),
+        windowed_blocks=6,
+        max_loras=3,
+        num_drafts=0,
+        method="ngram",
+    )
+    beams: dict[str, Any] = {"adapter": None, "early_stopping": True, "root": 0, "salt": None}
+    for length, max_tokens, width, penalty, num_eos in ((11, 5, 1, 1.0, 3), (14, 2, 2, 0.0, 0)):
+        machine.add_beams(
+            length=length,
+            max_tokens=max_tokens,
+            width=width,
+            length_penalty=penalty,
+            num_eos=num_eos,
+            **beams,
+        )
+        if width == 1:
+            machine.abort(which=96)
+            machine.score(adapter=None, length=12, first=10, root=1)
+    machine.many_steps(count=11)
+    machine.renew(recompute=True)
+    machine.many_steps(count=10)
+    machine.renew(recompute=False)
+    machine.preempt(count=1, which=46)
+    machine.teardown()

@@ -1,7 +1,9 @@
-"""JPagedRollout under tunix's interface without tunix: LoRA parts go into an adapter's slot,
-without a merge and without a compile; prompts, EOS, threads. tests/clients has the real one.
+"""JPagedRollout and JPagedSampler under tunix's interfaces without tunix: LoRA parts go into an
+adapter's slot, without a merge and without a compile; prompts, EOS, threads; weights in two steps.
+tests/clients has the real one.
 """
 
+import asyncio
 import dataclasses
 import importlib
 import sys
@@ -17,7 +19,7 @@ import pytest
 from flax import nnx
 
 import jpaged
-from jpaged import ConfigError, SamplingParams
+from jpaged import CapacityError, ConfigError, RequestError, SamplingParams
 from jpaged.checkpoint.name_maps import TUNIX_QWEN3, params_from
 from jpaged.kept import sessions as kept_sessions
 from tests.tiny import compiles, config, engine
@@ -58,6 +60,42 @@ class RolloutOutput:
     logprobs: Any
 
 
+@dataclasses.dataclass(kw_only=True)
+class SamplingControls:
+    max_tokens: int = 64
+    temperature: float = 1.0
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    return_logprobs: bool = False
+    return_logits: bool = False
+    beam_size: int | None = None
+
+
+@dataclasses.dataclass(kw_only=True)
+class SamplingRequest:
+    request_id: str = ""
+    prompt: Any
+    sampling_params: SamplingControls | None = None
+
+
+@dataclasses.dataclass(kw_only=True)
+class SamplingResponse:
+    request_id: str = ""
+    metadata: dict[str, Any]
+    text: str
+    prompt_token_ids: np.ndarray
+    token_ids: np.ndarray
+    logprobs: np.ndarray | None
+    finish_reason: str
+
+
+@dataclasses.dataclass(kw_only=True)
+class WeightSyncRequest:
+    request_id: str = ""
+    policy_version: int = 0
+
+
 class Tokenizer:
     """As tunix adapts one."""
 
@@ -90,9 +128,17 @@ def rollouts() -> Iterator[Any]:
             "RolloutConfig": RolloutConfig,
             "RolloutOutput": RolloutOutput,
         },
+        "tunix.experimental.rollout.sampler": {
+            "LoadInfo": types.SimpleNamespace,
+            "SamplingParams": SamplingControls,
+            "SamplingRequest": SamplingRequest,
+            "SamplingResponse": SamplingResponse,
+            "WeightSyncRequest": WeightSyncRequest,
+        },
     }
     ours = "jpaged.integrations.tunix"
-    before = {name: sys.modules.pop(name, None) for name in (*names, ours)}
+    parts = [name for name in sys.modules if name.startswith(f"{ours}.")]
+    before = {name: sys.modules.pop(name, None) for name in (*names, ours, *parts)}
     for name, members in names.items():
         parents = [name[:at] for at, x in enumerate(name) if x == "."]
         for parent in parents:
@@ -101,6 +147,8 @@ def rollouts() -> Iterator[Any]:
         module = sys.modules[name] = types.ModuleType(name)
         vars(module).update(members)
     yield importlib.import_module(ours).JPagedRollout
+    for name in [name for name in sys.modules if name.startswith(f"{ours}.")]:
+        del sys.modules[name]
     for name, module in before.items():
         sys.modules.pop(name, None)
         if module is not None:
@@ -135,8 +183,8 @@ def make_actor() -> Node:
         actor.put(path.split("."), kind(x))
 
     for name, (path, axes, *_) in TUNIX_QWEN3.items():
-        if name.endswith("bias"):
-            continue
+        if name.endswith("bias") or "router" in name or "experts" in name:
+            continue  # of Qwen 2, or of a mixture
         path, shape = path.replace("{i}", "0"), shape_of(axes)
         put(path, shape, nnx.Param, 1.0 if len(shape) == 1 else 0.2)
         inputs = 2 if axes.startswith("(K G) D") else 1
@@ -270,3 +318,64 @@ def test_sixteen_threads(rollouts: Any) -> None:
         drawn = RolloutConfig(temperature=1.0, top_p=1.0)
         found = pool.map(lambda _: str(ours.generate("ab", drawn).tokens), range(16))
     assert len(set(found)) > 8, "no two calls draw by one key"
+
+
+def test_a_sampler_takes_weights_in_two_steps(rollouts: Any) -> None:
+    """Requests with controls of their own in one batch; what `weight_sync` has read serves from
+    `post_weight_sync` on.
+    """
+    make = importlib.import_module("jpaged.integrations.tunix.sampler").JPagedSampler
+    actor = make_actor()
+
+    def read_weights(request: Any) -> Any:
+        return params_from(actor, "tunix_qwen3", config=MODEL, lora_scale=SCALE)
+
+    llm = jpaged.LLM(MODEL, params=read_weights(None), **dataclasses.asdict(ENGINE))
+    sampler = make(llm, tokenizer=Tokenizer(), read_weights=read_weights)
+
+    def ask(prompt: Any, name: str = "", **controls: Any) -> SamplingRequest:
+        controls = {"max_tokens": 8, "temperature": 0.0, "return_logprobs": True} | controls
+        params = SamplingControls(**controls)
+        return SamplingRequest(request_id=name, prompt=prompt, sampling_params=params)
+
+    async def run() -> None:
+        first, short = await sampler.sample([ask(PROMPTS[0], "a"), ask(PROMPTS[1], max_tokens=3)])
+        assert (first.request_id, len(short.token_ids)) == ("a", 3)
+        assert first.prompt_token_ids.tolist() == [*PROMPTS[0].encode()]
+        assert first.token_ids.tolist()[: len(merged_tokens(actor)[0])] == merged_tokens(actor)[0]
+        assert len(first.logprobs) == len(first.token_ids)
+        by_ids = await sampler.sample(first.prompt_token_ids, max_generation_steps=8, temperature=0)
+        assert by_ids.token_ids.tolist() == first.token_ids.tolist() and by_ids.logprobs is None
+        drawn = {"temperature": 1.0, "top_p": 1.0, "seed": 3}
+        group = await sampler.sample([ask("ab", f"traj_{i}", **drawn) for i in range(8)])
+        assert len({str(member.token_ids) for member in group}) > 4, "one seed, eight members"
+        again = await sampler.sample(ask("ab", "traj_5", **drawn))
+        assert again.token_ids.tolist() == group[5].token_ids.tolist()
+        nnx.update(actor, jax.tree.map(lambda x: x * 1.1, nnx.state(actor, nnx.Param)))
+        request = WeightSyncRequest(request_id="sync", policy_version=7)
+        for publish in (False, True):
+            await sampler.pre_weight_sync(request)
+            assert await sampler.weight_sync(request) == 7
+            if publish:
+                await sampler.post_weight_sync(request)
+            answer = await sampler.sample(ask(PROMPTS[0]))
+            same = np.array_equal(answer.logprobs, first.logprobs)
+            assert same != publish, "a round that is given up changes nothing"
+            version = 7 if publish else 0
+            assert answer.metadata["policy_versions"] == [(version, 0, len(answer.token_ids))]
+            assert sampler.policy_version == version
+        assert await sampler.get_transfer_status("sync") == "SUCCESS"
+        with pytest.raises(RequestError, match="no weight_sync came before"):
+            await sampler.post_weight_sync()
+        with pytest.raises(CapacityError, match="64"):
+            await sampler.sample([ask("ab", max_tokens=50), ask("a" * 80)])
+        with pytest.raises(RequestError, match="beam_size=4: JPagedSampler does not support it"):
+            await sampler.sample(ask("ab", beam_size=4))
+        with pytest.raises(RequestError, match="delay=1: sample has no such control"):
+            await sampler.sample("ab", delay=1)
+        while (load := await sampler.get_load_info()).num_requests_running:
+            await asyncio.sleep(0.01)
+        assert (load.num_requests_waiting, load.kv_cache_usage_perc) == (0, 0.0)
+
+    asyncio.run(run())
+    llm.close()

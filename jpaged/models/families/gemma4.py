@@ -86,9 +86,7 @@ class Gemma4:
 def _layer(hf: dict[str, Any], i: int, keys_of: int | None) -> LayerConfig:
     """Return the i-th layer. keys_of: as of AttentionConfig."""
     kind, norm = hf["layer_types"][i], NormConfig(eps=hf["rms_norm_eps"], in_f32=True)
-    # Its keys are padded with zeros: "05", "11".
-    by_layer = {int(index): fields for index, fields in hf["per_layer_config"].items()}
-    special = by_layer.get(i, {})
+    special = _special(hf).get(i, {})
     if unknown := set(special) - {"head_dim", "num_key_value_heads"}:
         raise ConfigError(f"per_layer_config of layer {i}: {min(unknown)!r} is not supported")
     head_dim = special.get("head_dim", hf["head_dim"])
@@ -136,6 +134,18 @@ def _layer(hf: dict[str, Any], i: int, keys_of: int | None) -> LayerConfig:
     return LayerConfig(
         mixer=mixer, ffn=ffn, norms="both", norm=norm, per_layer=per_layer, has_scalar=True
     )
+
+
+def _special(hf: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """Return what differs from the other layers in some layers, by their numbers."""
+    if "per_layer_config" in hf:  # its keys are padded with zeros: "05", "11"
+        return {int(index): fields for index, fields in hf["per_layer_config"].items()}
+    # transformers before 5.20 names two numbers of all full layers.
+    fields = {"head_dim": hf["global_head_dim"]}
+    if hf["attention_k_eq_v"]:
+        fields["num_key_value_heads"] = hf["num_global_key_value_heads"]
+    fields = {name: value for name, value in fields.items() if value is not None}
+    return {i: fields for i, kind in enumerate(hf["layer_types"]) if kind == FULL}
 
 
 def _write_experts(layer: LayerConfig) -> dict[str, Any]:

@@ -1,0 +1,175 @@
+"""RolloutModel: an LLM as the model that marin's rolloutengine asks for turns, by exact tokens.
+
+    llm = jpaged.LLM(config, params=params, tokenizer=tokenizer)
+    engine = ShellboxRolloutEngine(RolloutModel(llm, sampling_params), factories, ...)
+
+rolloutengine (github.com/marin-community/marin, lib/rolloutengine) is in no package index: what it
+has in `rolloutengine.contracts` is imported when a RolloutModel is made.
+"""
+
+import asyncio
+import dataclasses
+import importlib
+import json
+import secrets
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+from jpaged.errors import ConfigError, RequestError
+from jpaged.llm import LLM
+from jpaged.openai.parts import Format, folded
+from jpaged.request.detokenizer import decode
+from jpaged.request.inputs import Chat
+from jpaged.sampling_params import SamplingParams
+
+# What the options of a request may hold, beside `tools` and `chat_template_kwargs`, and what of it
+# asks for nothing.
+NOTHING = {"tool_choice": ("auto", "none", None), "parallel_tool_calls": (True, None)}
+END_OF_PROMPT = 8  # tokens, which say whether the template has opened the reasoning
+
+
+class ModelRequest(Protocol):
+    """rolloutengine's request for one turn. prefix_token_ids: all that was served so far, empty at
+    first. assistant_message_index: of the last message that was drawn, None at first.
+    """
+
+    messages: tuple[dict[str, Any], ...]
+    options: dict[str, Any]
+    prefix_token_ids: tuple[int, ...]
+    assistant_message_index: int | None
+
+
+class RolloutModel:
+    """A callable from rolloutengine's ModelRequest to the ModelTurn that an LLM draws. Turns join
+    one batch with whatever else the LLM does, and a task that is cancelled aborts its turn.
+
+    llm: with a tokenizer that has a chat template. sampling_params: of each turn; max_tokens is
+    bounded by the rest of the context, and None takes all of it. n must be 1. Raises ConfigError.
+
+    What was served is never rendered again: a later prompt is those tokens and, behind them, what
+    the template writes after the last drawn message. Text is parsed into reasoning, content and
+    tool calls as the server does it. metadata["weight_versions"] of a turn has (version, start,
+    end): which weights drew which tokens of the response.
+    """
+
+    def __init__(self, llm: LLM, sampling_params: SamplingParams):
+        try:
+            self._contracts = importlib.import_module("rolloutengine.contracts")
+        except ImportError as e:
+            raise ImportError(
+                "jpaged.integrations.marin needs marin's rolloutengine: install lib/rolloutengine "
+                "of github.com/marin-community/marin"
+            ) from e
+        if sampling_params.n != 1:
+            raise ConfigError(f"n={sampling_params.n}: a turn is one completion")
+        if not getattr(llm.tokenizer, "chat_template", None):
+            raise ConfigError("RolloutModel needs an LLM whose tokenizer has a chat template")
+        self.llm, self.sampling_params = llm, sampling_params
+        self._tokenizer: Any = llm.tokenizer
+        self._format = Format.of(llm.tokenizer)
+        if self._format.style == "harmony":  # special tokens separate the parts of its answers
+            self.sampling_params = dataclasses.replace(sampling_params, skip_special_tokens=False)
+
+    async def __call__(self, request: ModelRequest) -> Any:
+        """Return the ModelTurn. Raises GenerationLimitReached for a prompt that fills the context,
+        RolloutContractError for messages that cannot follow the served tokens, RequestError for an
+        option that is not supported.
+        """
+        variables = _variables(request.options)
+        if request.assistant_message_index is None:
+            ids = self.llm.session.inputs.render(
+                Chat(messages=_told(request.messages), template_kwargs=variables)
+            )
+        else:
+            ids = self._continued(request, request.assistant_message_index, variables)
+        longest = self.llm.engine_config.max_model_len
+        assert longest is not None
+        if len(ids) >= longest:
+            raise self._contracts.GenerationLimitReached(tuple(ids))
+        room, asked = longest - len(ids), self.sampling_params
+        count = room if asked.max_tokens is None else min(asked.max_tokens, room)
+        future = self.llm.submit(ids, dataclasses.replace(asked, max_tokens=count))
+        (completion,) = (await asyncio.wrap_future(future)).outputs
+        end = decode(self._tokenizer, ids[-END_OF_PROMPT:], False)
+        reader = self._format.reader(end, tools="tools" in variables)
+        text = str(completion.text)
+        message = folded(reader.push(text) + reader.finish())
+        return self._contracts.ModelTurn(
+            message={"role": "assistant", **message},
+            prompt_token_ids=tuple(ids),
+            response_token_ids=tuple(completion.token_ids),
+            logprobs=tuple(completion.token_logprobs.tolist()),
+            stop_reason=str(completion.finish_reason),
+            text=text,
+            metadata={"weight_versions": [tuple(span) for span in completion.weight_versions]},
+        )
+
+    def _continued(
+        self, request: ModelRequest, index: int, variables: Mapping[str, Any]
+    ) -> list[int]:
+        """Return the served tokens and those of what follows the message of this index."""
+        served, mark = list(request.prefix_token_ids), f"drawn{secrets.token_hex(8)}"
+        # The drawn message stands as a mark: however the template would write it again, its end
+        # is the first end of a turn after the mark.
+        messages = _told(request.messages)
+        messages[index] = _unread_calls(messages[index]) | {"role": "assistant", "content": mark}
+        text = self.llm.session.inputs.render_text(
+            Chat(messages=messages, template_kwargs=variables)
+        )
+        ends = {id: decode(self._tokenizer, [id], False) for id in self.llm.session.inputs.eos_ids}
+        last = ends.get(served[-1]) if served else None
+        _, *tails = text.split(mark)
+        tail = tails[0] if len(tails) == 1 else ""
+        written = [end for end in ([last] if last else ends.values()) if end in tail]
+        if not written:
+            raise self._contracts.RolloutContractError(
+                f"message {index}: the chat template writes it {len(tails)} times, or without "
+                f"{last or 'an end'!r} behind it, so that nothing can follow what was served"
+            )
+        end = min(written, key=tail.index)
+        rest = tail.partition(end)[2]
+        if last is None:  # it was cut: its end comes from the template
+            rest = end + rest
+        return served + list(self._tokenizer.encode(rest, add_special_tokens=False))
+
+
+def _variables(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the chat template is told; RequestError for an option that is not supported."""
+    variables = dict(options.get("chat_template_kwargs") or {})
+    if options.get("tools") and options.get("tool_choice") != "none":
+        variables["tools"] = options["tools"]
+    for name, value in options.items():
+        if name in ("tools", "chat_template_kwargs") or value in NOTHING.get(name, ()):
+            continue
+        raise RequestError(f"options[{name!r}]={value!r}: RolloutModel does not support it")
+    return variables
+
+
+def _told(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages as templates take them: the arguments of calls are objects, no JSON text."""
+    told = []
+    for message in messages:
+        message = dict(message)
+        if calls := message.get("tool_calls"):
+            message["tool_calls"] = [
+                {**call, "function": _parsed(call["function"])} for call in calls
+            ]
+        told.append(message)
+    return told
+
+
+def _parsed(function: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = function["arguments"]
+    is_text = isinstance(arguments, str)
+    return {**function, "arguments": json.loads(arguments) if is_text else arguments}
+
+
+def _unread_calls(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tool calls of a message without their arguments, which might hold the end of a
+    turn as text.
+    """
+    calls = [
+        {**call, "function": {**call["function"], "arguments": {}}}
+        for call in message.get("tool_calls") or ()
+    ]
+    return {"tool_calls": calls} if calls else {}
