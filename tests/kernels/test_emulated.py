@@ -124,11 +124,11 @@ def test_thread_blocks_take_turns(splits: int, thread_blocks: int, kv_dtype: str
 @pytest.mark.parametrize(("T", "X", "A"), [(70, 5, 2), (300, 2, 1)], ids=str)
 def test_experts_are_the_loop_over_them(T: int, X: int, A: int) -> None:
     """jax's grouped product, twice: tiles of few rows and of many, of which experts share some."""
-    args = make(T, X, A, jnp.bfloat16)
-    emulated, wanted = Emulated(RANDOM), exact(*args)
+    x, chosen, weight, weights = make(T, X, A, jnp.bfloat16)
+    emulated, wanted = Emulated(RANDOM), exact(x, chosen, weight, weights)
     for emulated.timing in TIMINGS:
         with emulated.running():
-            found = np.asarray(experts.experts(*args, glu=GLU))
+            found = np.asarray(experts.experts(x, chosen, weight, weights, glu=GLU))
         assert np.abs(found - wanted).max() < 0.01 * np.abs(wanted).max()
     assert len(emulated.compiled) == 2
 

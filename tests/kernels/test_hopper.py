@@ -3,6 +3,7 @@ that it must see.
 """
 
 import dataclasses
+import re
 from typing import Any
 
 import ml_dtypes
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.kernels.hopper.block import EARLY, LATE, RANDOM, TIMINGS, Deadlock, ThreadBlock, Timing
-from tests.kernels.hopper.host import Descriptor, Launch, broken_rules
+from tests.kernels.hopper.host import Descriptor, Launch, broken_rules, read_launch
 from tests.kernels.hopper.lanes import compile_lanes
 from tests.kernels.hopper.memory import (
     SHARED_BASE,
@@ -20,7 +21,7 @@ from tests.kernels.hopper.memory import (
     Window,
     matrix,
 )
-from tests.kernels.hopper.program import parse
+from tests.kernels.hopper.program import parse, unordered_products
 
 KERNEL = """
 .visible .entry k(
@@ -212,6 +213,69 @@ def test_registers_of_a_product_are_its_own_until_the_wait(timing: Timing) -> No
     assert np.array_equal(result, np.tile(halves.sum(axis=1)[::2], 8))
     with pytest.raises(Fault, match="wgmma still uses"):
         run(before + store + wait, timing)
+
+
+def test_products_whose_registers_are_not_fenced() -> None:
+    """Written after the fence, on one of two ways to it, or with no fence at all."""
+    fence, write = "	wgmma.fence.sync.aligned;", "	mov.b32 %r20, 0;\n"
+    branch = f"	@%p1 bra $L__1;\n{write}$L__1:\n"
+    bare = PRODUCT.replace(fence, "")
+    found = []
+    for body in (write + PRODUCT, branch + PRODUCT, f"{fence}\n{write}{bare}", branch + bare):
+        program = parse(KERNEL.format(threads=32, body=body))
+        found.append(len(unordered_products(program)))
+    assert found == [0, 0, 1, 1]
+    again = f"$L__2:\n{PRODUCT}	add.f32 %r21, %r21, %r21;\n	@%p1 bra $L__2;\n"
+    assert not unordered_products(parse(KERNEL.format(threads=32, body=write + again)))
+    looped = f"	{fence}\n$L__2:\n{bare}	add.f32 %r21, %r21, %r21;\n	@%p1 bra $L__2;\n"
+    assert unordered_products(parse(KERNEL.format(threads=32, body=write + looped)))
+
+
+HOST = """
+// -----// IR Dump Before GpuLaunchLoweringPass: gpu-launch-lowering //----- //
+module @kernel {
+  func.func private @mosaic_gpu_init_tma_desc(!llvm.ptr, !llvm.ptr)
+  func.func @kernel_mosaic_gpu(%stream: !llvm.ptr loc(#loc1), %arrays: !llvm.ptr) {
+    %0 = llvm.mlir.constant(4096 : i32) : i32
+    %1 = llvm.mlir.constant(1 : i64) : i64
+    %2 = llvm.mlir.constant(128 : i64) : i64
+    %3 = llvm.mlir.constant(64 : i64) : i64
+    %4 = llvm.mlir.constant(2 : i64) : i64
+    %5 = llvm.mlir.constant(7 : i64) : i64
+    %6 = llvm.mlir.constant(0 : i64) : i64
+    %7 = builtin.unrealized_conversion_cast %6 : i64 to index
+    %8 = builtin.unrealized_conversion_cast %1 : i64 to index
+    %9 = llvm.load %arrays : !llvm.ptr -> !llvm.ptr
+    %10 = llvm.getelementptr %arrays[3] : (!llvm.ptr) -> !llvm.ptr, !llvm.ptr loc(#loc2)
+    %11 = llvm.load %10 : !llvm.ptr -> !llvm.ptr
+    %12 = llvm.alloca %1 x !llvm.array<128 x i8> {alignment = 64 : i64} : (i64) -> !llvm.ptr
+    %sizes = memref.alloca() : memref<2xi64>
+    memref.store %2, %sizes[%7] : memref<2xi64>
+    memref.store %3, %sizes[%8] : memref<2xi64>
+    %strides = memref.alloca() : memref<2xi64>
+    memref.store %3, %strides[%7] : memref<2xi64>
+    memref.store %1, %strides[%8] : memref<2xi64>
+    call @mosaic_gpu_init_tma_desc(%12, %11, %5, %4, %sizes, %strides, %2, %sizes) : () -> ()
+    %13 = llvm.load %12 : !llvm.ptr -> !llvm.array<128 x i8>
+    gpu.launch_func <%stream : !llvm.ptr> @k::@k blocks in (%2, %1, %1) threads in (%3, %1, %1) : i64 dynamic_shared_memory_size %0 args(%9 : !llvm.ptr, %13 : !llvm.array<128 x i8>)
+    return
+  }
+}
+"""  # noqa: E501
+
+
+def test_a_launch_of_the_host_program() -> None:
+    launch = read_launch(HOST)
+    descriptor = Descriptor(
+        array=3, itemsize=2, sizes=(128, 64), strides=(64, 1), window=(128, 64), swizzle=128
+    )
+    assert launch == Launch(
+        grid=(128, 1, 1), threads=64, shared_memory=4096, arguments=(0, (descriptor,))
+    )
+    with pytest.raises(ValueError, match=r"llvm\.sdiv"):
+        read_launch(HOST.replace("llvm.getelementptr", "llvm.sdiv"))
+    with pytest.raises(ValueError, match="no launch"):
+        read_launch(re.sub(r" *gpu\.launch_func.*\n", "", HOST))
 
 
 @pytest.mark.parametrize(

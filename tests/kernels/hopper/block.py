@@ -80,9 +80,9 @@ class Warp:
 class Timing:
     """When warps run and started work is done.
 
-    work_first: started work is done before any warp runs on ("early"), when no warp can run
-    ("late"), or now and then. order: which of the warps that can run does: the last, which is of
-    the warpgroup that copies, or any. nan: whether garbage in shared memory is NaN, or random.
+    work: started work is done before any warp runs on ("early"), when no warp can run ("late"), or
+    now and then ("random"). last_warp_first: of the warps that can run the last one does, which is
+    of the warpgroup that copies; else any. nan: garbage in shared memory is NaN; else random.
     """
 
     name: str
@@ -112,10 +112,9 @@ class ThreadBlock:
         memory: GlobalMemory,
         timing: Timing,
         registers_a_thread: int,
-        seed: int = 0,
     ) -> None:
         self.program, self.launch, self.memory, self.timing = program, launch, memory, timing
-        self.registers_a_thread, self.seed = registers_a_thread, seed
+        self.registers_a_thread = registers_a_thread
         self.literals: Registers = {}
         (self._descriptors, descriptors), *more = (
             (i, value) for i, value in enumerate(launch.arguments) if isinstance(value, tuple)
@@ -127,10 +126,10 @@ class ThreadBlock:
 
     def run(self, index: tuple[int, int, int]) -> None:
         """Run the thread block of this index in the grid (x, y, z) to its end."""
-        self.rng = random.Random(f"{self.seed} {index}")
+        self.rng = random.Random(f"{self.timing} {index}")
         size = self.launch.shared_memory
         count = SharedMemory.garbage_size(size)
-        noise = np.random.default_rng([self.seed, *index]).integers(0, 256, count, np.uint8)
+        noise = np.random.default_rng(index).integers(0, 256, count, np.uint8)
         garbage = np.full(count, 0xFF, np.uint8) if self.timing.nan else noise
         self.shared = SharedMemory(size, garbage)
         self.barriers: dict[int, Barrier] = {}

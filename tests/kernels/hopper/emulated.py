@@ -24,12 +24,15 @@ from tests.kernels.hopper.host import Launch, read_launch
 from tests.kernels.hopper.memory import GlobalMemory
 from tests.kernels.hopper.program import parse
 
+KERNEL = plgpu.kernel  # which an Emulated stands for while it runs
 UNWRITTEN = 0xFF  # bytes of results before a kernel writes them: NaN in any float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """A kernel as it was compiled for sm_90a: its PTX, its launch, ptxas' registers a thread."""
+    """A kernel as it was compiled for sm_90a: its PTX, its launch, ptxas' registers a thread, and
+    the shapes of its results.
+    """
 
     ptx: str
     launch: Launch
@@ -68,18 +71,15 @@ def _compiling(folder: str) -> Iterator[None]:
         yield
 
 
-def execute(
-    compiled: Compiled, arrays: list[np.ndarray], timing: Timing, seed: int = 0
-) -> list[np.ndarray]:
+def execute(compiled: Compiled, arrays: list[np.ndarray], timing: Timing) -> list[np.ndarray]:
     """Return the results of a launch over the arrays of a call, thread block after thread block."""
     room = [
         np.full(x.size * x.dtype.itemsize, UNWRITTEN, np.uint8).view(x.dtype).reshape(x.shape)
         for x in compiled.results
     ]
     memory = GlobalMemory([*arrays, *room])
-    block = ThreadBlock(
-        parse(compiled.ptx), compiled.launch, memory, timing, compiled.registers, seed
-    )
+    program = parse(compiled.ptx)
+    block = ThreadBlock(program, compiled.launch, memory, timing, compiled.registers)
     x, y, z = compiled.launch.grid
     for k, j, i in itertools.product(range(z), range(y), range(x)):
         block.run((i, j, k))
@@ -107,7 +107,7 @@ class Emulated:
         """Stand for plgpu.kernel."""
 
         def call(*args: Any) -> Any:
-            shapes = str(jax.tree.map(lambda x: (x.shape, x.dtype), args))
+            shapes = str(jax.tree.map(lambda x: (x.shape, x.dtype), (args, settings["out_type"])))
             if shapes not in self.compiled:
                 with mock.patch.object(plgpu, "kernel", KERNEL):
                     self.compiled[shapes] = compile_call(plgpu.kernel(body, **settings), *args)
@@ -119,6 +119,3 @@ class Emulated:
             return jax.tree.unflatten(treedef, [jnp.asarray(x) for x in results])
 
         return call
-
-
-KERNEL = plgpu.kernel
