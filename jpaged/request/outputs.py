@@ -221,7 +221,7 @@ def _unfinished(request: Request) -> Unfinished | None:
     """Return what a request goes on by that was cut; None where it has ended, and for a search,
     whose beams are no samples.
     """
-    was_cut = any(seq.finish_reason == "abort" for seq in request.sequences)
+    was_cut = "abort" in [seq.finish_reason for seq in request.sequences]
     if request.error is not None or not was_cut or isinstance(request, BeamSearch):
         return None
     return Unfinished(key=request.sequences[0].key, salt=request.salt)
