@@ -128,7 +128,7 @@ def test_experts_are_the_loop_over_them(T: int, X: int, A: int) -> None:
     emulated, wanted = Emulated(RANDOM), exact(*args)
     for emulated.timing in TIMINGS:
         with emulated.running():
-            found = np.asarray(experts.experts(*args, GLU))
+            found = np.asarray(experts.experts(*args, glu=GLU))
         assert np.abs(found - wanted).max() < 0.01 * np.abs(wanted).max()
     assert len(emulated.compiled) == 2
 
