@@ -414,7 +414,7 @@ class Request:
     @property
     def has_drawn(self) -> bool:
         """Whether any of its samples has a token."""
-        return any(seq.num_generated for seq in self.sequences)
+        return bool([seq for seq in self.sequences if seq.num_generated])
 
     @property
     def is_finished(self) -> bool:

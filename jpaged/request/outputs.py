@@ -184,7 +184,7 @@ class CompletionChunk:
 
 def collect(request: Request, tokenizer: Tokenizer | None) -> RequestOutput:
     """Return the output of a request that has ended."""
-    first = request.sequences[0]
+    first, unfinished = request.sequences[0], None
     if isinstance(request, BeamSearch):
         completions = [
             completion(
@@ -200,6 +200,9 @@ def collect(request: Request, tokenizer: Tokenizer | None) -> RequestOutput:
         ]
     else:
         completions = [_sample(seq, request.ended, tokenizer) for seq in request.sequences]
+        was_cut = "abort" in [seq.finish_reason for seq in request.sequences]
+        if was_cut and request.error is None:  # else there is nothing to go on by
+            unfinished = Unfinished(key=first.key, salt=request.salt)
     scored = first.sampling_params.prompt_logprobs is not None
     adapter = first.adapter
     return RequestOutput(
@@ -213,18 +216,8 @@ def collect(request: Request, tokenizer: Tokenizer | None) -> RequestOutput:
         weight_version=request.weight_version,
         adapter=None if adapter is None else adapter.name,
         adapter_version=0 if adapter is None else adapter.version,
-        unfinished=_unfinished(request),
+        unfinished=unfinished,
     )
-
-
-def _unfinished(request: Request) -> Unfinished | None:
-    """Return what a request goes on by that was cut; None where it has ended, and for a search,
-    whose beams are no samples.
-    """
-    was_cut = any(seq.finish_reason == "abort" for seq in request.sequences)
-    if request.error is not None or not was_cut or isinstance(request, BeamSearch):
-        return None
-    return Unfinished(key=request.sequences[0].key, salt=request.salt)
 
 
 def failed(
