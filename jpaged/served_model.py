@@ -151,13 +151,13 @@ class ServedModel:
 
     def wake(self) -> None:
         """Allocate the pool again; CapacityError where the memory is not there: it sleeps on."""
-        runner = self.pool.runner
+        _ = self.pool.runner  # ConfigError where there is none any more
         if not self._is_asleep or self.params is None:
             return
         self._is_asleep = False
         try:
             self.bind(self.params)
-            runner.allocate()
+            self.pool.allocate()
         except BaseException:
             self.sleep()
             raise

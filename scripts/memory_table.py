@@ -24,7 +24,7 @@ from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
 from jpaged.models.kv_groups import kv_groups
-from jpaged.runtime.memory import Limits, MemoryPlan
+from jpaged.runtime.memory import MemoryPlan
 
 COUNTS = (1, 2, 4, 8)
 DEFAULT_CARDS = ("h100", "h200", "v5e", "v6e")
@@ -49,7 +49,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def plan_of(model: ModelConfig, card: str, config: EngineConfig) -> MemoryPlan | None:
     """Return the plan of a card under a model that so many share; None: no block fits."""
-    limits = Limits(total=int(CARDS[card].limit * config.memory_utilization))
+    limits = CARDS[card].limits(config.memory_utilization)
     devices = jax.devices("cpu")[: config.tensor_parallel_size]
     try:
         return jpaged.plan_memory(model, config, device=devices, limits=limits, compiled=False)

@@ -178,7 +178,7 @@ def simulate(config: EngineConfig, lengths: Sequence[tuple[int, int]]) -> dict[s
         row = Row(str(i), ids, params, max_model_len=config.max_model_len)
         scheduler.queues.waiting.add(Request([row]).sequences[0])
     sizes: dict[str, Counter[int]] = {phase: Counter() for phase in PHASES}
-    while plans := schedule([scheduler]):
+    while plans := schedule((scheduler,)):
         plan = plans[0]
         draws = [entry.draws for entry in plan.entries if entry.draws]
         if plan.phase == "decode":

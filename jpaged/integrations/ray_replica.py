@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from jpaged import gpu_share
 from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError
 from jpaged.llm import LLM
@@ -48,6 +49,7 @@ class Replica:
         seed: int,
         engine_config: dict[str, Any],
         adapters: Mapping[str, str],
+        has_whole_gpus: bool,
         updates: int = 0,
         coordinator: str | None = None,
         hosts: int = 1,
@@ -56,9 +58,12 @@ class Replica:
         """Load the model (None: the embedded one) and its adapters. Return its default
         SamplingParams.
 
-        updates: how often the weights were updated before. coordinator: the first actor's address,
-        if the devices of several actors share the model.
+        has_whole_gpus: whether nothing else runs on its GPUs. updates: how often the weights were
+        updated before. coordinator: the first actor's address, if the devices of several actors
+        share the model.
         """
+        if has_whole_gpus:
+            gpu_share.take_most()
         if model is None:
             from jpaged.demo import MODEL_PATH
 
@@ -190,7 +195,11 @@ class Slot:
             "max_restarts": 0,  # the driver starts new actors: it knows the old ones' requests
         }
         self.starts += 1
-        args = (launch.model, launch.seed, launch.engine_config, launch.adapters, launch.updates)
+        has_whole_gpus = launch.resources.get("GPU", 0) >= 1  # of a part, others have the rest
+        args = (
+            *(launch.model, launch.seed, launch.engine_config, launch.adapters),
+            *(has_whole_gpus, launch.updates),
+        )
         if launch.hosts == 1:
             self.actors = [ray.remote(Replica).options(**options).remote()]
             self.starting = self.actors[0].start.remote(*args)

@@ -56,6 +56,8 @@ from jpaged.runtime.step_table import step_table
 
 SCORE_TILE = 64  # tokens whose prompt scores are computed together
 TILES = 16 << 20  # bytes of attention's own tiles
+# XLA tries a product on a GPU with guards around its arrays and a workspace for cuBLAS.
+TRIAL_BYTES = 64 << 20
 MOST_ROWS = 1024  # that are planned for an accelerator where nobody chose them
 RESIDENT_STEPS = 32  # of a table that is not compiled whole: those that a run is taken to meet
 
@@ -241,7 +243,8 @@ def limits_to_come(device: Any, utilization: float, weights: int, devices: int =
     """
     limits = Limits.of(device, utilization)
     if limits.pool is None:
-        return dataclasses.replace(limits, in_use=limits.in_use + weights)
+        block = None if limits.block is None else limits.block - weights
+        return dataclasses.replace(limits, in_use=limits.in_use + weights, block=block)
     pool = max(min(CPU_POOL_BYTES, (limits.total - weights * devices) // 2), 0)
     return dataclasses.replace(limits, total=limits.total // devices, pool=pool // devices)
 
@@ -283,7 +286,8 @@ def plan_pool(
     limits = Limits.of(placement.device, config.memory_utilization)
     weights = bytes_on_device((params, draft and draft[1]))
     if limits.pool is None:
-        limits = dataclasses.replace(limits, in_use=limits.in_use - freed)
+        block = None if limits.block is None else max(limits.block, freed)
+        limits = dataclasses.replace(limits, in_use=limits.in_use - freed, block=block)
     else:  # virtual CPU devices share one memory, of which the weights have been taken already
         devices = 1 if placement.mesh is None else placement.mesh.size
         limits = Limits(
@@ -322,6 +326,9 @@ def plan_within(
     holds = is_cpu and not any(kernel.interpret for kernel in kernels)
     if compiled and (not holds or weights + needs.total + largest > limits.total):
         needs = measured(probe, pool.moved(config))
+    if limits.is_gpu:
+        trials = autotuning_bytes(share, config, probe.pools[0].dtype)
+        needs = dataclasses.replace(needs, autotuning=trials)
     return plan(config, limits, pool=pool, weights=weights, needs=needs)
 
 
@@ -419,6 +426,26 @@ def state_bytes(model: ModelConfig, config: EngineConfig, moved: int) -> int:
     rows = 4 * config.num_rows * (2 + model.vocab_size)
     moving = 3 * moved if config.swap_space_gib else 0
     return rows + moving
+
+
+def autotuning_bytes(model: ModelConfig, config: EngineConfig, dtype: Any) -> int:
+    """Return the bytes that XLA takes to try the largest product of a step on a GPU, beside what
+    the steps that run have: arrays of its own for the weight, the inputs and twice the results, the
+    second to compare with (gpu_profiler.cc). Weights in 8 or 4 bits count as what they stand for;
+    kernels of experts are not tried. model: what a device has (see share_of).
+    """
+    assert config.token_buckets is not None and config.seq_buckets is not None
+    rows = config.seq_buckets[-1]
+    tokens, width = max(config.token_buckets[-1], rows), jnp.dtype(dtype).itemsize
+
+    def trial(rows: int, outputs: int, inputs: int) -> int:
+        return width * (outputs * inputs + rows * inputs) + 8 * rows * outputs
+
+    head = trial(rows, model.vocab_size, model.hidden_size)
+    specs = [spec for spec in param_table(model).values() if spec.is_multiplied]
+    plain = [spec for spec in specs if spec.layer is not None and "X" not in spec.sides[0]]
+    sides = [[math.prod(spec.shape_of(side)) for side in spec.axes.split(",")] for spec in plain]
+    return TRIAL_BYTES + max([head, *(trial(tokens, *side) for side in sides)])
 
 
 def bound(model: ModelConfig, config: EngineConfig, dtype: Any, moved: int = 0) -> Needs:

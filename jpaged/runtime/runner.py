@@ -41,6 +41,7 @@ from jpaged.runtime.step_table import Usage
 from jpaged.runtime.steps import StepSetting, Uses, uses
 from jpaged.runtime.transfers import Sent, Transfers
 from jpaged.runtime.vocabulary import WHOLE, Vocabulary
+from kernels_pallas.implementation import CUDA
 
 DraftOf = tuple[ModelConfig, Forward | Head]  # a draft model (or head) and its modules
 
@@ -247,10 +248,15 @@ class Runner:
         return [b for b in buckets if b is not None and b not in self.compiled]
 
     def _prepare(self, batch: Batch) -> None:
-        """Make the arrays and the steps of a dispatch that are missing, side by side."""
+        """Make the arrays and the steps of a dispatch that are missing: on a GPU one after another,
+        since XLA tries products there, with memory and by the clock of the device; else side by
+        side.
+        """
         missing = self._missing((batch.bucket, batch.sample))
-        if not missing:
+        if not missing or self.placement.device.platform in CUDA:
             self.allocate()
+            for bucket in missing:
+                _ = self.compiled[bucket]
             return
         with ThreadPoolExecutor() as threads:
             made = [threads.submit(self.allocate)]

@@ -431,6 +431,8 @@ def _make_decode(step: _Step) -> Callable[..., Any]:
         carry = (jnp.int32(0), last_S, steps_S, state, step.drawn())
         if not isinstance(step.bucket, DecodeShape | DraftShape) or step.bucket.steps == 1:
             carry = body(carry)
+        elif step.to.choices.counts_steps:
+            carry = jax.lax.fori_loop(0, step.bucket.steps, lambda _, carry: body(carry), carry)
         else:
             carry = jax.lax.while_loop(lambda carry: jnp.any(carry[0] < carry[2]), body, carry)
         _, _, steps_S, state, outputs = carry

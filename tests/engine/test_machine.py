@@ -369,7 +369,7 @@ class HostMachine(RuleBasedStateMachine):
             assert list(host.engine.requests.values()) == self.live
             assert len(host.engine.in_flight) <= host.engine.in_flight.depth
             for phase, spans in host.runner.dispatched[-6:]:
-                assert len(spans) <= host.config.max_num_seqs
+                assert len(spans) <= host.config.num_rows
                 if phase == "prefill":
                     assert sum(e - s for s, e in spans) <= host.config.max_num_batched_tokens
                 elif phase == "decode":

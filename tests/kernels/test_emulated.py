@@ -12,8 +12,11 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from kernels_pallas.experts import mosaic_gpu as experts
 from kernels_pallas.paged_attention import mosaic_gpu
 from kernels_pallas.paged_attention.mosaic_gpu import decode_kernel, prefill_kernel
 from scripts._attention_cases import GPU, IN_TILES, Case
@@ -22,6 +25,7 @@ from tests.kernels.hopper.block import EARLY, LATE, RANDOM, TIMINGS
 from tests.kernels.hopper.emulated import Emulated
 from tests.kernels.hopper.memory import Fault
 from tests.kernels.suite import bounded, check
+from tests.kernels.test_experts import GLU, exact, make
 
 SECONDS = 900  # that a test may take, on a busy machine
 
@@ -117,6 +121,18 @@ def test_thread_blocks_take_turns(splits: int, thread_blocks: int, kv_dtype: str
     check_emulated(case, splits=splits, thread_blocks=thread_blocks)
 
 
+@pytest.mark.parametrize(("T", "X", "A"), [(70, 5, 2), (300, 2, 1)], ids=str)
+def test_experts_are_the_loop_over_them(T: int, X: int, A: int) -> None:
+    """jax's grouped product, twice: tiles of few rows and of many, of which experts share some."""
+    args = make(T, X, A, jnp.bfloat16)
+    emulated, wanted = Emulated(RANDOM), exact(*args)
+    for emulated.timing in TIMINGS:
+        with emulated.running():
+            found = np.asarray(experts.experts(*args, glu=GLU))
+        assert np.abs(found - wanted).max() < 0.01 * np.abs(wanted).max()
+    assert len(emulated.compiled) == 2
+
+
 # ---- What is broken on purpose ----
 
 
@@ -134,7 +150,8 @@ def long() -> dict[str, Emulated]:
 def outcome(emulated: Emulated, name: str, change: Callable[[str], str]) -> str:
     """Return how a kernel of LONG fails after a change of its PTX, or "" if it does not."""
     case, own, _ = LONG[name]
-    assert emulated.compiled is not None and change(emulated.compiled.ptx) != emulated.compiled.ptx
+    (compiled,) = emulated.compiled.values()
+    assert change(compiled.ptx) != compiled.ptx
     with mock.patch.object(emulated, "change", change):
         for emulated.timing in (LATE, EARLY, RANDOM):
             try:

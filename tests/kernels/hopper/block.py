@@ -52,7 +52,6 @@ class Work:
     kind: str  # "load" | "store" | "wgmma"
     warp: "Warp"
     do: Callable[[], None]
-    registers: frozenset[str] = frozenset()
     group: int | None = None
 
 
@@ -67,7 +66,9 @@ class Warp:
         self.place, self.last, self.is_done = 0, 0, False
         self.may_go: Callable[[], bool] | None = None  # None if it waits for nothing
         self.unfenced: list[tuple[np.ndarray, int]] = []  # stores: addresses and bytes at each
-        self.in_flight: frozenset[str] = frozenset()  # registers of wgmma that is not waited for
+        # Groups of wgmma that are not waited for, the registers of each product, and of all.
+        self.products: list[tuple[int, frozenset[str]]] = []
+        self.in_flight: frozenset[str] = frozenset()
         self.groups = {"store": 0, "wgmma": 0}
 
     @property
@@ -201,10 +202,8 @@ class ThreadBlock:
             if work.group is not None and work.group < last:
                 self._do(work)
 
-    def _start(
-        self, kind: str, warp: Warp, do: Callable[[], None], registers: frozenset[str] = frozenset()
-    ) -> None:
-        self.work.append(Work(kind, warp, do, registers))
+    def _start(self, kind: str, warp: Warp, do: Callable[[], None]) -> None:
+        self.work.append(Work(kind, warp, do))
 
     def _commit(self, warp: Warp, kind: str) -> None:
         for work in self.work:
@@ -524,7 +523,8 @@ class ThreadBlock:
             corner = [int(np.int32(np.uint32(x(registers, lane)))) for x in reversed(start)]
             if barrier_at is None:
                 self._start(
-                    *("store", warp),
+                    "store",
+                    warp,
                     lambda: window.store(self.memory, corner, self.shared, address),
                 )
                 return
@@ -609,7 +609,8 @@ class ThreadBlock:
                     before = registers[name].view(np.float32) if scale else np.float32(0)
                     registers[name] = (before + part).view(np.uint32)
 
-            self._start("wgmma", warp, multiply, used)
+            self._start("wgmma", warp, multiply)
+            warp.products.append((warp.groups["wgmma"], used))
             warp.in_flight |= used
 
         return run
@@ -622,8 +623,9 @@ class ThreadBlock:
 
         def run(warp: Warp, mask: np.ndarray) -> None:
             self._finish(warp, "wgmma", pending)
-            own = [work.registers for work in self.work if work.warp is warp]
-            warp.in_flight = frozenset().union(*own)
+            last = warp.groups["wgmma"] - pending
+            warp.products = [(group, used) for group, used in warp.products if group >= last]
+            warp.in_flight = frozenset().union(*(used for _, used in warp.products))
 
         return run
 

@@ -89,14 +89,13 @@ def execute(
 class Emulated:
     """An implementation's functions with their kernels emulated; what is around them runs as it is.
 
-    change: applied to a kernel's PTX, to break it on purpose. A kernel is compiled at its first
-    call; later ones, of the same shapes, take what it became.
+    change: applied to a kernel's PTX, to break it on purpose. A kernel is compiled at the first
+    call with arrays of its shapes; later ones take what it became: `compiled`, in order of calls.
     """
 
     def __init__(self, timing: Timing, change: Callable[[str], str] = lambda text: text) -> None:
         self.timing, self.change = timing, change
-        self.compiled: Compiled | None = None
-        self.seed = 0
+        self.compiled: dict[str, Compiled] = {}
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -108,12 +107,14 @@ class Emulated:
         """Stand for plgpu.kernel."""
 
         def call(*args: Any) -> Any:
-            if self.compiled is None:
+            shapes = str(jax.tree.map(lambda x: (x.shape, x.dtype), args))
+            if shapes not in self.compiled:
                 with mock.patch.object(plgpu, "kernel", KERNEL):
-                    self.compiled = compile_call(plgpu.kernel(body, **settings), *args)
-            changed = dataclasses.replace(self.compiled, ptx=self.change(self.compiled.ptx))
+                    self.compiled[shapes] = compile_call(plgpu.kernel(body, **settings), *args)
+            compiled = self.compiled[shapes]
+            changed = dataclasses.replace(compiled, ptx=self.change(compiled.ptx))
             arrays = [np.asarray(x) for x in jax.tree.leaves(args)]
-            results = execute(changed, arrays, self.timing, self.seed)
+            results = execute(changed, arrays, self.timing)
             treedef = jax.tree.structure(settings["out_type"])
             return jax.tree.unflatten(treedef, [jnp.asarray(x) for x in results])
 
