@@ -99,9 +99,9 @@ class Model(nnx.Module):
 def rotated(x: jax.Array) -> jax.Array:
     """Rotate [B, L, H, D] by position: Llama's halves."""
     half = x.shape[-1] // 2
-    angles = jnp.arange(x.shape[1])[:, None, None] * 10000.0 ** (-jnp.arange(half) / half)
+    angles = jnp.outer(jnp.arange(x.shape[1]), 10000.0 ** (-jnp.arange(half) / half))
     a, b = x[..., :half], x[..., half:]
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    cos, sin = jnp.cos(angles)[None, :, None, :], jnp.sin(angles)[None, :, None, :]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
