@@ -1,4 +1,6 @@
-"""Adapters: those of one model, by name; on the host, as they are served."""
+"""Adapters: holds the adapters of one model by name, on the host and in the form in which they are
+served.
+"""
 
 import dataclasses
 import itertools
@@ -104,7 +106,9 @@ class Adapters:
 
 
 def grown(config: EngineConfig, adapters: list[AdapterVersion]) -> EngineConfig:
-    """With tables for these adapters, in powers of two, and no smaller ones than there are."""
+    """Return the config with tables for these adapters, their sizes powers of two and no smaller
+    than those that there are.
+    """
     count = min(1 << (len(adapters) - 1).bit_length(), MOST_SLOTS)
     rank = 1 << (max(adapter.rank for adapter in adapters) - 1).bit_length()
     least = config.max_lora_rank if config.max_loras else LEAST_RANK
@@ -121,7 +125,9 @@ def check_fits(adapters: Iterable[AdapterVersion], config: EngineConfig) -> None
 
 
 def _leaves(source: PyTree) -> Leaves:
-    """A folder is read anew each time."""
+    """Return the form of a tree and weak references to its arrays. A folder has none: it is read
+    anew each time.
+    """
     if isinstance(source, str | Path):
         return object(), []
     scale = source.scale if isinstance(source, Adapter) else 1.0

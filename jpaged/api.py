@@ -3,7 +3,7 @@
 Any thread may call; the calls of a process take turns, first come first served.
 """
 
-from collections.abc import Sequence as List
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, overload
 
@@ -121,11 +121,11 @@ def score(  # pyright: ignore[reportOverlappingOverload]
     engine_config: EngineConfig | None = None,
     return_greedy: bool = False,
     structured: Structured | None = None,
-    prompt_lens: List[int] | None = None,
+    prompt_lens: Sequence[int] | None = None,
     tokenizer: Tokenizer | None = None,
     lora: PyTree = None,
     draft: PyTree = None,
-    start: List[int] | np.ndarray | None = None,
+    start: Sequence[int] | np.ndarray | None = None,
     top_k: None = None,
     at: None = None,
     entropy: Literal[False] = False,
@@ -143,11 +143,11 @@ def score(
     engine_config: EngineConfig | None = None,
     return_greedy: bool = False,
     structured: Structured | None = None,
-    prompt_lens: List[int] | None = None,
+    prompt_lens: Sequence[int] | None = None,
     tokenizer: Tokenizer | None = None,
     lora: PyTree = None,
     draft: PyTree = None,
-    start: List[int] | np.ndarray | None = None,
+    start: Sequence[int] | np.ndarray | None = None,
     top_k: int | None = None,
     at: IntArrays | None = None,
     entropy: bool = False,
@@ -164,17 +164,17 @@ def score(
     engine_config: EngineConfig | None = None,
     return_greedy: bool = False,
     structured: Structured | None = None,
-    prompt_lens: List[int] | None = None,
+    prompt_lens: Sequence[int] | None = None,
     tokenizer: Tokenizer | None = None,
     lora: PyTree = None,
     draft: PyTree = None,
-    start: List[int] | np.ndarray | None = None,
+    start: Sequence[int] | np.ndarray | None = None,
     top_k: int | None = None,
     at: IntArrays | None = None,
     entropy: bool = False,
 ) -> ScoreResult:
-    """log p(token t+1 | tokens <= t) under log_softmax(logits / temperature): one float32 [T-1] a
-    sequence. No token is drawn.
+    """Return log p(token t+1 | tokens <= t) under log_softmax(logits / temperature), a float32
+    array [T-1] for each sequence. No token is drawn.
 
     return_greedy: also bool [T-1] a sequence, whether token t+1 is the most likely one. structured,
     prompt_lens: the form that all have from prompt_lens[i] tokens on (see SamplingParams), under
@@ -271,7 +271,8 @@ def warmup(
     use_tqdm: bool = False,
 ) -> float:
     """Compile ahead all that generate and score will need, and size the pool; returns the seconds
-    that it took.
+    that it took. Not so `hidden`, and `score` with top_k, at, entropy or start: a first call
+    compiles its own.
 
     batch: completions of one call, `n` of each prompt. Later calls with as many, of prompts and
     max_tokens up to these, with params of these shapes and the same keyword arguments, compile

@@ -2,8 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping
-from collections.abc import Sequence as List
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Self, Unpack
@@ -12,11 +11,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jpaged.config import EngineConfig
+from jpaged.config import EngineConfig, EngineFields
 from jpaged.engine.keys import fold_in
 from jpaged.engine.origin import Origin
 from jpaged.engine.types import Report
-from jpaged.engine_fields import EngineFields
 from jpaged.engine_thread import Coming, Delivery, Inbox
 from jpaged.errors import ConfigError
 from jpaged.llm import LLM
@@ -78,8 +76,9 @@ class AsyncLLM:
     async def generate(
         self, prompt: PromptLike, sampling_params: SamplingParams | None = None
     ) -> AsyncIterator[CompletionChunk]:
-        """The completions of one prompt in pieces, in any form that LLM.generate takes. They add up
-        to generate's with the same seed. Raises the request's error.
+        """Yield the completions of one prompt in pieces, which add up to those of LLM.generate with
+        the same seed. The prompt may have any form that LLM.generate takes. Raises the request's
+        error.
         """
         async with self.run([prompt], sampling_params, streaming=True) as inbox:
             while True:
@@ -112,7 +111,7 @@ class AsyncLLM:
     @contextlib.asynccontextmanager
     async def run(
         self,
-        prompts: List[PromptLike],
+        prompts: Sequence[PromptLike],
         sampling_params: SamplingParamsLike,
         *,
         streaming: bool = False,
@@ -149,8 +148,8 @@ class AsyncLLM:
         return Coming(self._thread)
 
     async def call[T, *Args](self, function: Callable[[LLM, *Args], T], *args: *Args) -> T:
-        """function(LLM, *args) between two steps, while nothing else touches it: to update_params,
-        sleep or reset the prefix cache. What it returns or raises.
+        """Call function(LLM, *args) between two steps, while nothing else touches the LLM, for
+        example to reset the prefix cache. Return what it returns, or raise what it raises.
         """
         return await asyncio.wrap_future(self._thread.call(function, self._llm, *args))
 
@@ -198,8 +197,8 @@ class AsyncLLM:
         temperature: float = 1.0,
         return_greedy: bool = False,
         structured: Structured | None = None,
-        prompt_lens: List[int] | None = None,
-        start: List[int] | np.ndarray | None = None,
+        prompt_lens: Sequence[int] | None = None,
+        start: Sequence[int] | np.ndarray | None = None,
         top_k: int | None = None,
         at: IntArrays | None = None,
         entropy: bool = False,
@@ -242,14 +241,14 @@ class AsyncLLM:
         return await asyncio.to_thread(function, *args)
 
     async def prepare[T, *Args](self, function: Callable[[LLM, *Args], T], *args: *Args) -> T:
-        """function(LLM, *args) in a thread of those that render and tokenize, while the engine
-        steps: for what reads tokenizer and settings alone.
+        """Call function(LLM, *args) in one of the threads that render and tokenize, while the
+        engine steps. The function may read the tokenizer and the settings alone.
         """
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._prompts, function, self._llm, *args)
 
     def stats(self) -> Report:
-        """LLM.stats as it was a moment ago."""
+        """Return LLM.stats as it was a moment ago."""
         return self._thread.stats
 
     @property
@@ -272,7 +271,7 @@ class AsyncLLM:
         return self._llm.tokenizer
 
     def default_sampling_params(self) -> SamplingParams:
-        """SamplingParams with the values of the checkpoint's generation_config.json."""
+        """Return SamplingParams with the values of the checkpoint's generation_config.json."""
         return self._llm.default_sampling_params()
 
     async def close(self) -> None:

@@ -186,7 +186,7 @@ def token_buckets_hold_a_step(config: EngineConfig) -> str | None:
 def seq_buckets_hold_all_rows(config: EngineConfig) -> str | None:
     """The largest of `seq_buckets` is at least `max_num_seqs`."""
     sizes, most = config.seq_buckets, config.max_num_seqs
-    if sizes and sizes[-1] < most:
+    if sizes and most is not None and sizes[-1] < most:
         return f"seq_buckets={sizes} end below max_num_seqs={most}"
     return None
 
@@ -518,8 +518,9 @@ def heads_guess_on_one_device(config: EngineConfig, devices: int) -> str | None:
     asked = config.speculative
     if devices > 1 and asked is not None and asked.method in ("eagle", "mtp"):
         return (
-            f"speculative: method={asked.method!r} on {devices} devices that share the model: only "
-            "on one; method='draft' or 'ngram' runs there"
+            f"speculative: method={asked.method!r} on {devices} devices that share the model: a "
+            "head's layer and its cache are not split over devices; method='draft' or 'ngram' runs "
+            "there"
         )
     return None
 

@@ -1,11 +1,14 @@
-"""EngineConfig: how to serve a model; frozen, resolved once, never mutated."""
+"""EngineConfig: how to serve a model; frozen, resolved once, never mutated. A setting is described
+here alone: command lines, LLM's arguments and resumed batch runs read it here.
+"""
 
 import dataclasses
+import difflib
 import json
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, get_args
 
 from jpaged.checks import at_least
 from jpaged.combinations import Facts, check_combination
@@ -26,6 +29,7 @@ CHOICES = {  # of fields that may be None
     "kv_cache_dtype": ("int8", "fp8"),
 }
 BATCHED, CPU_BATCHED = 8192, 1024  # what max_num_batched_tokens is where nobody chose it
+ROWS = 256  # what max_num_seqs is where nobody chose it
 SPECULATIVE = (
     'guess tokens ahead and check them in one step, with equal outputs: {"method": "ngram", '
     '"num_tokens": 8}, by a smaller model: {"method": "draft", "model": FOLDER}, by an EAGLE-3 '
@@ -34,9 +38,30 @@ SPECULATIVE = (
 )
 
 
-def _knob[T](default: T, help: str) -> T:
-    """Return a field of EngineConfig. help: what it is, which command lines show as well."""
-    return dataclasses.field(default=default, metadata={"help": help})
+# The fields of EngineConfig by what they decide, in the order in which --help shows them.
+Group = Literal[
+    "batch and memory",
+    "numbers",
+    "what requests may ask for",
+    "adapters",
+    "steps and their shapes",
+    "devices and processes",
+]
+# Why answers do not depend on a setting.
+SAME_TOKENS = "decides which rows and tokens share a step; tokens are those of any other batch"
+OTHER_DEVICES = "decides which devices compute; sums are added in another order"
+POOL = "sizes the KV pool; a prompt that does not fit is an error line, see --retry-failed"
+TABLES = "sizes the tables of adapters; one that does not fit ends the run before its first line"
+KEPT_OR_COMPUTED = "decides whether KV is kept or computed again; the values are the same"
+
+
+def _knob[T](default: T, group: Group, help: str, *, same_answers: str | None = None) -> T:
+    """Return a field of EngineConfig. help: what it is, which command lines show as well.
+    same_answers: why no answer depends on it; None where one may, and a batch run is resumed only
+    under the value that it began with.
+    """
+    metadata = {"help": help, "group": group, "same_answers": same_answers}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,132 +130,235 @@ class EngineConfig:
     """
 
     max_model_len: int | None = _knob(
-        None, "tokens of prompt and completion together; None: max_position_embeddings"
+        None,
+        "batch and memory",
+        "tokens of prompt and completion together; None: max_position_embeddings",
     )
-    max_num_seqs: int = _knob(
-        256,
+    max_num_seqs: int | None = _knob(
+        ROWS,
+        "batch and memory",
         "rows that run at once, of each replica; of a model that keeps a state a sequence no more "
-        "than there are states for, which a warning says",
+        "than there are states for, which a warning says; None is as many of 1024 (on CPUs 256) as "
+        "memory holds states for, and 256 where a model keeps none",
+        same_answers=SAME_TOKENS,
     )
-    max_num_batched_tokens: int = _knob(BATCHED, "prefill tokens a step; default on a CPU: 1024")
-    block_size: int = _knob(64, "P, tokens a KV block")
+    max_num_batched_tokens: int = _knob(
+        BATCHED,
+        "batch and memory",
+        "prefill tokens a step; default on a CPU: 1024",
+        same_answers=SAME_TOKENS,
+    )
+    block_size: int = _knob(
+        64,
+        "batch and memory",
+        "P, tokens a KV block",
+        same_answers=POOL,
+    )
     num_blocks: int | None = _knob(
         None,
+        "batch and memory",
         "N, KV blocks of a replica, of the layers that reach furthest back; those with a window "
         "have a share of them; None sizes the pool from memory",
+        same_answers=POOL,
     )
     num_states: int | None = _knob(
         None,
+        "batch and memory",
         "of a model that keeps a state a sequence: states in a replica's pool, those that are kept "
         "to be found again among them; None is a few a row of max_num_seqs, as far as memory holds "
         "them beside as many bytes of keys and values",
+        same_answers=POOL,
     )
     memory_utilization: float = _knob(
-        0.9, "share of an accelerator's memory for weights, temporaries and pool together"
+        0.9,
+        "batch and memory",
+        "share of an accelerator's memory for weights, temporaries and pool together",
+        same_answers=POOL,
     )
-    enable_prefix_caching: bool = _knob(True, "compute equal beginnings of prompts once")
-    max_n: int = _knob(256, "samples that one request may ask for")
+    enable_prefix_caching: bool = _knob(
+        True,
+        "batch and memory",
+        "compute equal beginnings of prompts once",
+        same_answers=SAME_TOKENS,
+    )
+    max_n: int = _knob(
+        256,
+        "what requests may ask for",
+        "samples that one request may ask for",
+    )
     swap_space_gib: float = _knob(
         0.0,
+        "batch and memory",
         "host memory for KV that the pool gives up, of evicted prefixes and preempted sequences, "
         "GiB; 0 computes it again instead",
+        same_answers=KEPT_OR_COMPUTED,
     )
     swap_min_tokens: int = _knob(
-        64, "fewer tokens than this are computed again rather than loaded from host memory"
+        64,
+        "batch and memory",
+        "fewer tokens than this are computed again rather than loaded from host memory",
+        same_answers=KEPT_OR_COMPUTED,
     )
     dtype: str | None = _knob(
-        None, "float32, bfloat16 or float16, one cast a weight version; None keeps the params' own"
+        None,
+        "numbers",
+        "float32, bfloat16 or float16, one cast a weight version; None keeps the params' own",
     )
     quantization: Literal[Quantization] | None = _knob(
         None,
+        "numbers",
         "weights served in 8 or 4 bits: int8 or fp8 with a scale an output, int4 with one for 32 "
         "inputs (its head in int8); made of the params once a weight version",
     )
     quantized_activations: Literal["auto", "plain", "int8", "int16"] = _knob(
         "auto",
+        "numbers",
         "what x becomes in products with int8 and int4 weights, the same on every processor: plain "
         "leaves it as it is, int8 and int16 (bfloat16 on CPUs) make integers of it; auto takes "
         "what the processor is fastest with, which stats() names",
     )
-    max_loras: int = _knob(0, "adapters that a step can have: slots of its tables; 0 is none")
-    max_lora_rank: int = _knob(16, "the largest rank of an adapter, which all are padded to")
+    max_loras: int = _knob(
+        0,
+        "adapters",
+        "adapters that a step can have: slots of its tables; 0 is none",
+        same_answers=TABLES,
+    )
+    max_lora_rank: int = _knob(
+        16,
+        "adapters",
+        "the largest rank of an adapter, which all are padded to",
+        same_answers=TABLES,
+    )
     lora_extra: tuple[Literal["embedding", "head", "experts"], ...] = _knob(
-        (), "what adapters may change beside attention and MLP; each has tables, which take memory"
+        (),
+        "adapters",
+        "what adapters may change beside attention and MLP; each has tables, which take memory",
+        same_answers=TABLES,
     )
     kv_cache_dtype: Literal["int8", "fp8"] | None = _knob(
         None,
+        "numbers",
         "keys and values kept in 8 bits, with a scale a token and head: about twice the blocks; "
         "None keeps them in the model's dtype",
     )
     attention: Literal["auto", Name] = _knob(
-        "auto", "the kernel: the fastest that can run here, or one by name, which then must"
+        "auto",
+        "numbers",
+        "the kernel: the fastest that can run here, or one by name, which then must",
     )
     token_buckets: tuple[int, ...] | None = _knob(
-        None, "padded token counts that steps are compiled for, ascending"
+        None,
+        "steps and their shapes",
+        "padded token counts that steps are compiled for, ascending",
+        same_answers=SAME_TOKENS,
     )
     seq_buckets: tuple[int, ...] | None = _knob(
-        None, "padded row counts that steps are compiled for, ascending"
+        None,
+        "steps and their shapes",
+        "padded row counts that steps are compiled for, ascending",
+        same_answers=SAME_TOKENS,
     )
     decode_steps: int | None = _knob(
-        None, "tokens of a row that one dispatch draws at most, in a loop on the device"
+        None,
+        "steps and their shapes",
+        "tokens of a row that one dispatch draws at most, in a loop on the device",
+        same_answers="decides how often the host looks; the device draws the same tokens",
     )
     separate_draw: bool | None = _knob(
         None,
+        "steps and their shapes",
         "a decode is two programs, the model and a draw that prefills share: half of the compile "
         "time, one dispatch more a step; None: on CPUs, and no longer than the one program takes "
         "to compile beside it where it has the same bits",
+        same_answers="compiles the model and the draw apart; they draw the same tokens",
     )
-    max_logprobs: int = _knob(20, "alternatives of a token that a request may ask for")
-    max_logit_bias: int = _knob(64, "biased tokens that a request may have")
-    max_stop_ids: int = _knob(16, "stop token ids that a request may have on the device")
+    max_logprobs: int = _knob(
+        20,
+        "what requests may ask for",
+        "alternatives of a token that a request may ask for",
+    )
+    max_logit_bias: int = _knob(
+        64,
+        "what requests may ask for",
+        "biased tokens that a request may have",
+    )
+    max_stop_ids: int = _knob(
+        16,
+        "what requests may ask for",
+        "stop token ids that a request may have on the device",
+    )
     strict: bool = _knob(
-        False, "compile the whole bucket table at start; a shape outside it is then an error"
+        False,
+        "steps and their shapes",
+        "compile the whole bucket table at start; a shape outside it is then an error",
     )
     structured_output: bool = _knob(
         False,
+        "what requests may ask for",
         "draws under a mask are in the table of shapes, which warm-ups and `strict` compile; else "
         "they compile when first asked for, and `strict` refuses requests that need them",
     )
     deterministic: bool | None = _knob(
         None,
+        "numbers",
         "bits depend on the request alone: nearly free where products and attention compute a row "
         "alike in any batch, and on there; elsewhere, if asked for, every step is of one size",
     )
     speculative: Speculative | None = dataclasses.field(
-        default=None, metadata={"help": SPECULATIVE}
+        default=None,
+        metadata={
+            "help": SPECULATIVE,
+            "group": "steps and their shapes",
+            "same_answers": "drafts are verified: tokens are those without them, whatever drafts",
+        },
     )
     mixed: bool = _knob(
-        False, "rows that decode join the prefill steps, in place of waiting for them to end"
+        False,
+        "steps and their shapes",
+        "rows that decode join the prefill steps, in place of waiting for them to end",
+        same_answers=SAME_TOKENS,
     )
     tensor_parallel_size: int | None = _knob(
-        None, "devices that share the model; None: as the mesh or the params say, else one"
+        None,
+        "devices and processes",
+        "devices that share the model; None: as the mesh or the params say, else one",
+        same_answers=OTHER_DEVICES,
     )
     data_parallel_size: int | None = _knob(
         None,
+        "devices and processes",
         "replicas of the model in one program, each with rows and a pool of its own; None: along "
         "every other axis of the mesh, else one",
+        same_answers=OTHER_DEVICES,
     )
     tensor_axis: str | tuple[str, ...] | None = _knob(
         "auto",
+        "devices and processes",
         "mesh axis, or axes as one, that heads, FFN and vocabulary are split over; auto takes the "
         "one that the params use",
+        same_answers=OTHER_DEVICES,
     )
     peer_timeout_s: float = _knob(
-        300.0, "over several processes: seconds to wait for a step of theirs, compiles included"
+        300.0,
+        "devices and processes",
+        "over several processes: seconds to wait for a step of theirs, compiles included",
+        same_answers="decides when a silent process ends the run",
     )
     compilation_cache_dir: str | None = _knob(
         "auto",
+        "steps and their shapes",
         "where compiled steps are kept between processes; auto is a folder of the user's cache "
         "unless jax was given one, None leaves jax's own setting",
+        same_answers="keeps compiled steps between processes",
     )
 
     def __post_init__(self) -> None:
-        at_least(1, self, "max_num_seqs", "max_num_batched_tokens", "block_size")
+        at_least(1, self, "max_num_batched_tokens", "block_size")
         at_least(1, self, "max_logit_bias", "max_stop_ids", "max_n", "max_lora_rank")
         at_least(0, self, "max_logprobs", "swap_min_tokens", "max_loras")
         if self.speculative is not None:
             object.__setattr__(self, "speculative", Speculative.of(self.speculative))
-        chosen = ("max_model_len", "num_blocks", "decode_steps")
+        chosen = ("max_model_len", "max_num_seqs", "num_blocks", "decode_steps")
         chosen += ("tensor_parallel_size", "data_parallel_size")
         if self.num_states is not None:  # a step reads one and writes the next
             at_least(2, self, "num_states")
@@ -266,7 +394,7 @@ class EngineConfig:
         self, model: "ModelConfig", *, batch_invariant: bool = False, on_cpu: bool = False
     ) -> Self:
         """Return the same settings with every size filled in for a model; num_blocks stays as it is
-        (memory.py knows it).
+        (memory.py knows it), and max_num_seqs=None is ROWS (footprint.with_rows knows better).
 
         batch_invariant: what multiplies and attends computes a row alike in any batch. on_cpu:
         where steps run.
@@ -274,7 +402,7 @@ class EngineConfig:
         check_combination(Facts(config=self, model=model, is_batch_invariant=batch_invariant))
         longest = model.max_position_embeddings
         max_model_len = longest if self.max_model_len is None else self.max_model_len
-        batched, seqs = self.max_num_batched_tokens, self.max_num_seqs
+        batched, seqs = self.max_num_batched_tokens, self.max_num_seqs or ROWS
         if on_cpu and batched == BATCHED and self.token_buckets is None:
             batched = CPU_BATCHED
         tokens = self.token_buckets or _up_to(batched, TOKEN_BUCKETS)
@@ -306,15 +434,74 @@ class EngineConfig:
         return bool(self.deterministic) and self.token_buckets == self.seq_buckets == (PINNED,)
 
     @property
+    def num_rows(self) -> int:
+        """Sequences that run at once in a replica (resolved configs only)."""
+        assert self.max_num_seqs is not None
+        return self.max_num_seqs
+
+    @property
     def all_rows(self) -> int:
         """Sequences that run at once in all replicas that are asked for."""
-        return self.max_num_seqs * (self.data_parallel_size or 1)
+        return (self.max_num_seqs or ROWS) * (self.data_parallel_size or 1)
 
     @property
     def max_blocks_per_seq(self) -> int:
         """M: blocks that a sequence of max_model_len tokens spans (resolved configs only)."""
         assert self.max_model_len is not None
         return -(-self.max_model_len // self.block_size)
+
+
+class EngineFields(TypedDict, total=False):
+    """For editors and type checkers; what each means and its default stands at EngineConfig."""
+
+    max_model_len: int | None
+    max_num_seqs: int | None
+    max_num_batched_tokens: int
+    block_size: int
+    num_blocks: int | None
+    num_states: int | None
+    memory_utilization: float
+    enable_prefix_caching: bool
+    max_n: int
+    swap_space_gib: float
+    swap_min_tokens: int
+    dtype: str | None
+    quantization: Quantization | None
+    quantized_activations: Literal["auto", "plain", "int8", "int16"]
+    max_loras: int
+    max_lora_rank: int
+    lora_extra: tuple[Literal["embedding", "head", "experts"], ...]
+    kv_cache_dtype: Literal["int8", "fp8"] | None
+    attention: Literal["auto", Name]
+    token_buckets: tuple[int, ...] | None
+    seq_buckets: tuple[int, ...] | None
+    decode_steps: int | None
+    separate_draw: bool | None
+    max_logprobs: int
+    max_logit_bias: int
+    max_stop_ids: int
+    strict: bool
+    structured_output: bool
+    deterministic: bool | None
+    speculative: Speculative | Mapping[str, Any] | None
+    mixed: bool
+    tensor_parallel_size: int | None
+    data_parallel_size: int | None
+    tensor_axis: str | tuple[str, ...] | None
+    peer_timeout_s: float
+    compilation_cache_dir: str | None
+
+
+def check_fields(names: Iterable[str]) -> None:
+    """ConfigError for the first name that is none of EngineConfig's, with the nearest that is."""
+    known = list(EngineFields.__annotations__)
+    if not (unknown := sorted(set(names) - set(known))):
+        return
+    near = difflib.get_close_matches(unknown[0], known, n=1)
+    meant = f": did you mean {near[0]!r}?" if near else ";"
+    raise ConfigError(
+        f"{unknown[0]!r} is not a setting of LLM{meant} EngineConfig has {', '.join(known)}"
+    )
 
 
 def has_draft_model(config: EngineConfig) -> bool:
@@ -339,7 +526,7 @@ PINNED = 64
 
 
 def _powers(least: int, most: int) -> tuple[int, ...]:
-    """From one power of two to another: all between them, and the sizes halfway."""
+    """Return the powers of two from `least` to `most`, and the sizes halfway between them."""
     count = (most // least).bit_length() - 1
     return *(size << i for i in range(count) for size in (least, least * 3 // 2)), most
 
@@ -357,7 +544,9 @@ SEQ_BUCKETS = (8, *_powers(16, 4096))
 
 
 def _separate_draw(config: EngineConfig, steps: int, *, on_cpu: bool, alike: bool) -> bool | None:
-    """alike: whether a draw of its own gives the same bits. None: until a step of both is there."""
+    """Return whether a decode and its draw are two programs; None if they are until a step of both
+    is compiled. alike: whether the two give the same bits.
+    """
     if steps > 1:
         return False
     if config.separate_draw is not None or (on_cpu and alike and not config.strict):

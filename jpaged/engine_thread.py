@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Protocol
 
 from jpaged.engine.sequence import Request
 from jpaged.errors import ConfigError, PeerError
@@ -82,15 +83,24 @@ class Answer:
                 self.future.set_result(item)
 
 
+class Taker(Protocol):
+    """What takes results where they come from: in the thread that stepped, between two steps."""
+
+    def put(self, news: list[News]) -> None:
+        """Take these results of a step."""
+        ...
+
+
 class Delivery:
-    """A request that runs for a task or a future. index: its place among those that share the
-    inbox. live: makes its pieces, where those are wanted.
+    """A request that runs for a task, a future or a rollout. index: its place among those that
+    share the inbox. live: makes its pieces, where those are wanted.
     """
 
     def __init__(
-        self, request: Request, inbox: Inbox | Answer, index: int, live: LiveCompletions | None
+        self, request: Request, inbox: Inbox | Taker, index: int, live: LiveCompletions | None
     ):
         self.request, self.inbox, self.index, self.live = request, inbox, index, live
+        self.is_cut = False  # it is not to run any more
 
     def take(self) -> list[News]:
         """Return the pieces that are new. An error is left to the output."""
@@ -136,7 +146,7 @@ class EngineThread(threading.Thread):
         self._coming = 0
         self._is_closing = False
         self._failures = 0  # steps in a row that raised
-        self._results: dict[Inbox | Answer, list[News]] = {}  # since they were last delivered
+        self._results: dict[Inbox | Taker, list[News]] = {}  # since they were last delivered
         self.error: BaseException | None = None
         self.stats = session.report()
         self._stats_at = 0.0
@@ -201,6 +211,23 @@ class EngineThread(threading.Thread):
 
         self._post(run)
         return future
+
+    def cut(self, taker: Taker, jobs: list[Delivery]) -> list[News]:
+        """End those of a taker's jobs that have not ended; return what it was not given yet: the
+        output of each of them, with what it had drawn. Called at rest.
+        """
+        news = self._results.pop(taker, [])
+        ended = {index for index, _ in news}
+        for job in jobs:
+            if job.index in ended:
+                continue
+            job.is_cut = True
+            self._jobs.pop(job.request, None)
+            self._session.discard([job.request])
+            job.request.give_up()
+            news.append((job.index, collect(job.request, self._session.inputs.tokenizer)))
+            job.request.sequences = []
+        return news
 
     def close(self) -> None:
         """End what runs with an error, and the thread; waits for it."""
@@ -307,6 +334,8 @@ class EngineThread(threading.Thread):
             try:
                 if closed is not None:
                     raise closed
+                if job.is_cut:
+                    return
                 self._jobs[job.request] = job
                 self._session.add(job.request, self)
             except Exception as e:  # that request's own
@@ -374,10 +403,10 @@ class EngineThread(threading.Thread):
         loops: dict[asyncio.AbstractEventLoop, list[tuple[Inbox, list[News]]]] = {}
         results, self._results = self._results, {}
         for inbox, news in results.items():
-            if isinstance(inbox, Answer):
-                inbox.put(news)
-            else:
+            if isinstance(inbox, Inbox):
                 loops.setdefault(inbox.loop, []).append((inbox, news))
+            else:
+                inbox.put(news)
         for loop, results in loops.items():
             try:
                 loop.call_soon_threadsafe(_put, results)
@@ -406,7 +435,7 @@ atexit.register(_end_all)
 
 
 def _nothing(closed: BaseException | None) -> None:
-    """The command that wakes the thread."""
+    """Do nothing: the command wakes the thread."""
 
 
 def _put(results: list[tuple[Inbox, list[News]]]) -> None:

@@ -8,56 +8,9 @@ import typing
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NoReturn
 
-from jpaged.config import EngineConfig, Speculative
+from jpaged.config import EngineConfig, Group, Speculative
 from jpaged.types import Settings
 
-# The fields of EngineConfig by what they decide, in the order in which --help shows them.
-ENGINE_GROUPS: dict[str, tuple[str, ...]] = {
-    "batch and memory": (
-        "max_model_len",
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "num_blocks",
-        "num_states",
-        "memory_utilization",
-        "block_size",
-        "enable_prefix_caching",
-        "swap_space_gib",
-        "swap_min_tokens",
-    ),
-    "numbers": (
-        "dtype",
-        "quantization",
-        "quantized_activations",
-        "kv_cache_dtype",
-        "deterministic",
-        "attention",
-    ),
-    "what requests may ask for": (
-        "max_n",
-        "max_logprobs",
-        "max_logit_bias",
-        "max_stop_ids",
-        "structured_output",
-    ),
-    "adapters": ("max_loras", "max_lora_rank", "lora_extra"),
-    "steps and their shapes": (
-        "speculative",
-        "mixed",
-        "decode_steps",
-        "separate_draw",
-        "token_buckets",
-        "seq_buckets",
-        "strict",
-        "compilation_cache_dir",
-    ),
-    "devices and processes": (
-        "tensor_parallel_size",
-        "data_parallel_size",
-        "tensor_axis",
-        "peer_timeout_s",
-    ),
-}
 METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
@@ -125,23 +78,25 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_engine_groups(parser: argparse.ArgumentParser, **defaults: object) -> None:
-    """A flag for each field of EngineConfig, in groups. defaults: by field, a program's own."""
-    for title, names in ENGINE_GROUPS.items():
+    """Add a flag for each field of EngineConfig, in groups. defaults: by field, a program's own."""
+    fields = dataclasses.fields(EngineConfig)
+    for title in typing.get_args(Group):
+        names = [field.name for field in fields if field.metadata["group"] == title]
         group = parser.add_argument_group(f"engine: {title}")
         chosen = {name: value for name, value in defaults.items() if name in names}
         add_flags(group, EngineConfig, *names, **chosen)
 
 
 def add_engine_flags(parser: argparse._ActionsContainer, *names: str, **defaults: object) -> None:
-    """A flag for each field, or for those of the names, to a parser or a group of one."""
+    """Add flags for these fields of EngineConfig, or for all, to a parser or a group of one."""
     add_flags(parser, EngineConfig, *names, **defaults)
 
 
 def add_flags(
     parser: argparse._ActionsContainer, settings: type, *names: str, **defaults: object
 ) -> None:
-    """A flag for each field of a dataclass of settings that has a help, or for those of the names.
-    A field whose flag is left out is no attribute of the result.
+    """Add a flag for each field of a dataclass of settings that has a help, or for those of the
+    names. A field whose flag is left out is no attribute of the result.
 
     `enable_x` is --x and --no-x; "none" is None where a field may be None. defaults: by field,
     values of a program's own.

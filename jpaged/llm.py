@@ -3,8 +3,7 @@
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as List
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from queue import SimpleQueue
@@ -16,12 +15,12 @@ from jax.sharding import Mesh
 
 from jpaged.checkpoint.kept_tokenizer import whole
 from jpaged.checkpoint.load import read_params
+from jpaged.checks import check_whole
 from jpaged.combinations import Facts, check_combination
-from jpaged.config import EngineConfig
+from jpaged.config import EngineConfig, EngineFields, check_fields
 from jpaged.engine.keys import fold_in
 from jpaged.engine.sequence import Request
 from jpaged.engine.types import Report
-from jpaged.engine_fields import EngineFields, check_fields
 from jpaged.engine_thread import Answer, EngineThread
 from jpaged.errors import RequestError
 from jpaged.models.params import Params
@@ -35,6 +34,7 @@ from jpaged.request.inputs import (
 )
 from jpaged.request.outputs import CompletionChunk, RequestOutput
 from jpaged.request.scores import ScoreOptions, ScoreResult, Scores
+from jpaged.rollout import Rollout
 from jpaged.runtime.mesh import serving_mesh
 from jpaged.runtime.processes import count_of
 from jpaged.runtime.step_table import BucketReport
@@ -93,6 +93,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete each prompt; outputs in the order of the prompts. See jpaged.generate.
 
+        A RequestOutput is a prompt too: what was cut (by abort, rollout, ...) goes on at its next
+        token, as if it had not been, and what had ended stays as it is.
+
         seed: int or jax key; the same call repeats itself, with the tokens of jpaged.generate.
         None draws anew in each call.
         """
@@ -147,7 +150,7 @@ class LLM:
         return self._as_completed(jobs, on_error)
 
     def _as_completed(
-        self, jobs: List[Request | RequestOutput], on_error: OnError
+        self, jobs: Sequence[Request | RequestOutput], on_error: OnError
     ) -> Iterator[RequestOutput]:
         thread, answers = self.engine_thread(), [Answer(raises=on_error == "raise") for _ in jobs]
         index_of = {answer.future: index for index, answer in enumerate(answers)}
@@ -167,6 +170,34 @@ class LLM:
         finally:
             for answer in answers:
                 answer.future.cancel()
+
+    def rollout(
+        self,
+        prompts: PromptsLike,
+        sampling_params: SamplingParamsLike = None,
+        *,
+        enough: int,
+        seed: int | jax.Array | None = None,
+        on_error: OnError = "raise",
+    ) -> Rollout:
+        """Complete prompts until `enough` of them have ended, each with all of its samples; with
+        the tokens of `generate` by the same seed. To be used as
+
+            with llm.rollout(prompts, sampling, enough=64) as done:
+                for group in done:
+                    ...
+
+        which yields exactly `enough` RequestOutputs, in the order in which they end; fewer where
+        others failed. `done.rest` has the outputs of the other prompts: as prompts of a later call
+        they go on where they were cut, those that have ended meanwhile as they are.
+
+        enough: from 1 to the number of prompts. on_error: as in as_completed; an output with an
+        error does not count.
+        """
+        jobs = self.session.completions(prompts, sampling_params, self.keys.of(seed), on_error)
+        check_whole("enough", enough, 1, len(jobs))
+        raises = on_error == "raise"
+        return Rollout(self.session, self.engine_thread(), jobs, enough=int(enough), raises=raises)
 
     def engine_thread(self, face: str = "LLM") -> EngineThread:
         """Return the thread that steps what nobody waits for in a call, which runs from the first
@@ -207,7 +238,7 @@ class LLM:
 
     def chat(
         self,
-        messages: Messages | List[Messages],
+        messages: Messages | Sequence[Messages],
         sampling_params: SamplingParamsLike = None,
         *,
         chat_template_kwargs: Mapping[str, object] | None = None,
@@ -241,8 +272,8 @@ class LLM:
         *,
         seed: int | jax.Array | None = None,
     ) -> Iterator[CompletionChunk]:
-        """The completions in pieces, which add up to generate's with the same seed. Closing it
-        aborts the rest.
+        """Yield the completions in pieces, which add up to those of `generate` with the same seed.
+        Closing the iterator aborts the rest.
         """
         return self.session.stream(prompts, sampling_params, self.keys.of(seed))
 
@@ -255,8 +286,8 @@ class LLM:
         temperature: float = 1.0,
         return_greedy: bool = False,
         structured: Structured | None = None,
-        prompt_lens: List[int] | None = None,
-        start: List[int] | np.ndarray | None = None,
+        prompt_lens: Sequence[int] | None = None,
+        start: Sequence[int] | np.ndarray | None = None,
         top_k: None = None,
         at: None = None,
         entropy: Literal[False] = False,
@@ -270,8 +301,8 @@ class LLM:
         temperature: float = 1.0,
         return_greedy: bool = False,
         structured: Structured | None = None,
-        prompt_lens: List[int] | None = None,
-        start: List[int] | np.ndarray | None = None,
+        prompt_lens: Sequence[int] | None = None,
+        start: Sequence[int] | np.ndarray | None = None,
         top_k: int | None = None,
         at: IntArrays | None = None,
         entropy: bool = False,
@@ -284,14 +315,14 @@ class LLM:
         temperature: float = 1.0,
         return_greedy: bool = False,
         structured: Structured | None = None,
-        prompt_lens: List[int] | None = None,
-        start: List[int] | np.ndarray | None = None,
+        prompt_lens: Sequence[int] | None = None,
+        start: Sequence[int] | np.ndarray | None = None,
         top_k: int | None = None,
         at: IntArrays | None = None,
         entropy: bool = False,
     ) -> ScoreResult:
-        """log p(token t+1 | tokens <= t) of sequences, and more of each distribution: see
-        jpaged.score.
+        """Return log p(token t+1 | tokens <= t) of sequences, and more of each distribution if that
+        is asked for: see jpaged.score.
         """
         options = ScoreOptions(
             temperature=temperature,
@@ -345,7 +376,7 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> list[int]:
-        """Token ids of one conversation, as `chat` renders it."""
+        """Return the token ids of one conversation, as `chat` renders it."""
         chat = Chat(
             messages=messages,
             template_kwargs=chat_template_kwargs,
@@ -362,7 +393,8 @@ class LLM:
         donate: bool = False,
         draft: PyTree = None,
     ) -> None:
-        """Serve these weights from now on; other objects than before drop the prefix cache.
+        """Serve these weights from now on, of any form that LLM takes, or those of a checkpoint
+        folder; other objects than before drop the prefix cache.
 
         mode: what becomes of unfinished requests. "refuse" waits for the calls of other threads,
         then raises RequestError if there are any. "abort" ends them. "wait" steps them to their
@@ -398,7 +430,7 @@ class LLM:
             self.resume()
 
     def add_adapter(self, name: str, source: PyTree) -> int:
-        """Serve an adapter (see docs/lora.md) to prompts that name it; its version."""
+        """Serve an adapter (see docs/lora.md) to prompts that name it. Return its version."""
         return self.session.served.add_adapter(name, source)
 
     def remove_adapter(self, name: str) -> None:
@@ -437,7 +469,7 @@ class LLM:
         self.session.reset_prefix_cache()
 
     def default_sampling_params(self) -> SamplingParams:
-        """SamplingParams with the values of the checkpoint's generation_config.json."""
+        """Return SamplingParams with the values of the checkpoint's generation_config.json."""
         return self.session.inputs.default_sampling_params()
 
     @property
@@ -451,7 +483,7 @@ class LLM:
         return self.session.served.weights.version
 
     def stats(self) -> Report:
-        """Totals since the start: tokens, steps, seconds, compiles, transfers, blocks."""
+        """Return totals since the start: tokens, steps, seconds, compiles, transfers, blocks."""
         return self.session.report()
 
     def buckets(self) -> list[BucketReport]:
@@ -459,7 +491,10 @@ class LLM:
         return self.session.buckets()
 
     def warmup(self, *, use_tqdm: bool = True) -> float:
-        """Compile every shape of `buckets` now, in parallel threads; returns seconds."""
+        """Compile every shape of `buckets` now, in parallel threads; returns seconds. Steps of
+        `hidden`, and of `score` with top_k, at, entropy or start, are not among them: a first call
+        compiles its own.
+        """
         return self.session.warmup(use_tqdm=use_tqdm)
 
     def close(self) -> None:

@@ -1,29 +1,34 @@
 """Pool: the KV pool of one model, the runner that holds it and the engine that runs over it."""
 
 import dataclasses
+import functools
 import logging
-from collections.abc import Sequence as List
 
+from jpaged import gpu_share
 from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine
 from jpaged.engine.sequence import Request
 from jpaged.engine.types import Report
 from jpaged.errors import CapacityError, ConfigError
 from jpaged.models.config import ModelConfig
+from jpaged.runtime import memory
 from jpaged.runtime.choices import Choices
 from jpaged.runtime.footprint import plan_pool
 from jpaged.runtime.kv_cache import states_a_row
-from jpaged.runtime.memory import Needs
+from jpaged.runtime.memory import LARGEST, MemoryPlan, Needs
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.processes import are_many, least, peers_of
 from jpaged.runtime.runner import DraftOf, PeerRunner, Runner
 from jpaged.runtime.step_table import warmup
 from jpaged.types import PyTree
+from kernels_pallas.implementation import CUDA
 
 log = logging.getLogger("jpaged")
 
 # The host plans and packs the next dispatch while the device works on the last one.
 DISPATCHES_IN_FLIGHT = 2
+SMALLER = 0.9  # of the size before it, where an allocator has less in one piece than it said
+TRIES = 5  # sizes; XLA's allocator may wait ten seconds before it gives up one
 LEAST_BLOCKS = 8  # of a pool that grows
 CLOSED = "this LLM is closed"
 
@@ -51,9 +56,14 @@ class Size:
         return f"{self.num_blocks} blocks{states}"
 
     def grown(self, other: "Size") -> "Size":
-        """Return the larger number of each."""
+        """Return a size with the larger number of blocks and of states."""
         states = None if self.num_states is None else max(self.num_states, other.num_states or 0)
         return Size(max(self.num_blocks, other.num_blocks), states)
+
+    def smaller(self) -> "Size":
+        """Return the next smaller size to try."""
+        states = None if self.num_states is None else max(int(self.num_states * SMALLER), 2)
+        return Size(max(int(self.num_blocks * SMALLER), 1), states)
 
 
 class Pool:
@@ -125,10 +135,29 @@ class Pool:
 
     def start(self, size: Size | None = None) -> None:
         """Make the engine over a pool of this size; None: of num_blocks, or what memory holds.
-        Weights must be bound. The last engine goes once the new one is made.
+        Weights must be bound. The last engine goes once the new one is made; where an allocator
+        keeps the device's memory, its pool goes before, and the new one is allocated here, smaller
+        where it does not fit after all. ConfigError where none fits.
         """
         assert self._served is not None, "bind weights first"
         size = size or self._largest(self._served)
+        if self._keeps_memory:
+            self._free()
+            runner, size = self._allocated(size)
+        else:
+            runner = self._runner_of(size)
+        if runner.config.strict:
+            warmup(runner.compiled)
+            runner.seal()
+        self._engine = Engine(
+            runner.config, runner, num_replicas=self._placement.replicas, depth=DISPATCHES_IN_FLIGHT
+        )
+        self._runner, self.size = runner, size
+        self._cached_version = self._served.version
+
+    def _runner_of(self, size: Size) -> Runner:
+        """Return a runner over a pool of this size, which is not allocated yet."""
+        assert self._served is not None
         config = dataclasses.replace(self.config, **vars(size))
         served, placement = self._served, self._placement
         peers = peers_of(placement.mesh, config.peer_timeout_s)
@@ -137,16 +166,64 @@ class Pool:
             self._model, config, placement, served.params, served.draft, self._choices, peers
         )
         runner.weight_version = served.version
-        if config.strict:
-            warmup(runner.compiled)
-            runner.seal()
-        self._engine = Engine(
-            config, runner, num_replicas=self._placement.replicas, depth=DISPATCHES_IN_FLIGHT
-        )
-        self._runner, self.size = runner, size
-        self._cached_version = served.version
+        return runner
 
-    def reserve(self, sizes: List[int]) -> None:
+    def _allocated(self, size: Size) -> tuple[Runner, Size]:
+        """Return a runner whose pool is allocated, and its size: this one, or a smaller one where
+        the default was too large. ConfigError where none of a few fits.
+        """
+        for left in reversed(range(TRIES)):
+            runner = self._runner_of(size)
+            try:
+                runner.allocate()
+            except ConfigError:
+                # Processes that share a model must have pools of one size.
+                is_asked = self.config.num_blocks is not None or are_many(self._placement.mesh)
+                if is_asked or not left or size.num_blocks == 1:
+                    raise
+                log.warning(
+                    "a KV pool of %s does not fit the device in one piece: %s is tried. Memory "
+                    "that other arrays have cut up is whole again once they are gone",
+                    size,
+                    size.smaller(),
+                )
+                size = size.smaller()
+            else:
+                return runner, size
+        raise AssertionError("the last try raises")
+
+    def allocate(self) -> None:
+        """Have the pool again after `release`; where other arrays have come between and it is of
+        the default size, a smaller one, whose steps compile again. ConfigError where none fits.
+        """
+        try:
+            self.runner.allocate()
+        except ConfigError:
+            if not self._keeps_memory or self.config.num_blocks is not None:
+                raise
+            assert self.size is not None and self._served is not None
+            log.warning("the KV pool of %s does not fit any more: steps compile again", self.size)
+            fitting = self._largest(self._served)
+            size = Size(
+                min(fitting.num_blocks, self.size.smaller().num_blocks),
+                self.size.smaller().num_states,
+            )
+            self.start(size)
+
+    @property
+    def _keeps_memory(self) -> bool:
+        """Whether the device has memory of its own, which an allocator gives in pieces: there a
+        pool is allocated before anything is compiled beside it.
+        """
+        return memory.allocator_stats(self._placement.device) is not None
+
+    def _free(self) -> None:
+        """Free the pool that there is; its prefixes go with it."""
+        if self._engine is not None:
+            self._engine.reset_prefix_cache()
+            self.runner.release()
+
+    def reserve(self, sizes: list[int]) -> None:
         """If it grows, have a pool that holds sequences of so many blocks each, as far as they
         run at once. It has a power of two of blocks, or num_blocks, and states for a power of two
         of sequences. No request may be unfinished.
@@ -154,7 +231,7 @@ class Pool:
         if self.is_enough(sizes):
             return
         held, config = self.size, self.config
-        longest = sorted(sizes, reverse=True)[: config.max_num_seqs]
+        longest = sorted(sizes, reverse=True)[: config.num_rows]
         blocks, states = max(sum(longest), LEAST_BLOCKS), self._states_of(len(longest))
         needed = Size(blocks, states)
         assert self._served is not None, "bind weights first"
@@ -171,14 +248,14 @@ class Pool:
         # More than there is room for is not asked for again.
         self._asked = needed.grown(size)
 
-    def is_enough(self, sizes: List[int]) -> bool:
+    def is_enough(self, sizes: list[int]) -> bool:
         """Return whether `reserve` would leave the pool as it is."""
         held, config = self.size, self.config
         if not self.grows or (held is not None and config.num_blocks is not None):
             return True
         if held is None or self._asked is None:
             return False
-        longest = sorted(sizes, reverse=True)[: config.max_num_seqs]
+        longest = sorted(sizes, reverse=True)[: config.num_rows]
         states = self._states_of(len(longest)) if self._has_state else config.num_states
         few = sum(longest) <= self._asked.num_blocks
         return few and (states or 0) <= (self._asked.num_states or 0)
@@ -188,7 +265,7 @@ class Pool:
         config = self.config
         if not self._has_state or config.num_states is not None:
             return config.num_states
-        rows = min(1 << (max(sequences, 1) - 1).bit_length(), config.max_num_seqs)
+        rows = min(1 << (max(sequences, 1) - 1).bit_length(), config.num_rows)
         return rows * states_a_row(config)
 
     def resize_tables(self, config: EngineConfig) -> None:
@@ -199,8 +276,10 @@ class Pool:
             self.start(self.size)
 
     def misfit(self, request: Request) -> CapacityError | None:
-        """Return the error of a request whose prompt the whole pool cannot hold, or None."""
-        engine, num_tokens = self.engine, request.sequences[0].prompt_len
+        """Return the error of a request whose prompt, or the tokens that it goes on from, the whole
+        pool cannot hold, or None.
+        """
+        engine, num_tokens = self.engine, max(map(len, request.sequences))
         if num_tokens <= engine.most_tokens:
             return None
         pool = f"the KV pool of {engine.config.num_blocks} blocks of {engine.config.block_size}"
@@ -213,9 +292,7 @@ class Pool:
         stay.
         """
         self.serve(None)
-        if self._engine is not None:
-            self._engine.reset_prefix_cache()
-            self.runner.release()
+        self._free()
 
     def close(self) -> None:
         """Let go of engine, pool and weights; of no use afterwards."""
@@ -231,7 +308,7 @@ class Pool:
         """
         config, placement = self.config, self._placement
         if config.num_blocks is not None:
-            return Size(config.num_blocks, self._states_of(config.max_num_seqs))
+            return Size(config.num_blocks, self._states_of(config.num_rows))
         plan = plan_pool(
             self._model,
             config,
@@ -243,16 +320,39 @@ class Pool:
             choices=self._choices,
         )
         self._needs = plan.needs if plan.needs.is_measured else None
-        if plan.num_seqs < config.max_num_seqs:
+        if placement.device.platform in CUDA:
+            _report_share(plan, config)
+        if plan.num_seqs < config.num_rows:
             assert plan.pool.states is not None
             log.warning(
                 "%d sequences run at once, not max_num_seqs=%d: there is room for %d states of %d "
                 "bytes, and each needs two. A lower max_num_seqs takes less memory",
                 plan.num_seqs,
-                config.max_num_seqs,
+                config.num_rows,
                 plan.num_states,
                 plan.pool.states.nbytes,
             )
         sizes = [plan.num_blocks, plan.num_states]
         blocks, states = map(least, sizes) if are_many(placement.mesh) else sizes
         return Size(blocks, states if self._has_state else None)
+
+
+def _report_share(plan: MemoryPlan, config: EngineConfig) -> None:
+    """Log which share of a GPU the pool and what it stands beside can have, and what raises it: a
+    warning where memory bounds the pool and nobody has decided on the share.
+    """
+    bounds = plan.decided_by in ("memory", LARGEST)
+    level = logging.WARNING if bounds and not gpu_share.is_set() else logging.INFO
+    gib = 1 << 30
+    _log_once(
+        level,
+        f"the KV pool may have {plan.account['pool'] / gib:.1f} GiB (bounded by {plan.decided_by}):"
+        f" jax takes {gpu_share.share():g} of the GPU, and memory_utilization="
+        f"{config.memory_utilization:g} of that, {plan.limit / gib:.1f} GiB, is for weights, steps "
+        f"and pool. For more, {gpu_share.how_to_raise()}",
+    )
+
+
+@functools.cache
+def _log_once(level: int, text: str) -> None:
+    log.log(level, text)

@@ -5,11 +5,13 @@ adapters.
 import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from jpaged.adapters import Adapters, check_fits, grown
+from jpaged.checkpoint.load import read_params
 from jpaged.combinations import Facts, check_combination
 from jpaged.config import EngineConfig
 from jpaged.drafts import draft_model, no_head
@@ -21,6 +23,7 @@ from jpaged.models.quantized import experts_are_plain
 from jpaged.pool import Pool, Served
 from jpaged.request.inputs import match_adapters
 from jpaged.runtime.compiled_steps import use_compilation_cache
+from jpaged.runtime.footprint import with_rows_beside
 from jpaged.runtime.resolve import resolve
 from jpaged.runtime.weights import ServingWeights, as_params, is_deleted, place_params
 from jpaged.types import PyTree
@@ -48,6 +51,7 @@ class ServedModel:
         use_compilation_cache(config.compilation_cache_dir)
         self.placement = placement = place_params(params, config, mesh)
         dtype, is_plain = config.dtype or params["embed"]["weight"].dtype, experts_are_plain(params)
+        config = with_rows_beside(params, config, placement, dtype, is_plain)
         resolved, choices = resolve(params.config, config, placement, dtype, is_plain)
         self.draft = draft_model(draft, params.config, resolved, placement, dtype, params.source)
         if self.draft is not None:
@@ -61,9 +65,14 @@ class ServedModel:
         self._is_asleep = False
 
     def accept(self, params: PyTree) -> Params:
-        """Return weights of any form as Params that can be bound; ConfigError where they cannot
-        be.
+        """Return weights of any form, or those of a checkpoint folder, as Params that can be bound;
+        ConfigError where they cannot be.
         """
+        if isinstance(params, str | Path):
+            mesh, config = self.placement.mesh, self.pool.config
+            assert not isinstance(mesh, AbstractMesh), "nothing is served on it"
+            quantization = None if mesh else config.quantization
+            params = read_params(params, dtype=config.dtype, mesh=mesh, quantization=quantization)
         fresh = as_params(params, None if isinstance(params, Params) else self.model_config)
         if fresh.config != self.model_config:
             ours = self.model_config
@@ -142,13 +151,13 @@ class ServedModel:
 
     def wake(self) -> None:
         """Allocate the pool again; CapacityError where the memory is not there: it sleeps on."""
-        runner = self.pool.runner
+        _ = self.pool.runner  # ConfigError where there is none any more
         if not self._is_asleep or self.params is None:
             return
         self._is_asleep = False
         try:
             self.bind(self.params)
-            runner.allocate()
+            self.pool.allocate()
         except BaseException:
             self.sleep()
             raise
@@ -193,7 +202,9 @@ class ServedModel:
         asked = list({a.version: a for a in adapters if a is not None}.values())
         if self._grows_tables and asked and grown(self.pool.config, asked) != self.pool.config:
             with drained():
-                self.pool.resize_tables(grown(self.pool.config, asked))
+                larger = grown(self.pool.config, asked)
+                if larger != self.pool.config:  # else another thread has enlarged them meanwhile
+                    self.pool.resize_tables(larger)
         check_fits(asked, self.pool.config)
         return adapters
 

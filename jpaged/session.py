@@ -10,8 +10,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as List
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, Protocol
 
 import jax
@@ -345,12 +344,13 @@ class Session:
             self._fitting(requests, "raise")
             self.run(requests)
             states: list[jax.Array] = []
-            for request in requests:
-                scored = request.sequences[0].scored
-                assert scored is not None
-                length = request.sequences[0].prompt_len if max_len is None else int(max_len)
-                states.append(self.runner.join_states(scored.states, length))
-                scored.states.clear()  # a step's states go with the last sequence that it read
+            with self.at_rest():  # over several devices, programs must start in one order
+                for request in requests:
+                    scored = request.sequences[0].scored
+                    assert scored is not None
+                    length = request.sequences[0].prompt_len if max_len is None else int(max_len)
+                    states.append(self.runner.join_states(scored.states, length))
+                    scored.states.clear()  # a step's states go with the last sequence it read
         return states
 
     def _sequences(self, token_lists: PromptsLike, lora: PyTree) -> list[Prompt]:
@@ -427,7 +427,7 @@ class Session:
                 jobs.append(self._refused(i, prompt, e, on_error))
         return jobs
 
-    def _fitting(self, jobs: List[Job], on_error: OnError) -> list[Job]:
+    def _fitting(self, jobs: Sequence[Job], on_error: OnError) -> list[Job]:
         """Have room for these requests at full length, where the pool grows; those whose prompts
         the whole pool cannot hold fail.
         """
@@ -445,7 +445,9 @@ class Session:
         fitting: list[Job] = []
         for i, job in enumerate(jobs):
             if isinstance(job, Request) and (error := self.pool.misfit(job)):
-                job = self._refused(i, job.prompt, error, on_error, job.sequences[0].token_ids)
+                first = job.sequences[0]
+                ids = first.token_ids[: first.prompt_len]
+                job = self._refused(i, job.prompt, error, on_error, ids)
             fitting.append(job)
         return fitting
 
@@ -455,7 +457,7 @@ class Session:
         prompt: object,
         error: RequestError,
         on_error: OnError,
-        token_ids: List[int] = (),
+        token_ids: Sequence[int] = (),
     ) -> RequestOutput:
         """Return the output of a request that cannot run, or raise its error."""
         if on_error == "return":
@@ -484,7 +486,7 @@ class Session:
         return outputs
 
     def run(
-        self, jobs: List[Job], *, waiter: Draining | None = None, use_tqdm: bool = False
+        self, jobs: Sequence[Job], *, waiter: Draining | None = None, use_tqdm: bool = False
     ) -> None:
         """Wait until these requests, whose prompts fit the pool, have ended, and step meanwhile
         unless another thread does; on any exception none of them is left behind. Jobs that are
@@ -574,7 +576,8 @@ class Session:
         engine = self.pool.engine
         while rename and request.request_id in engine.requests:
             request.rename(self.builder.new_id())
-        request.weight_version = self.served.weights.version
+        if not request.has_drawn:
+            request.weight_version = self.served.weights.version
         self._is_settled = False  # until both have it
         engine.add(request)
         self._owners[request] = owner
@@ -643,7 +646,7 @@ class Session:
             if weights.version != before and engine.requests:
                 engine.renew(recompute=mode == "recompute")
                 for request in engine.requests.values():
-                    if not any(seq.num_generated for seq in request.sequences):
+                    if not request.has_drawn:
                         request.weight_version = weights.version
 
     @contextlib.contextmanager
@@ -777,7 +780,7 @@ class Session:
         request.sequences = []
 
     def lost(self, request: Request, error: Exception) -> None:
-        """Nobody waits for it."""
+        """Do nothing: no call waits for the request."""
 
     # Between steps
 

@@ -29,14 +29,20 @@ def unsupported(rows: int, vocab: int) -> str | None:
 
 @functools.partial(jax.jit, static_argnames=("tile", "interpret"))
 def read_tiles(
-    z_SV: Array, tau_S: Array, floor_S: Array, *, tile: int, interpret: bool = False
+    z_SV: Array,
+    tau_S: Array,
+    floor_S: Array,
+    all_tau_S: Array,
+    *,
+    tile: int,
+    interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
     """Return three f32 [S, N], numbers of each tile: its maximum m; the sum of exp((z - m) / tau)
-    over z >= floor; the sum of exp(z - m) over all z.
+    over z >= floor; the sum of exp((z - m) / all_tau) over all z.
 
     Both sums are 0 if m is -inf, and leave NaN out.
 
-    z_SV f32, -inf allowed. tau_S f32 > 0. tile: C, a power of 2.
+    z_SV f32, -inf allowed. tau_S, all_tau_S f32 > 0. tile: C, a power of 2.
     """
     S, V = z_SV.shape
     assert tile == pl.next_power_of_2(tile) and unsupported(S, V) is None
@@ -49,23 +55,23 @@ def read_tiles(
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         name="read_tiles",
-    )(z_SV, tau_S, floor_S)
+    )(z_SV, tau_S, floor_S, all_tau_S)
 
 
-def _kernel(z_ref, tau_ref, floor_ref, max_ref, sum_ref, plain_ref, *, tile: int):
+def _kernel(z_ref, tau_ref, floor_ref, all_tau_ref, max_ref, sum_ref, all_ref, *, tile: int):
     row, first = pl.program_id(0), pl.program_id(1) * TILES
     at_N = first + jnp.arange(TILES)
     at_NC = at_N[:, None] * tile + jnp.arange(tile)[None, :]
     real_NC = at_NC < z_ref.shape[1]
     z_NC = plgpu.load(z_ref.at[row, at_NC], mask=real_NC, other=float("-inf"))
-    tau, floor = tau_ref[row], floor_ref[row]
+    tau, floor, all_tau = tau_ref[row], floor_ref[row], all_tau_ref[row]
     max_N = jnp.max(z_NC, axis=1)
     # A tile of -inf alone subtracts 0, since -inf - -inf is NaN.
     below_NC = z_NC - jnp.where(max_N == float("-inf"), jnp.float32(0), max_N)[:, None]
     sums_N = [
         jnp.sum(jnp.where(z_NC >= least, jnp.exp(x_NC), jnp.float32(0)), axis=1)
-        for least, x_NC in ((floor, below_NC / tau), (float("-inf"), below_NC))
+        for least, x_NC in ((floor, below_NC / tau), (float("-inf"), below_NC / all_tau))
     ]
     real_N = at_N < max_ref.shape[1]
-    for ref, x_N in zip((max_ref, sum_ref, plain_ref), (max_N, *sums_N), strict=True):
+    for ref, x_N in zip((max_ref, sum_ref, all_ref), (max_N, *sums_N), strict=True):
         plgpu.store(ref.at[row, at_N], x_N, mask=real_N)

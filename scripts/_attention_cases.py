@@ -48,7 +48,7 @@ class Case:
 
     @property
     def options(self) -> Options:
-        """What the call is compiled for."""
+        """Return what the call is compiled for."""
         attention = AttentionOptions(
             scale=self.D**-0.5,
             soft_cap=self.soft_cap,
@@ -60,7 +60,7 @@ class Case:
 
     @property
     def shapes(self) -> Shapes:
-        """What an implementation is asked to run."""
+        """Return the shapes that an implementation is asked to run."""
         return Shapes(
             dtype=self.dtype,
             kv_dtype=self.kv_dtype,
@@ -396,14 +396,20 @@ def _timed(
     K: int = 8,
     D: int = 128,
     P: int = 64,
+    kv_dtype: str | None = None,
+    sinks: bool = False,
 ) -> Case:
-    """Equal rows in bfloat16; by default with the heads of Qwen3-0.6B."""
+    """Return a case of equal rows in bfloat16, by default with the heads of Qwen3-0.6B. kv_dtype:
+    that of a pool in 8 bits.
+    """
     kind = "decode" if queries is None else "fresh" if queries == context else "cached"
     name, query_lens = (
         f"{kind} {rows}x{context} G{G} D{D} P{P}",
         None if queries is None else (queries,) * rows,
     )
-    sizes = {"H": G * K, "K": K, "D": D, "P": P}
+    name += "" if kv_dtype is None else f" {kv_dtype}"
+    name += " sinks" if sinks else ""
+    sizes = {"H": G * K, "K": K, "D": D, "P": P, "kv_dtype": kv_dtype, "sinks": sinks}
     return dataclasses.replace(
         _ROWS, name=name, contexts=(context,) * rows, queries=query_lens, **sizes
     )
@@ -510,6 +516,9 @@ BENCH = (
     _timed(4, 2048, 2048),
     _timed(8, 8192),
     _timed(1, 32768, 2048),
+    _timed(128, 2048, kv_dtype="int8"),
+    _timed(128, 2048, kv_dtype="float8_e4m3fn"),
+    _timed(128, 2048, G=8, D=64, sinks=True),
     _timed(256, 512),
     _timed(16, 512, 512),
     _timed(1, 32768),

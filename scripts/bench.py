@@ -35,7 +35,7 @@ import _common as common
 import jax
 
 import jpaged
-from jpaged import SamplingParams
+from jpaged import SamplingParams, gpu_share
 from jpaged.errors import JpagedError
 from jpaged.flags import add_engine_flags, engine_settings
 from jpaged.integrations.batch.formats import open_source
@@ -64,6 +64,8 @@ class Workload:
     temperature: float
     max_len: int
     n: int = 1
+    top_k: int = 0
+    top_p: float = 1.0
 
     def requests_of(self, seed: int = 0) -> tuple[list[list[int]], list[int]]:
         """Return prompts, and how many tokens to generate for each. Random numbers are drawn in
@@ -79,6 +81,8 @@ class Workload:
     def sampling_params(self, outputs: list[int]) -> list[SamplingParams]:
         settings: dict[str, Any] = {
             "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
             "n": self.n,
             "ignore_eos": True,
         }
@@ -293,7 +297,7 @@ def run_file(llm: Any, source: Path, output: Path) -> None:
     """Run a batch file, from opening the input to the last byte of the output on disk."""
     opened = open_source(str(source))
     options = RunOptions(
-        output=str(output), existing="overwrite", window=4 * llm.engine_config.max_num_seqs
+        output=str(output), existing="overwrite", window=4 * llm.engine_config.num_rows
     )
     manifest = make_manifest(model={}, settings={}, source=opened.identity(), shard=None)
     settings = Settings(defaults=SamplingParams())
@@ -317,6 +321,7 @@ def table(record: dict[str, Any]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
+    gpu_share.take_most()
     try:
         record = bench(args)
     except JpagedError as e:

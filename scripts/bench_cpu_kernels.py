@@ -64,7 +64,7 @@ BLOCK = 64
 
 
 def medians(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Median seconds of each, in turn."""
+    """Time these calls in turn. Return the median seconds of each."""
     timers = {name: functools.partial(common.seconds_of, call) for name, call in calls.items()}
     return {name: statistics.median(s) for name, s in common.in_turn(timers, rounds).items()}
 
@@ -79,7 +79,7 @@ def native_product(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def quantized_product(x: jax.Array, w: QuantizedWeight) -> jax.Array:
-    """By the arithmetic that the processor is fastest with."""
+    """Multiply by the arithmetic that the processor is fastest with."""
     best = level()
     assert best is not None
     parts = (w.values, w.scales, w.form.name, x.shape[0], w.zeros)
@@ -87,7 +87,9 @@ def quantized_product(x: jax.Array, w: QuantizedWeight) -> jax.Array:
 
 
 def chain(multiply: Callable[..., jax.Array], x: jax.Array, weights: list[Any]) -> jax.Array:
-    """A product with each weight, which waits for the one before, and nothing that takes time."""
+    """Multiply with each weight in turn. Each product waits for the one before, and nothing else
+    takes time.
+    """
     for weight in weights:
         y = jax.lax.optimization_barrier(multiply(x, weight))
         x = x.at[0, 0].add(y[0, 0].astype(x.dtype))
@@ -142,7 +144,7 @@ def quantized_products(rng: np.random.Generator, rounds: int) -> Iterator[dict[s
 def layers(
     module: Any, q: jax.Array, pool: jax.Array, args: tuple[jax.Array, ...], num_layers: int
 ) -> jax.Array:
-    """Attention over each layer of the pool; with query starts among the args it is a prefill."""
+    """Attend over each layer of the pool in turn; with query starts in the args it is a prefill."""
     attend = module.decode if len(args) == 2 else module.prefill
     kind = AttentionOptions(scale=q.shape[-1] ** -0.5)
     options = Options(attention=kind, num_layers=num_layers, num_kv_heads=pool.shape[2] // 2)
@@ -180,7 +182,7 @@ def attention(rng: np.random.Generator, rounds: int) -> Iterator[dict[str, Any]]
 def all_of_them(
     x: jax.Array, chosen: jax.Array, weight: jax.Array, weights: ExpertWeights, glu: Any
 ) -> jax.Array:
-    """Every expert for every token, in two batched products."""
+    """Compute every expert for every token, in two batched products."""
     at = jnp.arange(x.shape[0])[:, None]
     share = jnp.zeros((x.shape[0], EXPERTS[0]), jnp.float32).at[at, chosen].set(weight)
     einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -236,7 +238,7 @@ def delta(rng: np.random.Generator, rounds: int) -> Iterator[dict[str, Any]]:
 def delta_calls(
     rng: np.random.Generator, count: int, length: int, layers: int
 ) -> dict[str, Callable[[], Any]]:
-    """Calls that take so many rows of this length through so many layers, in place."""
+    """Return the calls that take so many rows of this length through so many layers, in place."""
     key_heads, heads, width = DELTA
     tokens = count * length
 
@@ -282,7 +284,12 @@ PARTS = {
 def main(argv: list[str] | None = None) -> int:
     parser = common.make_parser("bench_cpu_kernels", __doc__)
     add = parser.add_argument
-    add("--rounds", type=int, default=9, help="of which the median counts (default: 9)")
+    add(
+        "--rounds",
+        type=int,
+        default=9,
+        help="rounds; their median counts (default: 9)",
+    )
     add("--only", choices=PARTS, nargs="+", default=list(PARTS), help="what to time (default: all)")
     add("--json", type=Path, metavar="FILE", help="write the rows here, a JSON object a line")
     args = parser.parse_args(argv)

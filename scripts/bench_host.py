@@ -54,7 +54,7 @@ def measure(rows: int, steps: int, block_size: int) -> dict[str, float]:
     times: dict[str, list[float]] = {"schedule": [], "pack": [], "commit": []}
     while len(times["commit"]) < steps:
         began = time.perf_counter()
-        (plan,) = schedule([scheduler])
+        (plan,) = schedule((scheduler,))
         scheduled = time.perf_counter()
         batch = pack(plan, config)
         packed = time.perf_counter()

@@ -1,7 +1,8 @@
 """What drafts from a row's own text, or a draft model's, gain and cost: tokens a second with and
 without them.
 
-    python scripts/bench_speculative.py [CHECKPOINT] [--draft | --eagle FOLDER] [--tokens-ahead 4 7]
+    python scripts/bench_speculative.py [CHECKPOINT] [--tokens-ahead 4 7]
+        [--draft FOLDER | --eagle FOLDER | --mtp]
 
 There are two texts: `copies` asks for what the prompt has just shown (code, with the embedded
 model's tendency to repeat itself), and `new` is the beginning of something else. Engines take turns
@@ -46,10 +47,12 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     parser = common.make_parser("bench_speculative.py", __doc__)
     parser.add_argument("checkpoint", nargs="?", type=Path, default=MODEL_PATH)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument(
-        "--draft", help="folder of a draft model (default: guess from a row's own text)"
+    drafts = parser.add_mutually_exclusive_group()  # default: guess from a row's own text
+    drafts.add_argument("--draft", help="folder of a draft model")
+    drafts.add_argument("--eagle", help="folder of an EAGLE-3 head, in place of a draft model")
+    drafts.add_argument(
+        "--mtp", action="store_true", help="the MTP head that the checkpoint has with it"
     )
-    parser.add_argument("--eagle", help="folder of an EAGLE-3 head, in place of a draft model")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--tokens-ahead", type=int, nargs="+", default=[4])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
@@ -66,6 +69,8 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
             for method, model in (("draft", args.draft), ("eagle", args.eagle)):
                 if model:
                     asked |= {"method": method, "model": model}
+            if args.mtp:
+                asked |= {"method": "mtp"}
             engines[ahead] = jpaged.LLM(
                 params,
                 max_num_seqs=max(32, 2 * rows),

@@ -55,8 +55,8 @@ CASES: dict[str, tuple[list[int], int, int]] = {  # contexts, KV heads, head dim
 
 
 def seconds(queue: Iterable[list[float]], places: int, card: Card, fastest: float) -> float:
-    """Until thread blocks are done that start in turn where one has ended, each with the bytes of
-    its items; `fastest`: bytes a second that one can take.
+    """Return the seconds until all thread blocks are done. Each has the bytes of its items, and
+    starts in the place of one that has ended. fastest: the bytes a second that one can read.
     """
     waiting = [
         [("time", START), *(p for n in items for p in (("bytes", n), ("time", TURN)))]
@@ -81,7 +81,7 @@ def seconds(queue: Iterable[list[float]], places: int, card: Card, fastest: floa
 
 
 def items_of(contexts: list[int], kv_heads: int, head_dim: int, splits: int) -> list[float]:
-    """Bytes of each item, longest context first, heads fastest."""
+    """Return the bytes of each item, the longest context first, heads fastest."""
     items = []
     for context in sorted(contexts, reverse=True):
         tiles = -(-context // TILE)

@@ -1,17 +1,22 @@
-"""Check, then time, what there is for the GPU at hand: five calls, each of use alone.
+"""Check, then time, what there is for the GPU at hand: six calls, each of use alone.
 
-    python scripts/gpu_check.py marks FOLDER      # 4 minutes: copy bandwidth and matmul rate, then
-                                                  # every kernel against a float64 reference
+    python scripts/gpu_check.py marks FOLDER      # 5 minutes: an engine with the defaults, copy
+                                                  # bandwidth and matmul rate, every kernel against
+                                                  # a float64 reference, the first rates
     python scripts/gpu_check.py kernels FOLDER    # 8 minutes: kernels timed, and what else there is
     python scripts/gpu_check.py engine FOLDER     # 9 minutes: nano-vllm's workload end to end
+    python scripts/gpu_check.py programs FOLDER   # 4 minutes: graphs that are recorded again, two
+                                                  # kernels under compute-sanitizer
     python scripts/gpu_check.py quantised FOLDER  # 9 minutes: the same in 8 and 4 bits
     python scripts/gpu_check.py adapters FOLDER   # 2 minutes: ways to add adapters to a product
     python scripts/gpu_check.py report FOLDER     # the table of what FOLDER has
 
 Each ends in the table of all that FOLDER has so far, also where it is cut off by SIGTERM; records
 are printed and written one by one. A kernel that hangs or crashes loses its own case: each
-implementation and phase is a process with a time of its own (see gpu_jobs.py). A call with the same
-FOLDER goes on where the last one ended. --dry: tiny shapes on any backend, kernels interpreted.
+implementation and phase is a process with a time of its own (see gpu_jobs.py). After a case that
+hung or crashed the card is tried, and the call ends where it does not compute any more. A call with
+the same FOLDER goes on where the last one ended. --dry: tiny shapes on any backend, kernels
+interpreted.
 
 A decode call must read its context's keys and values once, a prefill must do 4 * D operations for
 each query head and visible token: over the copy bandwidth and matmul rate that `marks` measured,
@@ -20,17 +25,27 @@ these make the shares. What may lie in L2 has no share. Exit status 1 where a ke
 
 import math
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import _common as common
 from _attention_cases import BENCH, BENCH_DRY, Case
-from gpu_jobs import Job, read, run_job
+from gpu_jobs import Job, read, run_job, run_limited
+from gpu_seconds import COLUMNS
 
-SECONDS = {"marks": 315, "kernels": 470, "engine": 560, "quantised": 560, "adapters": 120}
+SECONDS = {
+    "marks": 300,
+    "kernels": 470,
+    "engine": 560,
+    "quantised": 560,
+    "adapters": 120,
+    "programs": 240,
+}
 # Of what: the least share, and of which ceiling.
 GOALS = {
     "decode 128x2048 G2 D128 P64": (0.90, "copy bandwidth"),
@@ -38,46 +53,70 @@ GOALS = {
 }
 ENGINE_GOAL = 0.75  # of the time that weights and KV take at copy bandwidth
 PEERS = ("peers_jax", "peers_torch")
+PROGRAMS = ("first", "graphs", "sanitizer")
+OF_ALLOCATOR = ("bytes_limit", "bytes_in_use", "pool_bytes", "largest_free_block_bytes")
 
 
 def jobs(part: str, out: Path, dry: bool) -> list[Job]:
     """What a part runs, in order."""
     flags = ["--out", str(out), *(["--dry"] if dry else [])]
     slow = 10 if dry else 1  # what is interpreted
-    script = str(Path(__file__).with_name("gpu_timed.py"))
 
-    def timed(name: str, seconds: float) -> Job:
+    def timed(name: str, seconds: float, script: str = "gpu_timed.py") -> Job:
         return Job(
             file=f"{name}.jsonl",
-            command=(sys.executable, script, name, *flags),
+            command=(sys.executable, str(Path(__file__).with_name(script)), name, *flags),
+            seconds=seconds * slow,
+        )
+
+    def checked(name: str, phase: str, seconds: float) -> Job:
+        return Job(
+            file=f"checks_{name}_{phase}.jsonl",
+            command=(sys.executable, "-m", "tests.kernels.on_device", name, phase, *flags),
             seconds=seconds * slow,
         )
 
     if part == "marks":
-        checks = [
-            Job(
-                file=f"checks_{name}_{phase}.jsonl",
-                command=(
-                    *(sys.executable, "-m", "tests.kernels.on_device", name, phase),
-                    *flags,
-                ),
-                seconds=seconds * slow,
-            )
-            for name, seconds in (("mosaic_gpu", 90), ("triton", 60))
-            for phase in ("decode", "prefill")
+        return [
+            timed("first", 60, "gpu_programs.py"),
+            timed("marks", 25),
+            checked("mosaic_gpu", "decode", 65),
+            checked("mosaic_gpu", "prefill", 60),
+            timed("rates", 40),
+            checked("triton", "decode", 25),
+            checked("triton", "prefill", 25),
         ]
-        return [timed("marks", 60), *checks]
+    if part == "programs":
+        return [timed("graphs", 100, "gpu_programs.py"), timed("sanitizer", 140, "gpu_programs.py")]
     if part == "kernels":
         return [timed("kernels", 260), timed("peers_jax", 100), timed("peers_torch", 110)]
     return [timed(part, SECONDS[part])]
+
+
+def what_is_wrong(seconds: float) -> str | None:
+    """Return what is wrong with the card after a case has hung or crashed; None where its driver
+    answers and it computes, within so many seconds.
+    """
+    if shutil.which("nvidia-smi") is not None:
+        status = run_limited(["nvidia-smi", "--id=0", "--query-gpu=name", "--format=csv"], 10)
+        if status != 0:
+            return f"nvidia-smi: {status}"
+    with tempfile.TemporaryDirectory() as folder:
+        script = str(Path(__file__).with_name("gpu_timed.py"))
+        command = [sys.executable, script, "health", "--out", folder]
+        status = run_limited(command, min(seconds, 40))
+        found = read(Path(folder) / "health.jsonl").get("compute", {})
+    return None if found.get("right") else f"it does not compute: {found.get('error', status)}"
 
 
 # ---- table ----
 
 
 def moved_bytes(case: Case) -> int:
-    """That a call must move: the context's bf16 keys and values, queries and results."""
-    return 2 * case.D * (2 * case.K * sum(case.contexts) + 2 * case.H * sum(case.query_lens))
+    """Return what a call must move: the context's keys and values, queries and results."""
+    of_a_vector = 2 * case.D if case.kv_dtype is None else case.D + 4  # with its scale
+    kept = 2 * case.K * of_a_vector * sum(case.contexts)
+    return kept + 4 * case.D * case.H * sum(case.query_lens)
 
 
 def flops(case: Case) -> int:
@@ -95,7 +134,12 @@ def report(out: Path) -> str:
     }
     copy = marks.get("copy", {})
     lines = [f"device {copy.get('device')}, jax {copy.get('jax')}"]
-    lines += [f"copy    {limits['copy']:10.1f} GB/s", f"matmul  {limits['matmul']:10.1f} TFLOP/s"]
+    for name, unit in (("copy", "GB/s"), ("matmul", "TFLOP/s")):
+        seen = {k: v for k, v in marks.get(name, {}).items() if k in COLUMNS}
+        told = "".join(f", {column} {common.number(value)}" for column, value in seen.items())
+        lines.append(f"{name:<8}{limits[name]:10.1f} {unit}{told}")
+    for job in PROGRAMS:
+        lines += program_lines(job, jobs.get(job, {}))
     for name, records in jobs.items():
         if name.startswith("checks_"):
             lines += check_lines(name.removeprefix("checks_"), records)
@@ -105,6 +149,28 @@ def report(out: Path) -> str:
     for job in ("engine", "quantised", "adapters"):
         lines += engine_lines(job, jobs.get(job, {}), limits["copy"])
     return "\n".join(lines)
+
+
+def program_lines(job: str, records: dict[str, dict[str, Any]]) -> list[str]:
+    """Return a line for each case: its figures, of an allocator those that bound a pool."""
+    lines = []
+    for name, record in records.items():
+        told = []
+        for key, value in record.items():
+            if isinstance(value, dict):
+                kept = {k: f"{value[k] / 1e9:.2f} GB" for k in OF_ALLOCATOR if k in value}
+                told += (
+                    [f"{key}: " + ", ".join(f"{k} {v}" for k, v in kept.items())] if kept else []
+                )
+            elif key not in ("case", "error"):
+                told.append(f"{key} {common.number(value) if isinstance(value, float) else value}")
+        told += [f"ERROR {record['error']}"] if "error" in record else []
+        lines.append(
+            "\n    ".join(
+                [f"{job} {name}", *told, *[record[k] for k in ("not_taken",) if k in record]]
+            )
+        )
+    return lines
 
 
 def check_lines(name: str, records: dict[str, dict[str, Any]]) -> list[str]:
@@ -119,10 +185,13 @@ def check_lines(name: str, records: dict[str, dict[str, Any]]) -> list[str]:
 
 def kernel_rows(jobs: dict[str, Any], limits: dict[str, float]) -> list[list[str]]:
     rows = []
-    records = {key: r for job in ("kernels", *PEERS) for key, r in jobs.get(job, {}).items()}
+    records = {
+        key: r for job in ("rates", "kernels", *PEERS) for key, r in jobs.get(job, {}).items()
+    }
     for case in (*BENCH, *BENCH_DRY):
         mine = {k.split(" | ")[1]: r for k, r in records.items() if k.split(" | ")[0] == case.name}
-        ours = {k.split(" | ")[1] for k in jobs.get("kernels", {}) if k.startswith(case.name)}
+        timed = [*jobs.get("rates", {}), *jobs.get("kernels", {})]
+        ours = {k.split(" | ")[1] for k in timed if k.split(" | ")[0] == case.name}
         others = [r["seconds"] for by, r in mine.items() if by not in ours and "seconds" in r]
         for by, record in mine.items():
             best = f"{min(others) / record['seconds']:.0%}" if others and by in ours else ""
@@ -163,8 +232,11 @@ def engine_lines(job: str, records: dict[str, dict[str, Any]], copy_gb_s: float)
 
 
 def is_wrong(out: Path) -> bool:
-    """Whether a check has failed, or a job could not start."""
-    records = [r for file in out.glob("checks_*.jsonl") for r in read(file).values()]
+    """Return whether a check has failed, a job could not start, or the card is not well."""
+    kinds = ("checks_*", "sanitizer", "first")
+    files = [file for kind in kinds for file in out.glob(f"{kind}.jsonl")]
+    records = [r for file in files for r in read(file).values()]
+    records += [r for file in out.glob("*.jsonl") for r in [read(file).get("device")] if r]
     return any("wrong" in record or "error" in record for record in records)
 
 
@@ -191,7 +263,8 @@ def main(argv: list[str] | None = None) -> int:
             deadline = time.monotonic() + SECONDS[args.part] * (10 if args.dry else 1)
             for job in jobs(args.part, out, args.dry):
                 print(f"== {job.file}", flush=True)
-                run_job(job, out, deadline)
+                if not run_job(job, out, deadline, what_is_wrong):
+                    break
     finally:
         table = report(out)
         (out / "report.txt").write_text(table + "\n")

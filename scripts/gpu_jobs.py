@@ -4,6 +4,7 @@ A file of a job has a line {"begun": case} before each case and a line {"case": 
 What the file has is not done again, so that a job which hung or crashed goes on after that case.
 """
 
+import argparse
 import dataclasses
 import faulthandler
 import json
@@ -14,6 +15,38 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+Found = dict[str, Any]
+Cases = Mapping[str, Callable[[], Found]]
+LAST_WAIT = 20  # seconds for a killed process to go: one that hangs in a driver never does
+
+
+def add_job_flags(parser: argparse.ArgumentParser, jobs: Mapping[str, Any]) -> None:
+    """Add the flags of a program with several jobs."""
+    parser.add_argument("job", choices=jobs)
+    add_case_flags(parser)
+
+
+def add_case_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that every program of a job has."""
+    parser.add_argument("--out", type=Path, required=True, help="folder of the JSON files")
+    parser.add_argument("--dry", action="store_true", help="tiny shapes, on any backend")
+    parser.add_argument("--only", nargs="+", help="run only the cases of these names")
+    parser.add_argument("--list", action="store_true", help="print the names of the cases, and end")
+
+
+def run_chosen(args: argparse.Namespace, name: str, cases: Cases, limit: float) -> None:
+    """Run the cases that the flags choose into FOLDER/NAME.jsonl, each for `limit` seconds at most,
+    and for ten times that where --dry interprets them; or list them.
+    """
+    if args.only is not None:
+        if unknown := set(args.only) - set(cases):
+            raise SystemExit(f"--only {' '.join(sorted(unknown))}: no such case of {name}")
+        cases = {key: run for key, run in cases.items() if key in args.only}
+    if args.list:
+        print(*cases, sep="\n")
+        return
+    run_cases(args.out / f"{name}.jsonl", cases, limit=limit * (10 if args.dry else 1))
 
 
 def reason(error: Exception) -> str:
@@ -78,9 +111,17 @@ class Job:
     seconds: float
 
 
-def run_job(job: Job, out: Path, deadline: float) -> None:
+def run_job(
+    job: Job,
+    out: Path,
+    deadline: float,
+    what_is_wrong: Callable[[float], str | None] | None = None,
+) -> bool:
     """Run a job until it has done all its cases or its time is up, or `deadline` (of
     time.monotonic) is there. A case in which it died is noted, and it goes on after that.
+
+    what_is_wrong: called with the seconds left after a case has died; returns what is wrong with
+    the device, None where nothing is. Return whether the device may be used further.
     """
     file = out / job.file
     end = min(time.monotonic() + job.seconds, deadline)
@@ -91,16 +132,51 @@ def run_job(job: Job, out: Path, deadline: float) -> None:
         except subprocess.TimeoutExpired:
             code = None
         finally:  # also where this process is told to end
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            has_gone = end_process(process)
         dead = unfinished(file)
         if dead is not None:
             why = "out of time" if code is None else f"hung or crashed ({code})"
             write(file, {"case": dead, "error": why})
             print(f"{dead}: {why}", flush=True)
-        elif code:
+        if not has_gone:
+            write(file, {"case": "end", "error": "it outlived SIGKILL: the card is suspect"})
+            return False
+        if dead is not None and what_is_wrong is not None:
+            left = max(deadline - time.monotonic(), 1)
+            if (fault := what_is_wrong(left)) is not None:
+                write(file, {"case": "device", "error": fault})
+                print(f"the device is not well: {fault}", flush=True)
+                return False
+        if dead is None and code:
             write(file, {"case": "start", "error": f"exit status {code}"})
             print(f"{job.file}: exit status {code}", flush=True)
         if code == 0 or dead is None:
-            return
+            break
+    return True
+
+
+def run_limited(command: Sequence[str], seconds: float) -> int | str:
+    """Run a command that says nothing of use; return its exit status, or why there is none."""
+    try:
+        process = subprocess.Popen([*command], start_new_session=True)
+    except OSError as e:
+        return reason(e)
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        has_gone = end_process(process)
+        return f"not done after {seconds:.0f} s" + ("" if has_gone else ", nor killed")
+
+
+def end_process(process: subprocess.Popen[Any], seconds: float = LAST_WAIT) -> bool:
+    """Kill a process and its group if it still runs, and wait for it; return whether it has
+    gone.
+    """
+    if process.poll() is not None:
+        return True
+    os.killpg(process.pid, signal.SIGKILL)
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return False
+    return True

@@ -4,12 +4,12 @@ adapters.
 
 import functools
 import itertools
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
+from gpu_jobs import Cases, Found
 from gpu_seconds import seconds_of
 
 from jpaged.models.layers import low_rank
@@ -17,9 +17,6 @@ from jpaged.models.layers.mlp import gated
 from jpaged.models.quantized import fp8_product, quantized
 from kernels_pallas.experts import tiles, triton
 from kernels_pallas.experts.interface import ExpertWeights
-
-Found = dict[str, Any]
-Cases = dict[str, Callable[[], Found]]
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -78,16 +75,23 @@ def adapters(dry: bool) -> Cases:
     row's own pair, jax's ragged_dot; beside the product alone.
     """
     inputs, outputs, slots, rank = (64, 64, 8, 4) if dry else (1024, 3072, 64, 16)
-    a, b = noise((1, slots, rank, inputs)), noise((slots, rank, outputs))
-    weight = noise((outputs, inputs))
+
+    @functools.cache  # made for the first case
+    def arrays() -> tuple[Any, Any, Any]:
+        shapes = (1, slots, rank, inputs), (slots, rank, outputs), (outputs, inputs)
+        a, b, weight = map(noise, shapes)
+        return a, b, weight
 
     def ragged(x: Any, slot: Any) -> Any:
+        a, b, _ = arrays()
         order, sizes = jnp.argsort(slot), jnp.bincount(slot, length=slots)
         h = jax.lax.ragged_dot(x[order], a[0].swapaxes(1, 2), sizes)
         y = jax.lax.ragged_dot(h, b, sizes, preferred_element_type=jnp.float32)
         return jnp.zeros_like(y).at[order].set(y)
 
     def case(rows: int, way: str) -> Found:
+        a, b, weight = arrays()
+
         def added(x: Any, slot: Any) -> Any:
             adapter = low_rank.LowRank(a=a, b=(b,), slot_T=slot, joined=0)
             return adapter(x, lambda x, w, dtype: jnp.dot(x, w.T, preferred_element_type=dtype))

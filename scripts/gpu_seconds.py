@@ -1,9 +1,14 @@
-"""Seconds that a call takes on the device at hand: those that pass, and those of its kernels."""
+"""Seconds that a call takes on the device at hand: those that pass, and those of its kernels; and
+the clocks and power of the card meanwhile.
+"""
 
+import contextlib
+import shutil
 import statistics
+import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,3 +53,45 @@ def device_seconds(planes: Any, names: tuple[str, ...]) -> float | None:
                 events = (e for e in line.events if any(name in e.name for name in names))
                 total += sum(event.duration_ns for event in events)
     return total / 1e9 or None
+
+
+COLUMNS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
+SAMPLES_MS = 100
+
+
+@contextlib.contextmanager
+def clocks() -> Iterator[dict[str, float]]:
+    """Yield a record that has, after the block, what nvidia-smi saw of the first card meanwhile:
+    the least clocks in MHz, the most watts and degrees. It stays empty where there is no such tool.
+    """
+    seen: dict[str, float] = {}
+    if shutil.which("nvidia-smi") is None:
+        yield seen
+        return
+    query = f"--query-gpu={','.join(COLUMNS)}"
+    with tempfile.TemporaryFile("w+") as file:
+        flags = ["--id=0", query, "--format=csv,noheader,nounits", f"--loop-ms={SAMPLES_MS}"]
+        process = subprocess.Popen(["nvidia-smi", *flags], stdout=file)
+        try:
+            yield seen
+        finally:
+            process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in the driver
+                process.wait(10)
+            file.seek(0)
+            seen |= summary(file.read())
+
+
+def summary(lines: str) -> dict[str, float]:
+    """Return the least clocks, and the most of the rest, of nvidia-smi's lines; a column that the
+    card does not have is left out.
+    """
+    rows = [line.split(",") for line in lines.splitlines()]
+    found: dict[str, float] = {}
+    for i, name in enumerate(COLUMNS):
+        texts = [row[i].strip() for row in rows if len(row) == len(COLUMNS)]
+        values = [float(text) for text in texts if text.replace(".", "", 1).isdigit()]
+        if values:
+            least_or_most = min if name.startswith("clocks") else max
+            found[name] = least_or_most(values)
+    return found

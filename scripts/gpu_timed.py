@@ -1,11 +1,13 @@
 """What gpu_check times on the GPU at hand; each a process that writes FOLDER/JOB.jsonl as it goes.
 
-    python scripts/gpu_timed.py JOB --out FOLDER [--dry]
+    python scripts/gpu_timed.py JOB --out FOLDER [--dry] [--only CASE ... | --list]
 
-JOB: marks (copy bandwidth and matmul rate: the two ceilings), kernels (ours, over the cases that
-tell most, compiled side by side first), peers_jax (jax's own Triton kernel, cuDNN over contiguous
-and over paged keys and values), peers_torch (SDPA by FlashAttention and by cuDNN, causal over equal
-work, and flex_attention), engine (nano-vllm's workload end to end), quantised, adapters.
+JOB: marks (copy bandwidth and matmul rate: the two ceilings, with clocks and power), health
+(whether the card computes at all), rates (one decode and one prefill by Mosaic), kernels (ours,
+over the cases that tell most, compiled side by side first), peers_jax (jax's own Triton kernel,
+cuDNN over contiguous and over paged keys and values), peers_torch (SDPA by FlashAttention and by
+cuDNN, causal over equal work, and flex_attention), engine (nano-vllm's workload end to end, also
+with Qwen's own sampling and with 8 steps a dispatch), quantised, adapters.
 
 A timed step holds several calls, each over another layer of the pool and fed by the one before, so
 that together they read far more than L2 holds; the layers change from step to step. A kernel's own
@@ -18,9 +20,9 @@ import importlib
 import itertools
 import math
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import _common as common
@@ -30,9 +32,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from _attention_cases import BENCH, BENCH_DRY, Case
-from gpu_jobs import run_cases
-from gpu_products import Cases, Found, noise
-from gpu_seconds import kernel_seconds, seconds_of
+from gpu_jobs import Cases, Found, add_job_flags, run_chosen
+from gpu_products import noise
+from gpu_seconds import clocks, kernel_seconds, seconds_of
+
+from kernels_pallas.paged_attention.pool_layout import ScaledPool
 
 # A function of q and more arguments, and these arguments for each layer of the pool.
 Built = tuple[Callable[..., Any], list[Any]]
@@ -51,7 +55,9 @@ WAYS: tuple[dict[str, Any], ...] = (
 )
 # Seconds that one case may take: of kernels a compile may come first.
 LIMITS = {
-    "marks": 40,
+    "marks": 15,
+    "health": 20,
+    "rates": 20,
     "kernels": 90,
     "peers_jax": 60,
     "peers_torch": 60,
@@ -68,29 +74,57 @@ def bench_cases(dry: bool) -> tuple[Case, ...]:
 # ---- marks ----
 
 
+def held_busy(run: Callable[[], Any], dry: bool) -> Found:
+    """Return clocks and power while a call runs again and again for a second or two."""
+    with clocks() as seen:
+        end = time.perf_counter() + (0 if dry else 1.5)
+        while time.perf_counter() < end:
+            jax.block_until_ready([run() for _ in range(10)])
+    return {**seen}
+
+
 def marks(dry: bool) -> Cases:
     n, size = (256, 2**16) if dry else (8192, 2**30)
 
     def copy() -> Found:
         x, function = jnp.ones((size,), jnp.bfloat16), jax.jit(lambda x: x + 1)
         seconds = seconds_of(lambda: function(x), jax.block_until_ready, dry)
-        return common.environment() | {"gb_s": 2 * x.nbytes / seconds / 1e9}
+        rate = {"gb_s": 2 * x.nbytes / seconds / 1e9}
+        return common.environment() | rate | held_busy(lambda: function(x), dry)
 
     def matmul() -> Found:
         a, b = (jax.random.normal(jax.random.key(i), (n, n), jnp.bfloat16) for i in range(2))
         function = jax.jit(lambda a, b: a @ b)
         seconds = seconds_of(lambda: function(a, b), jax.block_until_ready, dry)
-        return {"tflop_s": 2 * n**3 / seconds / 1e12}
+        return {"tflop_s": 2 * n**3 / seconds / 1e12} | held_busy(lambda: function(a, b), dry)
 
     return {"copy": copy, "matmul": matmul}
+
+
+def health(dry: bool) -> Cases:
+    """Whether the card still computes, after a kernel has crashed or hung."""
+
+    def compute() -> Found:
+        x = jnp.arange(1 << 20, dtype=jnp.int32)
+        if (wrong := int(jnp.sum(jnp.flip(x) + x != x.size - 1))) > 0:
+            raise ValueError(f"{wrong} of {x.size} sums are wrong")
+        return {"right": True}
+
+    return {"compute": compute}
 
 
 # ---- our kernels ----
 
 
+def context_bytes(case: Case) -> int:
+    """Return the bytes of the keys and values of all contexts; in 8 bits with scales in f32."""
+    of_a_vector = 2 * case.D if case.kv_dtype is None else case.D + 4
+    return 2 * case.K * of_a_vector * sum(case.contexts)
+
+
 def num_layers(case: Case, dry: bool) -> int:
     """Return the layers of the pool: so many that they do not fit L2, as memory allows."""
-    kv_bytes = 4 * case.K * case.D * sum(case.contexts)
+    kv_bytes = context_bytes(case)
     wanted = max(CALLS, min(64, -(-4 * L2 // kv_bytes)))
     return 1 if dry else max(1, min(wanted, MOST_BYTES // kv_bytes))
 
@@ -113,6 +147,8 @@ def our_step(
     """
     kernel = importlib.import_module(f"kernels_pallas.paged_attention.{name}")
     function = kernel.prefill if case.queries else kernel.decode
+    if case.sinks:
+        setting = setting | {"sinks_H": np.zeros(case.H, np.float32)}
     options = dataclasses.replace(case.options, num_layers=layers, **fields)
 
     def step(first: Any, q: Any, pool: Any, *rest: Any) -> Any:
@@ -122,19 +158,34 @@ def our_step(
         return q
 
     rest = rows_of(case)
-    blocks = layers * (rest[0].size + 1)
     shapes = [
         ((), jnp.int32),
         ((sum(case.query_lens), case.H, case.D), jnp.bfloat16),
-        ((blocks, case.P, 2 * case.K, case.D), jnp.bfloat16),
         *((x.shape, x.dtype) for x in rest),
     ]
-    return step, [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    first, q, *others = (jax.ShapeDtypeStruct(*shape) for shape in shapes)
+    return step, [first, q, pool_of(kernel, case, layers * (rest[0].size + 1)), *others]
+
+
+def pool_of(kernel: Any, case: Case, blocks: int) -> Any:
+    """Return the form of a pool of so many blocks as a kernel takes it; in 8 bits with scales."""
+    struct = jax.ShapeDtypeStruct
+    layout = kernel.pool_layout(case.K, case.D, case.V)
+    if case.kv_dtype is None:
+        return struct((blocks, case.P, 2 * case.K, case.D), jnp.bfloat16)
+    values = struct((blocks, case.P, layout.rows, layout.width), jnp.dtype(case.kv_dtype))
+    scales = struct((blocks, *layout.scales(case.P)), jnp.float32)
+    return ScaledPool(values, scales, layout.slots_last, layout.key_width)
+
+
+def filled(form: Any) -> Any:
+    """Return noise in the place of every array of a form."""
+    return jax.tree.map(lambda x: noise(x.shape).astype(x.dtype), form)
 
 
 def time_ours(case: Case, layers: int, compiled: Callable[[], Any], dry: bool) -> Found:
     step, (_, q, pool, *_) = compiled()
-    arrays = [noise(q.shape), noise(pool.shape), *map(jnp.asarray, rows_of(case))]
+    arrays = [noise(q.shape), filled(pool), *map(jnp.asarray, rows_of(case))]
     firsts = itertools.cycle([jnp.int32(i) for i in range(0, layers, min(CALLS, layers))])
 
     def run() -> Any:
@@ -144,39 +195,54 @@ def time_ours(case: Case, layers: int, compiled: Callable[[], Any], dry: bool) -
     record = {"seconds": seconds_of(run, jax.block_until_ready, dry) / calls}
     if (inside := kernel_seconds(run, ("mosaic_gpu", "paged_attention"))) is not None:
         record["kernel_seconds"] = inside / calls
-    kv_bytes = 4 * case.K * case.D * sum(case.contexts)
+    kv_bytes = context_bytes(case)
     return record | {"fits_l2": kv_bytes * layers < 4 * L2}
 
 
-def kernels(dry: bool) -> Cases:
-    """Every case by Mosaic; then in other ways, and by Triton, the first ones. All are compiled at
-    once, in the order of their turns.
-    """
-    cases = bench_cases(dry)
-    wanted: list[tuple[str, str, Case, dict[str, Any]]] = [
-        (f"{case} | mosaic_gpu", "mosaic_gpu", case, {}) for case in cases
-    ]
-    first = cases[:PEER_CASES]
-    for case in () if dry else first:
-        if case.queries is None:
-            for setting in WAYS:
-                ((knob, value),) = setting.items()
-                wanted.append((f"{case} | {knob}={value}", "mosaic_gpu", case, setting))
-    wanted += [(f"{case} | triton", "triton", case, {}) for case in first]
-    threads = ThreadPoolExecutor(1 if dry else 12)
-    timed: Cases = {}
-    for key, name, case, setting in wanted:
-        layers = num_layers(case, dry)
+def rates(dry: bool) -> Cases:
+    """The decode and the prefill that tell most, by Mosaic."""
+    return timed_cases([mosaic(case, {}) for case in bench_cases(dry)[:2]], dry)
 
-        def compiled(
-            name: str = name, case: Case = case, layers: int = layers, setting: Any = setting
-        ) -> Any:
-            step, shapes = our_step(name, case, layers, setting, dry=dry)
+
+Wanted = tuple[str, str, Case, dict[str, Any]]  # a case's name, the kernel's, the case, its setting
+
+
+def mosaic(case: Case, setting: dict[str, Any]) -> Wanted:
+    own = "".join(f"{knob}={value}" for knob, value in setting.items())
+    return f"{case} | {own or 'mosaic_gpu'}", "mosaic_gpu", case, setting
+
+
+def kernels(dry: bool) -> Cases:
+    """Every case by Mosaic; then in other ways, and by Triton, the first ones."""
+    cases = bench_cases(dry)
+    first = cases[:PEER_CASES]
+    wanted = [mosaic(case, {}) for case in cases]
+    if not dry:
+        decodes = [case for case in first if case.queries is None]
+        wanted += [mosaic(case, setting) for case in decodes for setting in WAYS]
+    wanted += [(f"{case} | triton", "triton", case, {}) for case in first]
+    return timed_cases(wanted, dry)
+
+
+def timed_cases(wanted: list[Wanted], dry: bool) -> Cases:
+    """Return what times each of these. All are compiled at once, in the order of their turns, as
+    soon as the first is timed.
+    """
+    threads = ThreadPoolExecutor(1 if dry else 12)
+    layers = {key: num_layers(case, dry) for key, _, case, _ in wanted}
+
+    @functools.cache
+    def futures() -> dict[str, Any]:
+        def compiled(key: str, name: str, case: Case, setting: dict[str, Any]) -> Any:
+            step, shapes = our_step(name, case, layers[key], setting, dry=dry)
             return jax.jit(step).lower(*shapes).compile(), shapes
 
-        future = threads.submit(compiled)
-        timed[key] = functools.partial(time_ours, case, layers, future.result, dry)
-    return timed
+        return {one[0]: threads.submit(compiled, *one) for one in wanted}
+
+    def time_one(key: str, case: Case) -> Found:
+        return time_ours(case, layers[key], lambda: futures()[key].result(), dry)
+
+    return {key: functools.partial(time_one, key, case) for key, _, case, _ in wanted}
 
 
 # ---- what else there is ----
@@ -346,13 +412,27 @@ ENGINE_DRY = (
 )
 
 
+# Of Qwen3's own generation_config.json.
+QWEN: dict[str, Any] = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+
+
 def engine(dry: bool) -> Cases:
-    """nano-vllm's workload on Qwen3-0.6B of random weights: start, warm-up, then timed runs."""
-    return served(dry)[0]
+    """nano-vllm's workload on Qwen3-0.6B of random weights: start, warm-up, then timed runs, one
+    of them with Qwen's own sampling; the same with 8 steps a dispatch.
+    """
+    cases, llm = served(dry)
+    by_steps, _ = served(dry, "--decode-steps", "8")
+
+    def run_by_steps() -> Found:
+        if llm.cache_info().currsize:
+            llm().close()
+        return by_steps["warm"]() | by_steps["run 1"]()
+
+    return {**cases, "decode_steps 8": run_by_steps}
 
 
-def served(dry: bool, *flags: str) -> tuple[Cases, Callable[[], Any]]:
-    """The cases of an LLM, and what gives it."""
+def served(dry: bool, *flags: str) -> tuple[Cases, Any]:
+    """Return the cases of an LLM, and the cached function that makes it."""
     args = bench.parse_args([*(ENGINE_DRY if dry else ENGINE).split(), *flags])
     config = common.model_config(args)
     work = bench.full_workload(args, config.vocab_size)
@@ -360,12 +440,12 @@ def served(dry: bool, *flags: str) -> tuple[Cases, Callable[[], Any]]:
     # Every token of a completion reads all before it.
     read = sum(n * len(p) + n * (n - 1) // 2 for p, n in zip(prompts, outputs, strict=True))
     token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2
-    llm: Any = functools.cache(lambda: bench.make_llm(args, config, work))
+    llm = functools.cache(lambda: bench.make_llm(args, config, work))
 
     def warm() -> Found:
         return {"warmup_s": llm().warmup(use_tqdm=False), "attention": llm().stats()["attention"]}
 
-    def run() -> Found:
+    def run(work: bench.Workload = work) -> Found:
         timing = bench.timed(llm(), prompts, work, outputs)
         figures = bench.figures([timing], sum(map(len, prompts)), 0, math.inf)
         names = ("output_tok_s", "prefill_tok_s", "decode_tok_s", "host_ms_per_step", "steps")
@@ -376,7 +456,8 @@ def served(dry: bool, *flags: str) -> tuple[Cases, Callable[[], Any]]:
         }
 
     start = {"start": lambda: {"ready": llm() is not None}}
-    return {**start, "warm": warm, "run 1": run, "run 2": run}, llm
+    filtered = functools.partial(run, dataclasses.replace(work, **QWEN))
+    return {**start, "warm": warm, "run 1": run, "run 2": run, "Qwen's sampling": filtered}, llm
 
 
 FORMS = {
@@ -400,11 +481,13 @@ def quantised(dry: bool) -> Cases:
 
     names = ("int8", "KV int8") if dry else FORMS  # int4 has no groups in heads of 16
     cases = {name: functools.partial(case, *FORMS[name]) for name in names}
-    return gpu_products.in_fp8(dry) | gpu_products.mixtures(dry) | cases
+    return {**gpu_products.in_fp8(dry), **gpu_products.mixtures(dry), **cases}
 
 
 JOBS: dict[str, Callable[[bool], Cases]] = {
     "marks": marks,
+    "health": health,
+    "rates": rates,
     "kernels": kernels,
     "peers_jax": peers_jax,
     "peers_torch": peers_torch,
@@ -416,13 +499,9 @@ JOBS: dict[str, Callable[[bool], Cases]] = {
 
 def main(argv: list[str] | None = None) -> int:
     parser = common.make_parser("gpu_timed", __doc__)
-    add = parser.add_argument
-    add("job", choices=JOBS)
-    add("--out", type=Path, required=True, help="folder of the JSON files")
-    add("--dry", action="store_true", help="tiny shapes, on any backend")
+    add_job_flags(parser, JOBS)
     args = parser.parse_args(argv)
-    limit = LIMITS[args.job] * (10 if args.dry else 1)  # what is interpreted is slow
-    run_cases(args.out / f"{args.job}.jsonl", JOBS[args.job](args.dry), limit=limit)
+    run_chosen(args, args.job, JOBS[args.job](args.dry), LIMITS[args.job])
     return 0
 
 

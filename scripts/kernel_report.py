@@ -22,7 +22,9 @@ import _common as common
 
 
 def run(chip: str, *program: str) -> bool:
-    """Print a line for each JSON line of a program of the tests; whether it ended well."""
+    """Print a line for each JSON line that a program of the tests prints. Return whether it ended
+    well.
+    """
     root = Path(__file__).parents[1]
     with tempfile.TemporaryDirectory() as dump:
         quiet = common.LIBTPU | {"JAX_PLATFORMS": "cpu"}

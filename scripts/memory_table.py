@@ -5,8 +5,9 @@
 
 Each model lies on the fewest cards of a kind that hold it (1, 2, 4 or 8, sharing it by tensor
 parallelism). The line has GiB of one card: weights, what steps need, the pool; then the blocks of
-each group of layers, what a state takes, how many sequences run at once (max_num_seqs, or as many
-as there are states for), and how many of --length and of max_model_len tokens the pool holds. What
+each group of layers, what a state takes, how many sequences run at once (--max-num-seqs, or as many
+as there are states for; by default of a model with states as many of 1024 as memory holds, of
+others 256), and how many of --length and of max_model_len tokens the pool holds. What
 steps need is the upper bound of `plan_memory`, and pools are laid out as CPUs have them, since
 nothing is compiled. No weight is loaded.
 """
@@ -23,7 +24,7 @@ from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
 from jpaged.models.kv_groups import kv_groups
-from jpaged.runtime.memory import Limits, MemoryPlan
+from jpaged.runtime.memory import MemoryPlan
 
 COUNTS = (1, 2, 4, 8)
 DEFAULT_CARDS = ("h100", "h200", "v5e", "v6e")
@@ -38,14 +39,17 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--length", type=int, default=4096, help="tokens of a shorter request")
     add("--max-model-len", type=int, default=32768)
     add("--max-num-batched-tokens", type=int, default=2048)
+    add("--max-num-seqs", type=int, help="default: planned")
     args = parser.parse_args(argv)
     common.check_positive(parser, args, "length", "max_model_len", "max_num_batched_tokens")
+    if args.max_num_seqs is not None:
+        common.check_positive(parser, args, "max_num_seqs")
     return args
 
 
 def plan_of(model: ModelConfig, card: str, config: EngineConfig) -> MemoryPlan | None:
     """Return the plan of a card under a model that so many share; None: no block fits."""
-    limits = Limits(total=int(CARDS[card].limit * config.memory_utilization))
+    limits = CARDS[card].limits(config.memory_utilization)
     devices = jax.devices("cpu")[: config.tensor_parallel_size]
     try:
         return jpaged.plan_memory(model, config, device=devices, limits=limits, compiled=False)
@@ -71,7 +75,10 @@ def line(name: str, card: str, args: argparse.Namespace) -> tuple[str, ...]:
         config = EngineConfig(
             dtype="bfloat16",
             max_model_len=args.max_model_len,
+            max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=args.max_num_batched_tokens,
+            # else those that are best for this machine, whatever the card
+            token_buckets=(args.max_num_batched_tokens,),
             tensor_parallel_size=count,
         )
         plan = plan_of(model, card, config)

@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jpaged import adapter_flag
+from jpaged import adapter_flag, gpu_share
 from jpaged.config import EngineConfig
 from jpaged.errors import CheckpointError, ConfigError, PeerError
 from jpaged.flags import Parser, add_engine_groups, engine_settings
@@ -490,6 +490,7 @@ def main(argv: list[str] | None = None) -> int:
     traceback).
     """
     args = parse_args(argv)
+    gpu_share.take_most()
     try:
         if args.coordinator is None:
             return run(args)

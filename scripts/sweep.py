@@ -54,8 +54,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--config", metavar="FILE", help="a YAML or JSON file of these flags: batch: [1, 8]")
     add("--out", metavar="FOLDER", default="sweep-results", help="default: sweep-results")
     add("--repeat", type=int, default=3, help="measured runs a point (default: 3)")
-    add("--retry-failed", action="store_true", help="run points again whose row is an error")
-    add("--no-plots", action="store_true", help="draw nothing (matplotlib is then not needed)")
+    add("--retry-failed", action="store_true", help="run the points again whose row is an error")
+    add("--no-plots", action="store_true", help="draw no plots, which need matplotlib")
     add("--compare", nargs=2, metavar=("A", "B"), help="print the ratios B/A of two folders")
     common.add_model_flags(parser)
     add = parser.add_argument_group("axes: every combination is a point").add_argument
@@ -68,7 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """The flags over those of --config's file."""
+    """Parse the flags; they win over those of --config's file."""
     parser = make_parser()
     args = parser.parse_args(argv)
     if args.compare is not None:
@@ -86,8 +86,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def file_flags(parser: argparse.ArgumentParser, path: str) -> list[str]:
-    """A YAML (or JSON) mapping as the command line that means the same, so that argparse checks
-    both alike.
+    """Return a YAML (or JSON) mapping as the command line that means the same, so that argparse
+    checks both alike.
     """
     try:
         settings = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
@@ -114,7 +114,9 @@ def file_flags(parser: argparse.ArgumentParser, path: str) -> list[str]:
 
 
 def make_points(args: argparse.Namespace) -> list[Point]:
-    """Every combination, those of one engine in a row; a value given twice counts once."""
+    """Return every combination of settings, those of one engine in a row; a value that is named
+    twice counts once.
+    """
     points = []
     for values in itertools.product(*(dict.fromkeys(getattr(args, name)) for name in AXES)):
         axes = {VLLM_NAMES.get(name, name): value for name, value in zip(AXES, values, strict=True)}
@@ -124,14 +126,16 @@ def make_points(args: argparse.Namespace) -> list[Point]:
 
 
 def point_id(point: Point) -> str:
-    """What a row is known by when a sweep goes on: a hash of all settings that could change its
-    figures.
+    """Return the key of a row, by which a sweep that goes on finds it: a hash of all settings that
+    could change its figures.
     """
     return hashlib.sha256(json.dumps(point, sort_keys=True).encode()).hexdigest()[:12]
 
 
 class Engines:
-    """One engine at a time, kept for as long as the points that come ask for the same settings."""
+    """Holds one engine at a time, and keeps it as long as the next points ask for the same
+    settings.
+    """
 
     def __init__(self, args: argparse.Namespace, config: ModelConfig, points: list[Point]):
         self.args = args
@@ -148,8 +152,8 @@ class Engines:
         self._params: Any = None
 
     def get(self, point: Point) -> Any:
-        """The LLM for a point; ConfigError for one longer than the model's context, which would cut
-        it short.
+        """Return the LLM for a point. Raise ConfigError for a point longer than the model's
+        context, which would cut it short.
         """
         length, longest = point["random_input_len"] + point["random_output_len"], self.longest
         if length > longest:
@@ -177,8 +181,8 @@ class Engines:
 
 
 def run_once(llm: Any, prompts: list[list[int]], point: Point) -> dict[str, Any]:
-    """One call through `stream`: seconds, when the tokens of each request came, how far the
-    engine's counters went.
+    """Make one call through `stream`. Return its seconds, when the tokens of each request came, and
+    by how much the engine's counters grew.
     """
     temperature, output = point["temperature"], point["random_output_len"]
     params = jpaged.SamplingParams(temperature=temperature, max_tokens=output, ignore_eos=True)
@@ -197,8 +201,8 @@ def run_once(llm: Any, prompts: list[list[int]], point: Point) -> dict[str, Any]
 
 
 def counters(llm: Any) -> dict[str, Any]:
-    """The engine's totals, and `device_decode_steps`: a dispatch may hold several, and each reads
-    the weights.
+    """Return the engine's totals and `device_decode_steps`: one dispatch may hold several decode
+    steps, and each of them reads the weights.
     """
     totals = {name: value for name, value in llm.stats().items() if isinstance(value, int | float)}
     decode = [bucket for bucket in llm.buckets() if bucket.phase == "decode"]
@@ -206,8 +210,8 @@ def counters(llm: Any) -> dict[str, Any]:
 
 
 def latencies(arrivals: list[list[tuple[float, int]]]) -> dict[str, list[float]]:
-    """Milliseconds by request, from (second, tokens) pairs of each; itl by chunk, as a client sees
-    them come.
+    """Return the latencies of requests in milliseconds, from the (second, tokens) pairs of each
+    request; itl has one for each chunk, as a client sees them come.
 
     Tokens of one chunk come at once, so tpot spreads the time after the first chunk over the tokens
     after it.
@@ -226,8 +230,8 @@ def latencies(arrivals: list[list[tuple[float, int]]]) -> dict[str, list[float]]
 def figures(
     run: dict[str, Any], point: Point, weight_bytes: int, token_bytes: float
 ) -> dict[str, float | None]:
-    """The figures of one run. weight_bytes: that a decode step reads; token_bytes: of a token's
-    keys and values.
+    """Return the figures of one run. weight_bytes: bytes of the weights that a decode step reads.
+    token_bytes: bytes of the keys and values of one token.
     """
     batch, length, output = (point[VLLM_NAMES[name]] for name in ("batch", "input", "output"))
     row: dict[str, float | None] = {
@@ -257,8 +261,8 @@ def figures(
 
 
 def measure(llm: Any, point: Point, repeat: int) -> dict[str, Any]:
-    """A point's figures: medians of the measured runs, and their memory; compiling is counted over
-    all runs.
+    """Return a point's figures: medians of the measured runs, and their memory; compiling is
+    counted over all runs.
     """
     batch, config = point["num_prompts"], llm.model_config
     prompts = common.random_ids(batch, point["random_input_len"], config.vocab_size)
@@ -282,7 +286,7 @@ def measure(llm: Any, point: Point, repeat: int) -> dict[str, Any]:
 
 
 def reset_peak_memory() -> bool:
-    """Have Linux forget the process's peak of resident memory; whether it did."""
+    """Have Linux forget the process's peak of resident memory. Return whether it did."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -291,8 +295,8 @@ def reset_peak_memory() -> bool:
 
 
 def peak_memory(is_own: bool) -> dict[str, Any]:
-    """Bytes: the device's peak where it keeps one (since the process began), else the process's
-    resident peak.
+    """Return the peak memory in bytes: the device's since the process began, or the process's
+    resident peak if the device keeps none.
     """
     stats = jax.local_devices()[0].memory_stats() or {}
     peak, whose = stats.get("peak_bytes_in_use"), "device, since the start"
@@ -335,8 +339,8 @@ def sweep(args: argparse.Namespace, results: report.Results, points: list[Point]
 
 
 def measured_or_error(engines: Engines, point: Point, repeat: int) -> dict[str, Any]:
-    """A point's figures, or why it has none. What is nobody's out-of-memory or refusal is a bug,
-    and raises.
+    """Return a point's figures, or the error because of which it has none: out of memory, or a
+    refusal. Any other exception is a bug, and is raised.
     """
     try:
         return measure(engines.get(point), point, repeat)

@@ -1,5 +1,5 @@
-"""What scripts/sweep.py makes of its rows: the results file, the table, summary.csv, ratios of two
-sweeps, and plots.
+"""Reports of scripts/sweep.py: the results file, the table, summary.csv, ratios of two sweeps, and
+plots.
 
 A row is a dict of one line of results.jsonl: a point's settings, and either its figures or an
 "error".
@@ -61,12 +61,12 @@ COLUMNS = {
 
 
 class ReportError(Exception):
-    """Results that cannot be read or compared."""
+    """Says which results cannot be read or compared, and why."""
 
 
 class Results:
-    """A folder's results.jsonl: appended to row by row, the last row of a point counts. A torn last
-    line is dropped.
+    """The results.jsonl of a folder. Rows are appended one by one, and the last row of a point
+    counts. A torn last line is dropped.
     """
 
     def __init__(self, folder: Path):
@@ -77,7 +77,9 @@ class Results:
             os.truncate(self.path, whole)
 
     def is_wanted(self, point: str, *, retry_failed: bool) -> bool:
-        """Without a row, or killed once (see `attempt`), or wanted again."""
+        """Return whether a point is to run: it has no row, it was killed once (see `attempt`), or
+        it is wanted again.
+        """
         row = self.rows.get(point, {"starts": 0})
         return row.get("starts", 2) < 2 or (retry_failed and "error" in row)
 
@@ -90,8 +92,8 @@ class Results:
 
     @contextlib.contextmanager
     def attempt(self, row: Row) -> Iterator[None]:
-        """While a point runs its row says that the process was killed in it, as for want of memory
-        on Linux: where nothing takes that back, that is what happened.
+        """Write a row that says that the process was killed in this point, and take it back when
+        the block ends. So it stays only if Linux kills the process there, as for want of memory.
         """
         before = self.rows.get(row["point"])
         whole = self.path.stat().st_size if self.path.exists() else 0
@@ -107,7 +109,7 @@ class Results:
                 self.rows[row["point"]] = before
 
     def write_summary(self) -> None:
-        """summary.csv: all rows, a column for each key that any of them has."""
+        """Write summary.csv: all rows, with a column for each key that any of them has."""
         names = list(dict.fromkeys(name for row in self.rows.values() for name in row))
         with (self.folder / "summary.csv").open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, names)
@@ -116,7 +118,7 @@ class Results:
 
 
 def read_rows(path: Path) -> tuple[dict[str, Row], int]:
-    """The rows by point, and how many bytes of the file are whole lines."""
+    """Return the rows by point, and how many bytes of the file are whole lines."""
     data = path.read_bytes() if path.exists() else b""
     whole = data[: data.rfind(b"\n") + 1]
     rows: dict[str, Row] = {}
@@ -133,21 +135,21 @@ def read_rows(path: Path) -> tuple[dict[str, Row], int]:
 
 
 def describe(row: Row, names: Iterable[str]) -> str:
-    """Some of a row's settings as words, such as "input 64, block 16"; those left to the engine are
-    left out.
+    """Return some of a row's settings as words, such as "input 64, block 16", without those that
+    were left to the engine.
     """
     present = (name for name in names if row[name] is not None)
     return ", ".join(f"{SETTINGS[name]} {row[name]}".strip() for name in present)
 
 
 def varying(rows: Iterable[Row]) -> list[str]:
-    """The settings that are not the same in all rows."""
+    """Return the settings that are not the same in all rows."""
     rows = list(rows)
     return [name for name in SETTINGS if len({row[name] for row in rows}) > 1]
 
 
 def one_line(row: Row, names: Iterable[str]) -> str:
-    """A row for the log, with these settings."""
+    """Return a row as a line of the log, with these settings."""
     start = describe(row, names)
     if "error" in row:
         return f"{start}: {row['error']}"
@@ -157,7 +159,7 @@ def one_line(row: Row, names: Iterable[str]) -> str:
 
 
 def table(rows: list[Row]) -> str:
-    """The rows for a person, in 120 columns: a block of lines for each engine."""
+    """Return the rows as text for a person, in 120 columns: a block of lines for each engine."""
     if not rows:
         return "no rows"
     cells = []
@@ -180,11 +182,11 @@ def table(rows: list[Row]) -> str:
 
 
 def compare(folder_a: str, folder_b: str) -> str:
-    """Figures of B over those of A for the points that both measured, and the geometric means of
-    the ratios.
+    """Return the figures of B over those of A for the points that both measured, and the geometric
+    means of the ratios.
 
-    A setting that has one value in each folder, another in B than in A, is what is compared: points
-    are matched by the others.
+    A setting that has one value in A and another one in B is what is compared; points are matched
+    by the other settings.
     """
     a, b = (measured_rows(Path(folder)) for folder in (folder_a, folder_b))
     constant = set(SETTINGS) - {*varying(a), *varying(b)}
@@ -234,7 +236,7 @@ MARKERS = "os^Dv<>Pp*"
 
 
 def draw(rows: list[Row], folder: Path) -> list[Path]:
-    """One PNG a plot; the paths."""
+    """Draw each plot into a PNG. Return the paths."""
     paths = []
     for name, figure in plots(rows).items():
         paths.append(folder / f"{name}.png")
@@ -243,7 +245,7 @@ def draw(rows: list[Row], folder: Path) -> list[Path]:
 
 
 def plots(rows: list[Row]) -> "dict[str, Figure]":
-    """The four plots by name; none without a measured row."""
+    """Return the four plots by name; none without a measured row."""
     rows = [row for row in rows if "error" not in row]
     users = [r | {"user_tok_s": 1e3 / r["median_tpot_ms"]} for r in rows if r["median_tpot_ms"]]
     users = [row | {"device_tok_s": row["output_throughput"] / row["num_devices"]} for row in users]
@@ -266,8 +268,8 @@ def plot(
     log_y: bool = False,
     line: str = "-",
 ) -> "Figure | None":
-    """y against x: a series for each combination of the other settings that vary, but for `dots`,
-    which labels them.
+    """Plot y against x, with a series for each combination of the other settings that vary, except
+    `dots`, which labels the points.
     """
     from matplotlib.figure import Figure  # by itself it needs no display, and leaves no state
     from matplotlib.ticker import LogFormatter

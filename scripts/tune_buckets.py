@@ -167,7 +167,7 @@ def simulate(config: EngineConfig, lengths: Sequence[tuple[int, int]]) -> dict[s
     assert config.num_blocks is not None and config.max_model_len is not None
     scheduler = Scheduler(
         BlockManager([GroupSize(config.num_blocks)], config.block_size),
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=config.num_rows,
         max_num_batched_tokens=config.max_num_batched_tokens,
         decode_steps=config.decode_steps or 1,
     )
@@ -178,7 +178,7 @@ def simulate(config: EngineConfig, lengths: Sequence[tuple[int, int]]) -> dict[s
         row = Row(str(i), ids, params, max_model_len=config.max_model_len)
         scheduler.queues.waiting.add(Request([row]).sequences[0])
     sizes: dict[str, Counter[int]] = {phase: Counter() for phase in PHASES}
-    while plans := schedule([scheduler]):
+    while plans := schedule((scheduler,)):
         plan = plans[0]
         draws = [entry.draws for entry in plan.entries if entry.draws]
         if plan.phase == "decode":
@@ -265,7 +265,7 @@ def engine_config(args: argparse.Namespace, longest: int) -> EngineConfig:
     length = max(longest, config.max_model_len or 1)
     model = dataclasses.replace(common.MODELS["tiny"], max_position_embeddings=length)
     config = config.resolve(model, on_cpu=jax.default_backend() == "cpu")
-    enough = config.max_num_seqs * config.max_blocks_per_seq
+    enough = config.num_rows * config.max_blocks_per_seq
     return dataclasses.replace(config, num_blocks=config.num_blocks or enough)
 
 

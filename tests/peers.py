@@ -63,6 +63,8 @@ def run(index: int, orders: dict[str, Any]) -> dict[str, Any]:
         return {"found": [out.outputs[0].token_ids for out in outs]}
     if orders["what"] == "guessing":
         return guessing(settings)
+    if orders["what"] == "renewed":
+        return {"found": renewed(settings)}
     if orders["what"] == "structured":
         return {"found": structured(settings)}
     llm = LLM(PARAMS, **vars(settings))
@@ -106,6 +108,35 @@ def guessing(settings: Any) -> dict[str, Any]:
     outs = llm.generate([p * 3 for p in make_prompts(5, 7, 4)], asked, use_tqdm=False)
     tokens = [out.outputs[0].token_ids for out in outs]
     return {"found": tokens, "tried": llm.stats()["drafted_tokens"], "refused": refused}
+
+
+def renewed(settings: Any) -> list[Any]:
+    """Tokens and spans of versions of what runs on under new weights in both modes, of which one is
+    cut and goes on.
+    """
+    from jpaged import LLM, SamplingParams
+    from tests.features import PARAMS
+    from tests.tiny import make_params, make_prompts
+
+    llm, fresh = LLM(PARAMS, **vars(settings)), make_params(1, PARAMS.config)
+    asked = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    found: list[Any] = []
+    for mode in ("keep", "recompute"):
+        llm.update_params(PARAMS)
+        names = [llm.add_request(prompt, asked) for prompt in make_prompts(3, 17, 30, 9)]
+        outs = {out.request_id: out for _ in range(8) for out in llm.step()}
+        llm.update_params(fresh, mode=mode)
+        outs |= {out.request_id: out for _ in range(3) for out in llm.step()}
+        cut = llm.abort(names[0])
+        assert cut is not None and cut.unfinished is not None
+        names[0] = llm.add_request(cut, asked)
+        while llm.has_unfinished():
+            outs |= {out.request_id: out for out in llm.step()}
+        for name in names:
+            (done,) = outs[name].outputs
+            found.append([done.token_ids, [list(span) for span in done.weight_versions]])
+    llm.close()
+    return found
 
 
 def structured(settings: Any) -> list[list[int]]:

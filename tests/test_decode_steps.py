@@ -1,5 +1,6 @@
 """decode_steps through the API: the same outputs for 1, 4 and 16, whatever a request asks for."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 
 import jpaged
 from jpaged import LLM, SamplingParams
+from jpaged.runtime import choices
 from tests.tiny import assert_idle, assert_same, engine, make_params, make_prompts
 
 PROMPTS = make_prompts(5, 21, 40, 3, 9)
@@ -47,6 +49,20 @@ def test_the_same_outputs(steps: int) -> None:
         "nothing stopped early"
     )
     assert stats["dispatches"] < one_stats["dispatches"] and stats["uploads"] < one_stats["uploads"]
+
+
+def test_counted_steps_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA, where a dispatch takes all of its steps though every row has stopped."""
+    choose, made = choices.choose, []
+
+    def counted(*args: Any) -> choices.Choices:
+        made.append(dataclasses.replace(choose(*args), counts_steps=True))
+        return made[-1]
+
+    monkeypatch.setattr("jpaged.runtime.resolve.choose", counted)
+    outputs, stats = run.__wrapped__(4)
+    assert made and stats["dispatches"] < run(1)[1]["dispatches"]
+    assert_same(outputs, run(1)[0])
 
 
 def test_a_crowded_pool_gives_the_same() -> None:

@@ -12,8 +12,7 @@ import pytest
 
 import jpaged
 from jpaged import LLM
-from jpaged.config import EngineConfig
-from jpaged.engine_fields import EngineFields, check_fields
+from jpaged.config import EngineConfig, EngineFields, check_fields
 
 ROOT = Path(__file__).parents[1]
 

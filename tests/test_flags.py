@@ -2,12 +2,13 @@
 
 import argparse
 import dataclasses
+import typing
 
 import pytest
 
 from jpaged import EngineConfig
-from jpaged.config import Speculative
-from jpaged.flags import ENGINE_GROUPS, Parser, add_engine_flags, engine_settings
+from jpaged.config import Group, Speculative
+from jpaged.flags import Parser, add_engine_flags, add_engine_groups, engine_settings
 from jpaged.openai.server.run import make_parser as serve_parser
 from tests.batch_engine import load_script
 
@@ -57,8 +58,14 @@ def test_some_fields_alone(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_field_is_in_one_group() -> None:
-    grouped = [name for names in ENGINE_GROUPS.values() for name in names]
-    assert sorted(grouped) == sorted(field.name for field in dataclasses.fields(EngineConfig))
+    titles = typing.get_args(Group)
+    groups = [field.metadata["group"] for field in dataclasses.fields(EngineConfig)]
+    assert set(groups) == set(titles)
+    parser = argparse.ArgumentParser()
+    add_engine_groups(parser)
+    shown = {group.title: group._group_actions for group in parser._action_groups}
+    for title in titles:
+        assert len(shown[f"engine: {title}"]) == groups.count(title) > 0
 
 
 @pytest.mark.parametrize(
@@ -74,7 +81,7 @@ def test_help_of_long_command_lines(
     assert usage.count("\n") == 2 and usage.endswith(f"{parser.prog} --help lists the flags\n")
     text = parser.format_help()
     assert text.startswith(usage)
-    assert all(f"\nengine: {title}:\n" in text for title in ENGINE_GROUPS)
+    assert all(f"\nengine: {title}:\n" in text for title in typing.get_args(Group))
     for action in parser._actions:
         if action.option_strings and action.dest not in ("help", "allowed_host"):
             assert action.help is not None and "(default: " in action.help, action.dest

@@ -22,7 +22,10 @@ from jpaged.errors import UnsupportedError
 from jpaged.models.layers.conv import ConvConfig
 from jpaged.models.layers.delta import DeltaConfig
 from jpaged.models.mtp import mtp_config
+from jpaged.types import Tokenizer
 from kernels_cpu.library import unavailable
+from tests.byte_tokenizer import CONFIG, make_tokenizer
+from tests.test_lora import make_lora
 from tests.test_states import checked
 from tests.tiny import ENGINE, config, make_params, make_prompts, tokens_of
 
@@ -91,9 +94,11 @@ def foretold(monkeypatch: pytest.MonkeyPatch) -> Foretold:
     return told
 
 
-def served(params: Params, *, mesh: Mesh | None = None, **changes: Any) -> LLM:
+def served(
+    params: Params, *, mesh: Mesh | None = None, tokenizer: Tokenizer | None = None, **changes: Any
+) -> LLM:
     settings: dict[str, Any] = SETTINGS | changes
-    return LLM(params, mesh=mesh, **settings)
+    return LLM(params, mesh=mesh, tokenizer=tokenizer, **settings)
 
 
 @functools.cache
@@ -201,6 +206,45 @@ def test_on_two_devices(foretold: Foretold, axes: dict[str, int], changes: dict[
     assert llm.stats()["accepted_tokens"] > 0
     llm.close()
     alone.close()
+
+
+def test_adapters_beams_forms_and_snapshots(foretold: Foretold) -> None:
+    """Requests with each of these have the bits that they have where nothing guesses, beside rows
+    for which something does.
+    """
+    pytest.importorskip("llguidance")
+    model = dataclasses.replace(MODEL, vocab_size=CONFIG.vocab_size)
+    params, asked = make_params(0, model, jnp.bfloat16), ASKED[:2]
+    form = dataclasses.replace(ASKED[1], structured={"regex": "(true|[0-9]{4})*"}, ignore_eos=False)
+    prompts, tuned = PROMPTS[:2], [{"prompt_token_ids": p, "adapter": "tuned"} for p in PROMPTS[2:]]
+    changes: dict[str, Any] = {"max_loras": 1, "max_lora_rank": 4}
+    results = []
+    for speculative in (None, GUESSES):
+        tokenizer: Any = make_tokenizer()
+        llm = served(params, tokenizer=tokenizer, speculative=speculative, **changes)
+        llm.add_adapter("tuned", make_lora(1, model=model))
+        outputs = run(llm, prompts + tuned, asked * 2)
+        foretold.learn(PROMPTS, outputs)
+        beams = llm.beam_search(PROMPTS[:1], 2, max_tokens=8, use_tqdm=False)
+        mixed = run(llm, [*prompts, "say true: "], [*asked, form])
+        foretold.learn([out.prompt_token_ids for out in mixed], mixed)
+        ids = [llm.add_request(p, how) for p, how in zip(prompts, asked, strict=True)]
+        for _ in range(5):
+            llm.step()
+        snapshot, ends = llm.snapshot(), []
+        for _ in range(2):
+            found = checked(llm)
+            ends.append(bits([found[i] for i in ids]))
+            run(llm, PROMPTS[2:], asked)  # other states in these blocks
+            llm.restore(snapshot)
+        for i in ids:
+            llm.abort(i)
+        results.append([bits(outputs), bits(beams), bits(mixed), *ends])
+        assert speculative is None or llm.stats()["accepted_tokens"] > 30
+        llm.close()
+    assert results[0] == results[1]
+    whole, _, mixed, first, again = results[0]
+    assert first == again == whole[:2] == mixed[:2]
 
 
 def counting() -> tuple[Params, Params]:

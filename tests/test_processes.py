@@ -20,7 +20,7 @@ import jpaged
 from jpaged import LLM, PeerError, SamplingParams
 from jpaged.runtime.processes import Peers
 from tests.features import PARAMS, SETTINGS, everything
-from tests.peers import DEVICES, structured, summary
+from tests.peers import DEVICES, renewed, structured, summary
 from tests.tiny import config, engine, make_params, make_prompts, tokens_of
 
 ROOT = Path(__file__).parents[1]
@@ -156,6 +156,21 @@ def test_they_guess_alike(replicas: int) -> None:
             assert one.found["found"] == expected and one.found["tried"] > 0
             assert one.found["tried"] == started[0].found["tried"]
             assert "several processes: pass 'adaptive': False" in one.found["refused"]
+    finally:
+        finish(started)
+
+
+@pytest.mark.slow
+def test_new_weights_under_what_runs() -> None:
+    """In every process between the same two steps: tokens and versions are those of one device; and
+    what one cuts goes on.
+    """
+    started = start("renewed")
+    try:
+        assert [one.end() for one in started] == [0, 0], started[0].errors[-3000:]
+        expected = renewed(SETTINGS)
+        assert all(len(spans) == 2 and spans[1][1] > 0 for _, spans in expected)
+        assert all(one.found["found"] == expected for one in started)
     finally:
         finish(started)
 

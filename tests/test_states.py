@@ -294,6 +294,11 @@ def test_states_take_no_more_than_keys_and_values() -> None:
     assert short.num_seqs == short.num_states // 2 < 64
     few = planned((rest + 100 * pool.states.nbytes) / 2**30, num_states=10)
     assert few.num_states == 10 and few.num_blocks > short.num_blocks and few.num_seqs == 5
+    # None: fewer rows than 64 leave room for more states, and more would not all have theirs.
+    limit = (rest + 100 * pool.states.nbytes) / 2**30
+    rows = planned(limit, max_num_seqs=None).max_num_seqs
+    assert rows == planned(limit, max_num_seqs=rows).num_seqs > short.num_seqs
+    assert planned(limit, max_num_seqs=rows * 31 // 30 + 1).num_seqs <= rows * 31 // 30
     runner = probe_runner(model, settings.resolve(model), HERE, form_of(model, HERE, "float32"))
     assert [pool.num_blocks for pool in runner.pools] == [3, 4096 // 16]
 
@@ -330,10 +335,16 @@ def test_bits_are_those_of_a_request_alone() -> None:
 
 
 def test_fewer_states_than_rows_are_said(caplog: pytest.LogCaptureFixture) -> None:
-    """A row that runs needs two: with room for 6, three rows run of the 12 that are asked for."""
+    """A row that runs needs two: with room for 6, three rows run of the 12 that are asked for, and
+    none else are asked for where memory plans them.
+    """
     llm = LLM(PARAMS, **vars(dataclasses.replace(CROWDED, num_blocks=None, num_states=6)))
     assert "3 sequences run at once, not max_num_seqs=12" in caplog.text
     llm.close()
     caplog.clear()
     LLM(PARAMS, **vars(dataclasses.replace(CROWDED, num_blocks=None))).close()
+    sizes: dict[str, Any] = {"num_blocks": None, "num_states": 6, "max_num_seqs": None}
+    llm = LLM(PARAMS, **vars(dataclasses.replace(CROWDED, **sizes)))
+    assert llm.session.engine_config.max_num_seqs == 3
+    llm.close()
     assert "run at once" not in caplog.text

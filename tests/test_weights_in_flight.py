@@ -6,6 +6,7 @@ step, over a device on which a wrong one shows.
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,7 +16,9 @@ from jax.sharding import Mesh
 
 import jpaged
 from jpaged import LLM, Params, RequestError, RequestOutput, SamplingParams, WeightSpan
+from tests.heads import counting, counting_head
 from tests.recurrent import HYBRID
+from tests.test_guessing_states import counting as mtp_pair
 from tests.test_lora import make_lora
 from tests.tiny import ENGINE, assert_idle, config, make_params, make_prompts
 
@@ -47,7 +50,7 @@ def llm(weights: list[Params]) -> Iterator[LLM]:
 
 
 def swapped(
-    llm: LLM, old: Params, new: Params, mode: Any, steps: int, asked: SamplingParams = GREEDY
+    llm: LLM, old: Params, new: Any, mode: Any, steps: int, asked: SamplingParams = GREEDY
 ) -> list[RequestOutput]:
     """The outputs of requests that begin under the old weights and end under the new ones."""
     llm.update_params(old)
@@ -178,6 +181,52 @@ def test_recompute_with(weights: list[Params], how: dict[str, Any]) -> None:
         want = want[len(out.prompt_token_ids) - 1 :][new.start :]
         np.testing.assert_allclose(completion.token_logprobs[new.start :], want, atol=2e-3)
     llm.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["eagle", "mtp"])
+def test_a_head_guesses_under_new_weights(method: str) -> None:
+    """A head that is right mostly, then less: what is drawn is the new weights' in either case, and
+    the head reads states of theirs.
+    """
+    params, head = (counting(ONE_LAYER), None) if method == "eagle" else mtp_pair()
+    head = counting_head(params, exact=True) if head is None else head
+    old, guesser = (Params(jax.tree.map(as_f32, dict(p)), p.config) for p in (params, head))
+    new = make_params(1, old.config)
+    asked = {"method": method, "model": guesser, "num_tokens": 3, "adaptive": False}
+    settings: dict[str, Any] = SETTINGS | {"speculative": asked}
+    llm = LLM(old, **settings)
+    far = {}
+    for mode in ("recompute", "keep"):
+        worst, before = 0.0, llm.stats()["accepted_tokens"]
+        for out in swapped(llm, old, new, mode, steps=4):
+            (completion,) = out.outputs
+            span = completion.weight_versions[-1]
+            assert span.version == llm.weight_version and 0 < span.start < span.end == 24
+            want = llm.score([[*out.prompt_token_ids, *completion.token_ids]])[0]
+            want = want[len(out.prompt_token_ids) - 1 :][span.start :]
+            worst = max(worst, float(np.abs(completion.token_logprobs[span.start :] - want).max()))
+        far[mode] = worst
+        assert llm.stats()["accepted_tokens"] > before
+    assert far["recompute"] < 1e-3 < 0.01 < far["keep"]
+    llm.close()
+
+
+def as_f32(x: jax.Array) -> jax.Array:
+    return x.astype(np.float32)
+
+
+def test_a_folder_of_weights(llm: LLM, weights: list[Params], tmp_path: Path) -> None:
+    """Is read and served, under what runs, as the arrays that it was written of."""
+    jpaged.save_params(weights[2], tmp_path)
+    outs = swapped(llm, weights[0], str(tmp_path), "keep", steps=6)
+    for out, want in zip(outs, swapped(llm, weights[0], weights[2], "keep", steps=6), strict=True):
+        assert out.outputs[0].token_ids == want.outputs[0].token_ids
+        assert [s[1:] for s in out.outputs[0].weight_versions] == [
+            s[1:] for s in want.outputs[0].weight_versions
+        ]
+    with pytest.raises(jpaged.CheckpointError):
+        llm.update_params(tmp_path / "missing")
 
 
 @pytest.mark.middle

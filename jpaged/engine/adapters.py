@@ -7,9 +7,9 @@ from typing import Any
 
 @dataclasses.dataclass(eq=False, frozen=True, kw_only=True)
 class AdapterVersion:
-    """Weights that were once given under a name (None: for one call). version: counts all of an
-    engine's adapters, so that no two have one. rank: the largest of its pairs. data: the runtime's,
-    on the host.
+    """Holds the weights that were passed under a name, or for one call (None). version: counts all
+    of an engine's adapters, so that no two have one. rank: the largest of its pairs. data: the
+    runtime's, on the host.
     """
 
     name: str | None
@@ -56,7 +56,7 @@ class AdapterSlots:
         return slot
 
     def leave(self, adapter: AdapterVersion) -> None:
-        """A row with this adapter runs no more."""
+        """Count a row with this adapter less."""
         self.users[adapter] -= 1
         if not self.users[adapter]:
             del self.users[adapter]

@@ -60,9 +60,9 @@ def commit(queues: Queues, plan: Plan, result: StepResult) -> Committed:
 
 
 def _close_written(queues: Queues, entry: PlanEntry, num_tokens: int) -> None:
-    """Hash what a decode has filled, if the row still holds the blocks that it was planned with. Of
-    a run of guesses a replay writes the state after every block; of one that is certain the step
-    itself has written that after the last.
+    """Hash what a decode has filled, if the row still holds the blocks that it was planned with. In
+    a run of guesses a replay writes the state after every block. In a run that is certain, the step
+    itself has written the state after the last block.
     """
     if entry.epoch == entry.seq.epoch and num_tokens % queues.blocks.block_size == 0:
         step_end = entry.end if entry.run and not entry.guesses else num_tokens

@@ -14,7 +14,6 @@ import math
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence as List
 from statistics import fmean, median
 
 from jpaged.config import EngineConfig, Speculative
@@ -359,7 +358,7 @@ class ModelDrafter(Drafter):
         now = {seq: made[seq] for seq in every if seq in made and not seq.pending}
         return {seq: tokens for seq, (length, tokens) in now.items() if length == len(seq)}
 
-    def take(self, plans: List[Plan], results: List[StepResult]) -> None:
+    def take(self, plans: list[Plan], results: list[StepResult]) -> None:
         """Keep what a step of drafts drew for each replica's plan."""
         self.draft_steps += 1
         self._made = {}

@@ -14,14 +14,13 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Iterator
-from collections.abc import Sequence as List
 from typing import NamedTuple
 
 from jpaged.config import EngineConfig
 from jpaged.engine.cache.block_manager import BlockManager
 from jpaged.engine.cache.kinds import Replay
 from jpaged.engine.cache.prefix_cache import Contents
-from jpaged.engine.cache.store import BlockStore, HostStore, Move, Slot
+from jpaged.engine.cache.store import BlockStore, Move, Slot, make_stores
 from jpaged.engine.commit import commit
 from jpaged.engine.device import Device
 from jpaged.engine.drafting import Drafter, ModelDrafter, drafter_of
@@ -52,7 +51,7 @@ class Read(NamedTuple):
     """Blocks of one replica on their way to its store. handle: see Device.read_blocks."""
 
     replica: int
-    moves: List[Move]
+    moves: tuple[Move, ...]
     handle: BlocksHandle
 
 
@@ -62,12 +61,12 @@ class Dispatched:
     its masks, None where nothing waits. reads: of blocks that left the pools before it.
     """
 
-    plans: List[Plan]
+    plans: list[Plan]
     whole: Plan
     handle: StepHandle
     started: float
     rows: int | None
-    reads: List[Read]
+    reads: list[Read]
 
 
 class Engine:
@@ -99,8 +98,8 @@ class Engine:
         self._secrets = itertools.count()
 
     def add(self, request: Request) -> None:
-        """Queue a request with all its samples at one replica; its request_id must not be in
-        use.
+        """Queue a request with all its samples that have not ended at one replica; its request_id
+        must not be in use.
         """
         if request.request_id in self.requests:
             raise RequestError(
@@ -111,8 +110,12 @@ class Engine:
             if not self.config.enable_prefix_caching:
                 request.hide(next(self._secrets))
             replica = self._router.place(request)
+            queues = self.replicas[replica].queues
             for seq in request.sequences:
-                self.replicas[replica].queues.waiting.add(seq)
+                if seq.status is not Status.FINISHED:
+                    queues.waiting.add(seq)
+            if request.is_finished:  # every sample had ended before
+                queues.finished.append(request.sequences[0])
 
     def abort(self, request_id: str) -> Request | None:
         """End an unfinished request as "abort"; returns it, None where there is none of that id."""
@@ -139,11 +142,11 @@ class Engine:
             self._forget(request)
 
     def holds(self, request: Request) -> bool:
-        """Whether this very request is unfinished here."""
+        """Return whether this very request is unfinished here."""
         return self.requests.get(request.request_id) is request
 
     def has_unfinished(self) -> bool:
-        """Whether `step` has anything left to do or to return."""
+        """Return whether `step` has anything left to do or to return."""
         return bool(self.requests or self._ended)
 
     def step(self) -> list[Request]:
@@ -290,8 +293,8 @@ class Engine:
         }
 
     def _prepare_drafts(self, drafter: Drafter, started: float) -> None:
-        """Wait for the tokens in flight where the next plan would rather know them, and have the
-        draft model guess what comes after them.
+        """Commit the steps in flight if drafting would pay once their tokens are known, and have
+        the draft model guess what comes after them.
         """
         if self.in_flight and should_wait_for_tokens(self.replicas):
             self._drain(started)
@@ -325,7 +328,7 @@ class Engine:
         batches = [pack(plan, self.config, buckets) for plan in plans]
         return joined(plans), join(batches, self.config)
 
-    def _start_moves(self, plans: List[Plan]) -> list[Read]:
+    def _start_moves(self, plans: list[Plan]) -> list[Read]:
         """Move the blocks that these plans need, before their step is dispatched. Returns the reads
         that are under way.
         """
@@ -342,12 +345,12 @@ class Engine:
                 self.stats.swap_in_bytes += self._bytes_of(block_ids)
         return reads
 
-    def _start_read(self, replica: int, moves: List[Move]) -> Read:
+    def _start_read(self, replica: int, moves: tuple[Move, ...]) -> Read:
         _, block_ids = self._by_group(moves)
         self.stats.swap_out_bytes += self._bytes_of(block_ids)
         return Read(replica, moves, self.runner.read_blocks(block_ids, replica))
 
-    def _finish_reads(self, reads: List[Read]) -> None:
+    def _finish_reads(self, reads: list[Read]) -> None:
         """Put blocks that were read into their slots. They have arrived with the step after
         them.
         """
@@ -363,7 +366,7 @@ class Engine:
         assert traffic is not None, "blocks are moved without a store"
         return traffic.store
 
-    def _by_group(self, moves: List[Move]) -> tuple[list[list[Slot]], list[list[int]]]:
+    def _by_group(self, moves: tuple[Move, ...]) -> tuple[list[list[Slot]], list[list[int]]]:
         """Return the slots and the block ids of moves, a list a group."""
         slots: list[list[Slot]] = [[] for _ in self.runner.kv_groups]
         block_ids: list[list[int]] = [[] for _ in self.runner.kv_groups]
@@ -421,24 +424,21 @@ class Engine:
         self._router.leave(request)
         self.stats.prompt_tokens += request.sequences[0].prompt_len
         self.stats.cached_tokens += request.sequences[0].num_cached
-        self.stats.generated_tokens += sum([seq.num_generated for seq in request.sequences])
+        drawn = [seq.num_generated - seq.num_resumed for seq in request.sequences]
+        self.stats.generated_tokens += sum(drawn)
 
     def _new_replicas(self, count: int) -> tuple[Scheduler, ...]:
         """Return schedulers with nothing in them, which know the same contents and share a store
         where the device lets them.
         """
-        config, sizes = self.config, self.runner.kv_groups
+        config, runner = self.config, self.runner
         dtype = config.kv_cache_dtype or config.dtype
         contents = Contents(f"{dtype} in blocks of {config.block_size}")
-        stores: list[HostStore | None] = [None] * count
-        if config.swap_space_gib:
-            num_stores = 1 if self.runner.shares_blocks else count
-            num_bytes = int(config.swap_space_gib * 2**30 / num_stores)
-            made = [HostStore(num_bytes, [s.block_bytes for s in sizes]) for _ in range(num_stores)]
-            stores = [made[i % num_stores] for i in range(count)]
-        return tuple(self._new_replica(contents, store) for store in stores)
+        num_stores = 1 if runner.shares_blocks else count
+        stores = make_stores(config, num_stores, [size.block_bytes for size in runner.kv_groups])
+        return tuple(self._new_replica(contents, stores[i % num_stores]) for i in range(count))
 
-    def _new_replica(self, contents: Contents, store: HostStore | None) -> Scheduler:
+    def _new_replica(self, contents: Contents, store: BlockStore | None) -> Scheduler:
         config = self.config
         blocks = BlockManager(
             self.runner.kv_groups,
@@ -450,7 +450,7 @@ class Engine:
         )
         return Scheduler(
             blocks,
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=config.num_rows,
             max_num_batched_tokens=config.max_num_batched_tokens,
             decode_steps=config.decode_steps or 1,
             mixed=config.mixed,
@@ -461,7 +461,7 @@ class Engine:
         )
 
 
-def _rounds(replays: List[List[List[Replay]]]) -> list[list[list[Replay]]]:
+def _rounds(replays: list[list[list[Replay]]]) -> list[list[list[Replay]]]:
     """Return the first replay of each row, then the second ones, and so on: a list for each
     replica.
     """
@@ -512,7 +512,7 @@ class InFlight:
         waits = bool([step for step in self.steps if step.rows is not None])
         return len(self.steps) >= (min(self.depth, 2) if waits else self.depth)
 
-    def draw_oldest(self, replicas: List[Scheduler]) -> None:
+    def draw_oldest(self, replicas: tuple[Scheduler, ...]) -> None:
         """Start the draw of the oldest, if it waits for masks: all that came before it is
         committed, and the model runs meanwhile. replicas: of each of its plans.
         """

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from jpaged.engine.cache.block_manager import BlockManager
 from jpaged.engine.cache.content import Content
-from jpaged.engine.cache.kinds import GONE, CacheKind
+from jpaged.engine.cache.kinds import GONE, CacheKind, State
 from jpaged.engine.cache.prefix_cache import digest
 from jpaged.engine.plan import Plan
 from jpaged.engine.queues import Queues
@@ -55,7 +55,7 @@ def check_blocks(blocks: BlockManager, owners: Iterable[Sequence]) -> None:
     """Assert that reference counts equal the tables, free and used make all, and every cached block
     is what it is found for.
 
-    Owners of one block have it at the same place of their tables, over the same tokens.
+    A shared block has the same table index and the same tokens in every owner.
     """
     owners = list(owners)
     for seq in owners:
@@ -73,6 +73,8 @@ def check_blocks(blocks: BlockManager, owners: Iterable[Sequence]) -> None:
             assert (block.ref_count == 0) == (block.id in group.free), (
                 f"block {block.id} is both free and used, or neither"
             )
+        if isinstance(group, State):
+            assert group.passed.keys() <= group.free.keys(), "a state in use may be reused"
         _check_contents(blocks, group)
 
 
@@ -111,7 +113,7 @@ def _count_owners(blocks: BlockManager, at: int, owners: list[Sequence]) -> list
 
 
 def _check_closed(blocks: BlockManager, seq: Sequence, i: int, content: Content | None) -> None:
-    """Block i of a sequence is closed over its own tokens, if it is to be closed."""
+    """Assert that block i of a sequence is closed over its tokens, if it is to be closed."""
     name = f"block {i} of {seq!r}"
     if blocks.cache.is_stale(seq) or i >= seq.num_closed:
         assert content is None, f"{name} is closed before its time"

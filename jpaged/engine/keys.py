@@ -17,13 +17,11 @@ def key_from_seed(seed: int) -> Key:
 
 
 def fold_in(key: Key, data: int) -> Key:
-    """Return the key data of jax.random.fold_in(key, data); 32 bits of data count."""
-    return _threefry(key, 0, data & _MASK)
-
-
-def _threefry(key: Key, x: int, y: int) -> Key:
+    """Return the key data of jax.random.fold_in(key, data), which is threefry of (0, data) under
+    the key; 32 bits of data count.
+    """
     schedule = (key[0], key[1], key[0] ^ key[1] ^ 0x1BD11BDA)
-    x, y = (x + schedule[0]) & _MASK, (y + schedule[1]) & _MASK
+    x, y = schedule[0], (data + schedule[1]) & _MASK
     for i in range(5):
         for rotation in _ROTATIONS[i % 2]:
             x = (x + y) & _MASK

@@ -5,7 +5,7 @@ before it is committed, the draw under the masks that follow from it.
 """
 
 import itertools
-from collections.abc import Sequence as List
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -17,9 +17,9 @@ from jpaged.errors import RequestError
 ALL = np.int32(-1)  # the bits of 32 tokens that may be drawn
 
 
-def masks_of(work: List[tuple[Plan, Queues]], rows: int) -> np.ndarray:
-    """int32 [plans * rows, words]: a bit a token for each row that draws, `rows` of each plan. A
-    sequence that cannot go on ends here, and its row is masked by nothing.
+def masks_of(work: list[tuple[Plan, Queues]], rows: int) -> np.ndarray:
+    """Return int32 [plans * rows, words], a bit a token for each row that draws, `rows` of them for
+    each plan. A sequence that cannot go on ends here, and its row has no mask.
 
     All that was dispatched before the plans is committed.
     """
@@ -61,8 +61,8 @@ def masks_of(work: List[tuple[Plan, Queues]], rows: int) -> np.ndarray:
 
 
 def _mask_guesses(entry: PlanEntry, masks_SW: np.ndarray) -> RequestError | None:
-    """Set what may come after each token of a run that guesses, as far as the form goes along with
-    the guesses; what is wrong with the first of them.
+    """Set what may come after each token of a run that guesses, up to the first guess that the form
+    rejects. Return an error if no token is allowed at the first one.
     """
     seq, masked, went, error = entry.seq, 0, 0, None
     ends = seq.structured.grammars.eos_ids | seq.stop_ids
@@ -92,9 +92,7 @@ def _is_allowed(mask_W: np.ndarray, token: int) -> bool:
 
 
 def _certain(seq: Sequence) -> list[int]:
-    """Return the tokens that must come from here on, where one may come: none from one on that may
-    end the text.
-    """
+    """Return the tokens that must come from here on, up to the first one that may end the text."""
     # The counts of penalties have each token once it is drawn; a beam may be another's by then.
     if seq.sampling_params.has_penalties or seq.waits_for_host:
         return []
@@ -105,8 +103,8 @@ def _certain(seq: Sequence) -> list[int]:
 
 
 def prompt_masks(plan: Plan, tokens: int) -> np.ndarray | None:
-    """int32 [tokens, words]: for each packed token of a plan what may come after it, a bit a token;
-    None where none of it is scored under a form.
+    """Return int32 [tokens, words], which has for each packed token of a plan what may come after
+    it, a bit a token; None if nothing is scored under a form.
     """
     masks_TW, first = None, 0
     for entry in plan.entries:
@@ -125,7 +123,7 @@ def prompt_masks(plan: Plan, tokens: int) -> np.ndarray | None:
     return masks_TW
 
 
-def _renew(seq: Sequence, ahead: List[int], mask_W: np.ndarray) -> None:
+def _renew(seq: Sequence, ahead: Iterable[int], mask_W: np.ndarray) -> None:
     """Make the mask again where a row failed by what others had done to a lexer that it shares with
     them: what it may draw depends on it alone. ahead: tokens after those of the sequence.
     """
@@ -143,9 +141,9 @@ def _error(seq: Sequence, allowed: int) -> RequestError | None:
 
 
 def _keep_open(seq: Sequence, mask_W: np.ndarray, allowed: int, num_generated: int) -> int:
-    """Forbid what would end the text where it is not to end yet, as far as that leaves anything:
-    a text that is complete and can only end does so, whatever min_tokens and ignore_eos say.
-    allowed: the tokens of the mask; returns how many are left.
+    """Forbid the tokens that would end a text too early, unless that leaves none: a complete text
+    that can only end does so, whatever min_tokens and ignore_eos say. allowed: the tokens of the
+    mask; returns how many are left.
     """
     asked = seq.sampling_params
     closed = num_generated < asked.min_tokens

@@ -6,8 +6,6 @@ Floats and uint32 travel as their bits. numpy ends here; jax begins at the runne
 
 import dataclasses
 import math
-from collections.abc import Iterable
-from collections.abc import Sequence as List
 from typing import Any
 
 import numpy as np
@@ -121,7 +119,7 @@ def pack(plan: Plan, config: EngineConfig, buckets: StepShapes | None = None) ->
         _pack_rows(rows_view, after, config)
         for row, (entry, length) in enumerate(after if num_draws > len(drawing) else ()):
             if length < entry.end:
-                rows_view["device_rows"][row] = config.max_num_seqs
+                rows_view["device_rows"][row] = config.num_rows
     scores_masked = isinstance(bucket, PrefillShape) and bucket.scores_masked
     admitted = [e.seq for e in plan.entries if e.is_new and e.seq.sampling_params.has_penalties]
     return Batch(
@@ -138,7 +136,7 @@ def pack(plan: Plan, config: EngineConfig, buckets: StepShapes | None = None) ->
     )
 
 
-def join(parts: List[Batch], config: EngineConfig) -> Batch:
+def join(parts: list[Batch], config: EngineConfig) -> Batch:
     """Return one step of several replicas, whose batches are of the same buckets: their buffers one
     after the other.
     """
@@ -165,7 +163,7 @@ def join(parts: List[Batch], config: EngineConfig) -> Batch:
 
 
 def pack_replays(
-    replays: List[List[Replay]], shape: ReplayShape, config: EngineConfig
+    replays: list[list[Replay]], shape: ReplayShape, config: EngineConfig
 ) -> np.ndarray:
     """Lay out a round of replays, a list for each replica. Padding has no tokens and no blocks."""
     parts = list[np.ndarray]()
@@ -200,8 +198,8 @@ def _pack_copies(plan: Plan, config: EngineConfig) -> np.ndarray:
 
 
 def _input_token(entry: PlanEntry) -> int:
-    """What a row decodes from: a token that is still in flight is known to the device alone, unless
-    it is certain.
+    """Return the token that a row decodes from; ON_DEVICE if it is still in flight and not certain,
+    so that the device alone knows it.
     """
     if entry.run:
         return entry.run[0]
@@ -227,49 +225,43 @@ def _from_rows(rows: list[bytes], width: int) -> np.ndarray:
 
 
 def unpack(
-    batch: Batch, config: EngineConfig, packed: List[np.ndarray], *, weight_version: int
+    batch: Batch, config: EngineConfig, packed: list[np.ndarray], *, weight_version: int
 ) -> list[StepResult]:
     """Return the result of each replica from the output buffers of a step.
 
     packed: the buffer of the step that drew, if any row did, then that of a prefill that scored its
     prompts. weight_version: of the weights that drew.
     """
-    if not batch.parts:
-        return [_unpack(batch, config, packed, weight_version)]
-    shares = zip(*(np.split(buffer, len(batch.parts)) for buffer in packed), strict=True)
-    shares = list(shares) or [()] * len(batch.parts)
-    return [
-        _unpack(part, config, share, weight_version)
-        for part, share in zip(batch.parts, shares, strict=True)
-    ]
-
-
-def _unpack(
-    batch: Batch, config: EngineConfig, packed: Iterable[np.ndarray], weight_version: int
-) -> StepResult:
     shapes = dict.fromkeys([s for s in (batch.drawing, batch.bucket) if s is not None])
     laid_out = [layout for s in shapes if (layout := output_sections(s, config))[1]]
-    views: Views = {"num_drawn": np.zeros(0, np.int32)}
-    views["tokens"] = views["logprobs"] = np.zeros((1, 0), np.int32)
-    for (sections, _), buffer in zip(laid_out, packed, strict=True):
-        for name, (offset, shape) in sections.items():
-            view = buffer[offset : offset + math.prod(shape)].reshape(shape)
-            views[name] = view.view(np.float32) if is_float(name) else view
-    rows = batch.num_rows
-    rest: dict[str, Any] = {**views}
-    return StepResult(
-        weight_version=weight_version,
-        num_drawn=rest.pop("num_drawn")[:rows].tolist(),
-        tokens=rest.pop("tokens")[:, :rows].T.tolist(),
-        logprobs=rest.pop("logprobs")[:, :rows].T.tolist(),
-        **rest,
-    )
+    results = []
+    for replica, part in enumerate(batch.each):
+        views: Views = {"num_drawn": np.zeros(0, np.int32)}
+        views["tokens"] = views["logprobs"] = np.zeros((1, 0), np.int32)
+        for (sections, size), buffer in zip(laid_out, packed, strict=True):
+            for name, (offset, shape) in sections.items():
+                first = replica * size + offset
+                view = buffer[first : first + math.prod(shape)].reshape(shape)
+                views[name] = view.view(np.float32) if is_float(name) else view
+        rows = part.num_rows
+        rest: dict[str, Any] = {**views}
+        result = StepResult(
+            weight_version=weight_version,
+            num_drawn=rest.pop("num_drawn")[:rows].tolist(),
+            tokens=rest.pop("tokens")[:, :rows].T.tolist(),
+            logprobs=rest.pop("logprobs")[:, :rows].T.tolist(),
+            **rest,
+        )
+        results.append(result)
+    return results
 
 
 def _views(
     bucket: Shape, config: EngineConfig, packed: np.ndarray | None = None
 ) -> tuple[np.ndarray, Views]:
-    """A buffer of a bucket's inputs, of zeros unless it is given, and each input's place in it."""
+    """Return a buffer of a bucket's inputs and a view of each input in it. packed: the buffer; None
+    makes one of zeros.
+    """
     sections, size = input_sections(bucket, config)
     packed = np.zeros(size, np.int32) if packed is None else packed
     return packed, {
@@ -279,8 +271,8 @@ def _views(
 
 
 def _pack_tokens(view: Views, plan: Plan, config: EngineConfig) -> None:
-    """Tokens back to back, where each row begins, and the place of the last token of each row that
-    draws.
+    """Write the tokens back to back, where each row begins, and the place of the last token of each
+    row that draws.
     """
     start, starts, indices, computed, scored = 0, [], [], [], 0
     for entry in plan.entries:
@@ -338,11 +330,11 @@ def _pack_adapters(view: Views, entries: list[PlanEntry], config: EngineConfig) 
 
 def _pack_device_rows(view: Views, entries: list[PlanEntry], config: EngineConfig) -> None:
     view["device_rows"][: len(entries)] = [e.seq.device_row for e in entries]
-    view["device_rows"][len(entries) :] = config.max_num_seqs  # past the end: dropped
+    view["device_rows"][len(entries) :] = config.num_rows  # past the end: dropped
 
 
 def _pack_rows(view: Views, draws: list[tuple[PlanEntry, int]], config: EngineConfig) -> None:
-    """What drawing needs of each row, after a context of so many tokens."""
+    """Write what drawing needs of each row, after a context of so many tokens."""
     rows, drawing = len(draws), [entry for entry, _ in draws]
     _pack_device_rows(view, drawing, config)
     if "adapters" in view:

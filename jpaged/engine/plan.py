@@ -1,7 +1,6 @@
 """Plan: which sequences run in the next step and over which tokens; StepResult: what came of it."""
 
 import dataclasses
-from collections.abc import Sequence as List
 from typing import Any, Literal
 
 import numpy as np
@@ -107,7 +106,7 @@ class Plan:
         object.__setattr__(self, "verifies", verifies)
 
 
-def joined(plans: List[Plan]) -> Plan:
+def joined(plans: list[Plan]) -> Plan:
     """Return what several replicas do in one step, as one plan."""
     return Plan(
         phase=plans[0].phase,
@@ -148,7 +147,9 @@ class StepResult:
     states: tuple[Any, int] | None = None
 
     def top(self, row: int, count: int, step: int = 0) -> list[tuple[int, float, int]]:
-        """(token, logprob, rank) of a row's sampled token, then of its `count` most likely ones."""
+        """Return (token, logprob, rank) of a row's sampled token, then of its `count` most likely
+        ones.
+        """
         assert self.ranks is not None and self.top_ids is not None and self.top_logprobs is not None
         sampled = (self.tokens[row][step], self.logprobs[row][step], int(self.ranks[step, row]))
         ids = self.top_ids[step, row, :count].tolist()
@@ -161,8 +162,8 @@ class StepResult:
         return float(self.allowed_logprobs[step, row])
 
     def prompt_rows(self, entry: PlanEntry, first: int) -> list[list[tuple[int, float, int]]]:
-        """For each position that an entry scores, (token, logprob, rank) of the next prompt token,
-        then of the most likely. first: the row of the first of them.
+        """Return for each position that an entry scores (token, logprob, rank) of the next prompt
+        token, then of the most likely ones. first: the row of the first of them.
         """
         assert self.prompt_logprobs is not None and self.prompt_ranks is not None
         assert self.prompt_top_ids is not None and self.prompt_top_logprobs is not None

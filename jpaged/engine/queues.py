@@ -63,8 +63,8 @@ class Queues:
         self._run(seq, num_computed=len(seq), fill=len(seq))
 
     def fork(self, parent: Sequence) -> Sequence:
-        """A second sequence of the same tokens: running on shared blocks where a row of the device
-        is free, else waiting.
+        """Return a second sequence of the same tokens, which runs on shared blocks if a row of the
+        device is free, and else waits.
         """
         child = parent.copy()
         if parent.status is Status.RUNNING and self.free_rows:

@@ -7,7 +7,6 @@ once. Rows that wait for the host are left out until their request has steered t
 
 from collections import Counter
 from collections.abc import Mapping
-from collections.abc import Sequence as List
 
 from jpaged.engine import integrity
 from jpaged.engine.cache.block_manager import BlockManager
@@ -171,6 +170,7 @@ class Scheduler:
         wait.
         """
         running = self.queues.running
+        self.blocks.trim(seq)  # one that was forked is in no plan yet
         while not self.blocks.make_writable(seq, seq.num_dispatched):
             if len(running) > 1:
                 self.queues.preempt_victim({s: None for s in running if s not in planned})
@@ -183,7 +183,7 @@ class Scheduler:
         return True
 
 
-def schedule(replicas: List[Scheduler]) -> list[Plan]:
+def schedule(replicas: tuple[Scheduler, ...]) -> list[Plan]:
     """Plan the next step: a plan for each replica, all of one phase, with their blocks allocated.
     A replica that has nothing to do in it gets a plan without entries. Returns [] when nothing can
     be dispatched before the next commit.
@@ -206,7 +206,7 @@ def schedule(replicas: List[Scheduler]) -> list[Plan]:
     return []
 
 
-def schedule_drafts(replicas: List[Scheduler], drafter: Drafter) -> list[Plan]:
+def schedule_drafts(replicas: tuple[Scheduler, ...], drafter: Drafter) -> list[Plan]:
     """Plan what a draft model guesses before the next step, while nothing is in flight. Returns []
     where nothing is worth it.
     """
@@ -222,7 +222,7 @@ def schedule_drafts(replicas: List[Scheduler], drafter: Drafter) -> list[Plan]:
     return plans if any(plan.entries for plan in plans) else []
 
 
-def should_wait_for_tokens(replicas: List[Scheduler]) -> bool:
+def should_wait_for_tokens(replicas: tuple[Scheduler, ...]) -> bool:
     """Return whether steps in flight should be committed before the next plan: whether drafts would
     pay now, where all rows do nothing but decode. The drafter learns meanwhile how good they are.
     """
@@ -233,7 +233,7 @@ def should_wait_for_tokens(replicas: List[Scheduler]) -> bool:
     return bool(drafter.chosen(*rows))
 
 
-def _prefill(replicas: List[Scheduler]) -> tuple[Phase, list[list[PlanEntry]]]:
+def _prefill(replicas: tuple[Scheduler, ...]) -> tuple[Phase, list[list[PlanEntry]]]:
     """Plan chunks of prompts on each replica, and beside them a token of each row that may join."""
     rows = [r.decoding_rows() if r.can_join and r.wants_decode else [] for r in replicas]
     chunks = [r.plan_chunks(len(seqs)) for r, seqs in zip(replicas, rows, strict=True)]
@@ -243,7 +243,7 @@ def _prefill(replicas: List[Scheduler]) -> tuple[Phase, list[list[PlanEntry]]]:
     return "prefill", [[*decode_entries(r.blocks, seqs, 1), *more] for r, seqs, more in planned]
 
 
-def _decode(replicas: List[Scheduler]) -> tuple[Phase, list[list[PlanEntry]]]:
+def _decode(replicas: tuple[Scheduler, ...]) -> tuple[Phase, list[list[PlanEntry]]]:
     """Plan the next tokens of each row that decodes. Where enough tokens are certain, or are worth
     guessing, rows have runs of them, which a prefill computes.
     """
@@ -300,7 +300,9 @@ class PrefillPlanner:
             return True
         if seq.adapter is not None and not self.queues.adapters.has_room(seq.adapter):
             return False
-        match = self._match(seq)
+        # What is scored must be computed, so such a request hits no further than where that begins,
+        # or than its prompt had been scored when it was preempted.
+        match = self.blocks.cache.match(seq, most=seq.next_read)
         # A block in hand for every row that runs: an admission that forces a preemption at once is
         # wasted work.
         reserve = len(self.queues.running)
@@ -319,28 +321,25 @@ class PrefillPlanner:
         self._add_chunk(seq, match.num_known * self.blocks.block_size)
         return True
 
-    def _match(self, seq: Sequence) -> Match:
-        # What is scored must be computed, so such a request hits no further than where that begins,
-        # or than its prompt had been scored when it was preempted.
-        return self.blocks.cache.match(seq, most=seq.next_read)
-
     def _leader(self, seq: Sequence, match: Match) -> Chunk | None:
         """Return the chunk of this plan that ends the very same tokens, if this sequence is to run
         as a fork of that one.
 
         A fork computes nothing. It shares the open block too, which is copied when written: samples
         of one request are always forks; other requests are where the cached blocks leave more than
-        the one token to compute.
+        the one token to compute, and the leader began under the weights of now.
         """
         if not self._last_chunks or seq.sampling_params.prompt_logprobs is not None:
             return None
         if seq.scoring is not None:  # it draws nothing
             return None
-        leader = self._last_chunks.get(_content(seq))
+        leader = self._last_chunks.get(seq.block_bytes(0, len(seq)))
         if leader is None or leader[0].seq.request is seq.request:
             return leader
+        cache = self.blocks.cache
         rest = len(seq) - match.num_blocks * self.blocks.block_size
-        return leader if self.blocks.cache.is_on and rest > 1 else None
+        may_share = cache.is_on and not cache.is_stale(leader[0].seq)
+        return leader if may_share and rest > 1 else None
 
     def _add_chunk(self, seq: Sequence, parting: int = 0) -> None:
         """Plan the next chunk of a prompt; none while a group with a window lacks blocks for it.
@@ -354,7 +353,7 @@ class PrefillPlanner:
         if end <= start:
             return
         if not self.blocks.can_rewind:
-            end = self.blocks.stop_before(start, end, parting)
+            end = self.blocks.stop_before(start, end, parting, is_last=end == len(seq))
         if self.blocks.windowed:  # else it has them all since its admission
             self.blocks.extend(seq, end)
         self.blocks.close_ahead(seq, end)
@@ -363,12 +362,7 @@ class PrefillPlanner:
         self.chunks.append(chunk)
         self.budget -= end - start
         if is_last:
-            self._last_chunks[_content(seq)] = chunk
-
-
-def _content(seq: Sequence) -> bytes:
-    """Return all that a sequence is of, as one block."""
-    return seq.block_bytes(0, len(seq))
+            self._last_chunks[seq.block_bytes(0, len(seq))] = chunk
 
 
 def decode_entries(blocks: BlockManager, rows: list[Sequence], most: int) -> list[PlanEntry]:

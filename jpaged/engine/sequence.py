@@ -5,8 +5,7 @@ completions of one prompt.
 import copy
 import enum
 from array import array
-from collections.abc import Iterable
-from collections.abc import Sequence as List
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 from jpaged.engine.adapters import AdapterVersion
@@ -57,7 +56,7 @@ class Sequence:
         *("ahead", "num_masked"),
         # what came of it
         *("token_ids", "generated", "prompt_logprobs", "scored", "candidates"),
-        *("num_committed", "num_cached", "finish_reason", "stop_reason", "error"),
+        *("num_committed", "num_resumed", "num_cached", "finish_reason", "stop_reason", "error"),
         # where it stands
         *("status", "device_row", "is_new", "num_dispatched", "fill", "pending", "in_flight"),
         *("epoch", "adapter_slot"),
@@ -70,7 +69,7 @@ class Sequence:
     def __init__(
         self,
         request_id: str,
-        token_ids: List[int],
+        token_ids: Iterable[int],
         sampling_params: SamplingParams,
         *,
         max_model_len: int,
@@ -87,7 +86,7 @@ class Sequence:
         self.request_id = request_id
         self.origin = NOBODY if origin is None else origin  # who shares the engine with others
         self.token_ids = list(token_ids)  # prompt, then every committed token
-        self.prompt_len = len(token_ids)
+        self.prompt_len = len(self.token_ids)
         self.sampling_params = sampling_params
         self.key = key  # threefry key data of the request
         self.index = index  # which of the request's samples
@@ -122,6 +121,7 @@ class Sequence:
         self.candidates: Candidates | None = None
         # Tokens that a commit has dealt with to the end; an interrupt may fall before it.
         self.num_committed = self.prompt_len
+        self.num_resumed = 0  # drawn tokens that it began with
         self.num_cached = 0  # prompt tokens that the first admission found in the cache
         self.epoch = -1  # bumped at preemption: results of an older epoch are of other blocks
         self.restart()
@@ -156,6 +156,18 @@ class Sequence:
         self.candidates = None
         self.hashes: list[int] = []  # chain hash of each full block of token_ids seen so far
         self.drop_blocks()
+
+    def take_up(self, drawn: Generated, prompt_logprobs: Iterable[Top | None] = ()) -> None:
+        """Begin with these tokens, which an earlier request of its prompt drew before it was cut;
+        go on at the next one, as after a preemption. prompt_logprobs: of its prompt, where they are
+        known. The engine does not have it yet.
+        """
+        self.token_ids += drawn.token_ids
+        self.generated, self.num_resumed = drawn, len(drawn)
+        self.prompt_logprobs = list(prompt_logprobs) or self.prompt_logprobs
+        self.settle()
+        self.epoch = -1
+        self.restart()
 
     def drop_blocks(self) -> None:
         """Hold no blocks."""
@@ -357,18 +369,24 @@ class Sequence:
 
 
 class Request:
-    """What one caller asked for: the samples of one prompt, in order. weight_version: of the
-    weights when the engine takes it, or of newer ones that came before it had drawn anything.
+    """What one caller asked for: the samples of one prompt, in order. Some may have ended before
+    the engine takes it. salt: under which cached prefixes of its prompt are shared. weight_version:
+    of the weights when the engine takes it, of newer ones that came before it had drawn anything,
+    or of those that drew the first of the tokens that it began with.
     """
 
     steers = False  # whether its rows wait for `steer` after each draw
 
-    def __init__(self, sequences: Iterable[Sequence], *, prompt: str | None = None):
+    def __init__(
+        self, sequences: Iterable[Sequence], *, prompt: str | None = None, salt: str | None = None
+    ):
         self.sequences = list(sequences)
         self.max_sequences = len(self.sequences)  # that there may be at once
         self.request_id = self.sequences[0].request_id
-        self.prompt = prompt
+        self.prompt, self.salt = prompt, salt
         self.weight_version = 0
+        # Of samples that had ended before: what became of them, by index, for whoever collects.
+        self.ended: Mapping[int, object] = {}
         for seq in self.sequences:
             seq.request = self
             seq.waits_for_host = self.steers
@@ -379,6 +397,13 @@ class Request:
         for seq in self.sequences:
             seq.request_id = request_id
 
+    def give_up(self) -> None:
+        """End the samples that have not ended, of a request that the engine does not have."""
+        for seq in self.sequences:
+            if seq.status is not Status.FINISHED:
+                seq.conclude("abort")
+                seq.retire()
+
     def hide(self, number: int) -> None:
         """Let no other request find its cached blocks. number: no other request has it."""
         for seq in self.sequences:
@@ -387,11 +412,18 @@ class Request:
             seq.hashes.clear()
 
     @property
+    def has_drawn(self) -> bool:
+        """Whether any of its samples has a token."""
+        return any(seq.num_generated for seq in self.sequences)
+
+    @property
     def is_finished(self) -> bool:
         return not [seq for seq in self.sequences if seq.status is not Status.FINISHED]
 
     def blocks_needed(self, block_size: int) -> list[int]:
-        """Blocks of each sequence at full length; those of the prompt count once."""
+        """Return the number of blocks of each sequence at full length; those of the prompt count
+        once.
+        """
         first = self.sequences[0]
         whole, shared = -(-first.end // block_size), first.prompt_len // block_size
         return [whole, *[whole - shared] * (self.max_sequences - 1)]

@@ -283,7 +283,7 @@ def shape_table(
     """
     assert config.token_buckets is not None and config.seq_buckets is not None
     assert config.decode_steps is not None
-    most_rows, most_tokens = config.max_num_seqs, config.max_num_batched_tokens
+    most_rows, most_tokens = config.num_rows, config.max_num_batched_tokens
     rows = most_rows if rows is None else min(rows, most_rows)
     tokens = most_tokens if tokens is None else min(tokens, most_tokens)
     blocks, adapters = config.max_blocks_per_seq, dict.fromkeys((0, config.max_loras))

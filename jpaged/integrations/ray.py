@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Unpack
 
-from jpaged.engine_fields import EngineFields
+from jpaged.config import EngineFields
 from jpaged.errors import ConfigError, RequestError
 from jpaged.integrations.batch.lines import BarePrompt
 from jpaged.integrations.seeds import stable_seed

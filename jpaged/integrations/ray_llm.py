@@ -19,9 +19,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Unpack
 
-from jpaged.checks import is_scalar
-from jpaged.config import EngineConfig
-from jpaged.engine_fields import EngineFields
+from jpaged.checks import check_choice, is_scalar
+from jpaged.config import ROWS, EngineFields
 from jpaged.errors import ConfigError, JpagedError, PeerError, ReplicaError, RequestError
 from jpaged.integrations.ray_replica import (
     Launch,
@@ -33,6 +32,7 @@ from jpaged.integrations.ray_replica import (
 from jpaged.integrations.seeds import stable_seed
 from jpaged.request.outputs import RequestOutput, failed
 from jpaged.sampling_params import SamplingParams
+from jpaged.session import OnUpdate
 
 # Entries of a replica's stats() that are not totals: values of now, or ratios.
 OF_NOW = ("blocks_in_use", "num_blocks", "host_blocks_in_use", "host_blocks")
@@ -128,6 +128,7 @@ class RayLLM:
         self._ids = itertools.count()
         self._past = collections.Counter[str]()  # totals of replicas that have died
         self._losses = self._retried = 0
+        self._is_paused = False
         self._defaults: SamplingParams | None = None
         self._owns_ray = connect(address, replicas * (hosts or 1))
         self._slots = [Slot(number) for number in range(replicas)]
@@ -170,8 +171,10 @@ class RayLLM:
 
     def step(self) -> list[RequestOutput]:
         """Hand out waiting requests, wait a moment for results, and return the outputs that
-        finished; [] when idle.
+        finished; [] when idle. RequestError while it is paused.
         """
+        if self._is_paused:
+            raise RequestError("the RayLLM is paused: its requests can end after resume()")
         up = [slot for slot in self._slots if slot.is_up]
         self._queue.hand_out(up)
         for slot in up:
@@ -197,6 +200,48 @@ class RayLLM:
                     slot.unsent.remove(request)
                 else:
                     slot.aborted.append(request_id)
+
+    def update_params(self, folder: str | Path, *, mode: OnUpdate = "refuse") -> None:
+        """Have every replica serve the weights of a folder, which all nodes can read, from its next
+        step on, and those that start later too: see LLM.update_params. Returns once all have them.
+
+        mode: as there; "refuse" raises RequestError if any request is unfinished. Requests that no
+        replica has yet run by the new weights. Versions of weights count the updates, from 1 on
+        for those that it began with. Raises what reading the folder raises.
+        """
+        check_choice("mode", mode, OnUpdate)
+        if mode == "refuse" and self._unfinished:
+            count = len(self._unfinished)
+            raise RequestError(f"{count} requests are unfinished: finish them, or pass a mode")
+        before, place = self._launch, str(Path(folder).resolve())
+        self._launch = dataclasses.replace(before, model=place, updates=before.updates + 1)
+        # After a replica's exchanges in flight, since an actor takes its calls in turn.
+        asked = [(s, [a.update_params.remote(place, mode) for a in s.actors]) for s in self._slots]
+        for slot, refs in asked:
+            for ref in refs:
+                try:
+                    ray.get(ref)
+                except ray.exceptions.RayError as e:
+                    cause = e.cause if isinstance(e, ray.exceptions.RayTaskError) else e
+                    if isinstance(cause, JpagedError) and not isinstance(cause, PeerError):
+                        self._launch = before  # the folder is at fault, on every replica
+                        raise cause from None
+                    self._lost(slot, cause)
+                    break
+
+    def pause(self) -> None:
+        """Have no replica take a step until `resume`: returns once those in flight have ended.
+        Requests can be added and aborted meanwhile, weights updated (but by mode="wait", which
+        steps).
+        """
+        self._is_paused = True
+        while calls := [(slot, ref) for slot in self._slots for ref in slot.calls]:
+            for slot, ref in calls:
+                self._receive(slot, ref)
+
+    def resume(self) -> None:
+        """Go on after `pause`; nothing where there was none."""
+        self._is_paused = False
 
     def has_unfinished(self) -> bool:
         return bool(self._unfinished or self._ready)
@@ -301,7 +346,7 @@ def check_counts(**counts: tuple[int | None, int]) -> None:
 
 def rows_of(engine_config: Mapping[str, Any]) -> int:
     """Return how many sequences an engine with these settings runs at once."""
-    rows = engine_config.get("max_num_seqs", EngineConfig.max_num_seqs)
+    rows = engine_config.get("max_num_seqs", ROWS) or ROWS
     return rows * (engine_config.get("data_parallel_size") or 1)
 
 

@@ -12,11 +12,13 @@ from typing import Any
 
 import jax
 
+from jpaged import gpu_share
 from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError
 from jpaged.llm import LLM
 from jpaged.request.outputs import RequestOutput, failed
 from jpaged.sampling_params import SamplingParams
+from jpaged.session import OnUpdate
 
 try:
     # For type checkers, `import ray` would be the module beside this one.
@@ -33,6 +35,7 @@ class Replica:
     """The code of an actor: one LLM, which it steps while the driver asks for it."""
 
     rank = 0  # its number among the actors of a replica; all do the same, and the first answers
+    updates = 0  # of the weights, before it was started
 
     def address(self) -> str:
         """Return the address at which the other actors of a replica can reach this one."""
@@ -46,6 +49,8 @@ class Replica:
         seed: int,
         engine_config: dict[str, Any],
         adapters: Mapping[str, str],
+        has_whole_gpus: bool,
+        updates: int = 0,
         coordinator: str | None = None,
         hosts: int = 1,
         rank: int = 0,
@@ -53,19 +58,27 @@ class Replica:
         """Load the model (None: the embedded one) and its adapters. Return its default
         SamplingParams.
 
-        coordinator: the first actor's address, if the devices of several actors share the model.
+        has_whole_gpus: whether nothing else runs on its GPUs. updates: how often the weights were
+        updated before. coordinator: the first actor's address, if the devices of several actors
+        share the model.
         """
+        if has_whole_gpus:
+            gpu_share.take_most()
         if model is None:
             from jpaged.demo import MODEL_PATH
 
             model = str(MODEL_PATH)
-        self.rank = rank
+        self.rank, self.updates = rank, updates
         if coordinator is not None:
             jax.distributed.initialize(coordinator, hosts, rank)
         self._llm = LLM(model, seed=seed, **engine_config)
         for name, folder in adapters.items():
             self._llm.add_adapter(name, folder)
         return self._llm.default_sampling_params()
+
+    def update_params(self, folder: str, mode: OnUpdate) -> None:
+        """Serve the weights of a folder from now on: see LLM.update_params."""
+        self._llm.update_params(folder, mode=mode)
 
     def exchange(
         self,
@@ -94,13 +107,28 @@ class Replica:
         ):
             ended += self._llm.step()
             taken += 1
-        return (ended, self._llm.stats()) if self.rank == 0 else ([], {})
+        if self.rank:
+            return [], {}
+        for output in ended if self.updates else ():
+            _count_from(output, self.updates)
+        return ended, self._llm.stats()
+
+
+def _count_from(output: RequestOutput, updates: int) -> None:
+    """Count versions of weights as an LLM that had all updates: this one began after some."""
+    if output.weight_version:  # else it never ran
+        output.weight_version += updates
+    for done in output.outputs:
+        done.weight_versions = [
+            span._replace(version=span.version + updates) for span in done.weight_versions
+        ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Launch:
     """How every replica is started. hosts: actors of a replica, one on each host. resources: what
-    Ray reserves for each actor. adapters: the folder of each.
+    Ray reserves for each actor. adapters: the folder of each. updates: how often the weights, now
+    those of `model`, were updated.
     """
 
     model: str | None
@@ -109,6 +137,7 @@ class Launch:
     resources: Mapping[str, float]
     hosts: int = 1
     adapters: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    updates: int = 0
 
 
 @dataclasses.dataclass(eq=False)
@@ -166,7 +195,11 @@ class Slot:
             "max_restarts": 0,  # the driver starts new actors: it knows the old ones' requests
         }
         self.starts += 1
-        args = (launch.model, launch.seed, launch.engine_config, launch.adapters)
+        has_whole_gpus = launch.resources.get("GPU", 0) >= 1  # of a part, others have the rest
+        args = (
+            *(launch.model, launch.seed, launch.engine_config, launch.adapters),
+            *(has_whole_gpus, launch.updates),
+        )
         if launch.hosts == 1:
             self.actors = [ray.remote(Replica).options(**options).remote()]
             self.starting = self.actors[0].start.remote(*args)

@@ -13,16 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.typing import DTypeLike
 
 from jpaged.models.config import ModelConfig
 from jpaged.models.draft_head import HeadConfig
 from jpaged.models.forward import Forward, bind_layers
+from jpaged.models.head import DraftHead
 from jpaged.models.kv_view import KVView, Place
 from jpaged.models.layers.attention import Attention
 from jpaged.models.layers.embedding import Embedding
 from jpaged.models.layers.experts import Experts
-from jpaged.models.layers.layer import Layer
 from jpaged.models.layers.linear import Linear, StepContext
 from jpaged.models.layers.mlp import MLP
 from jpaged.models.layers.norm import RMSNorm
@@ -33,32 +32,18 @@ from jpaged.models.trees import to_tree
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EagleHead:
+class EagleHead(DraftHead):
     """The modules of a head, a pytree of their arrays. `bind_eagle` makes it.
 
     embed, head: None where those of the model that it guesses for serve, which is the argument
     `target` of its methods.
     """
 
-    fc: Linear
     embed: Embedding | None
     hidden_norm: RMSNorm
-    layer: Layer
-    norm: RMSNorm
     head: Linear | None
     config: HeadConfig = dataclasses.field(metadata={"static": True})
     vocab_size: int = dataclasses.field(metadata={"static": True})  # of the model
-
-    @property
-    def dtype(self) -> DTypeLike:
-        """The dtype of its weights."""
-        assert self.fc.weight is not None
-        return self.fc.weight.dtype
-
-    @property
-    def experts_are_plain(self) -> bool:
-        """See Forward."""
-        return self.layer.experts_are_plain
 
     def joined(self, states: list[Array], step: StepContext) -> Array:
         """Return one hidden state [..., T, E] of those of the model's layers."""

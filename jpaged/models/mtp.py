@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.typing import DTypeLike
 
 from jpaged.combinations import Facts, check_combination
 from jpaged.errors import UnsupportedError
@@ -22,9 +21,9 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.draft_head import MTPConfig
 from jpaged.models.families import FAMILIES
 from jpaged.models.forward import Forward, bind_layers
+from jpaged.models.head import DraftHead
 from jpaged.models.kv_view import KVView, Place
 from jpaged.models.layers.attention import AttentionConfig
-from jpaged.models.layers.layer import Layer
 from jpaged.models.layers.linear import Linear, StepContext
 from jpaged.models.layers.norm import RMSNorm
 from jpaged.models.layers.rope import Rotary
@@ -50,27 +49,13 @@ def mtp_config(target: ModelConfig) -> ModelConfig:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MTPHead:
+class MTPHead(DraftHead):
     """The modules of an MTP head, a pytree of their arrays. `bind_mtp` makes it. It has the methods
     of EagleHead.
     """
 
     embed_norm: RMSNorm
     hidden_norm: RMSNorm
-    fc: Linear
-    layer: Layer
-    norm: RMSNorm
-
-    @property
-    def dtype(self) -> DTypeLike:
-        """The dtype of its weights."""
-        assert self.fc.weight is not None
-        return self.fc.weight.dtype
-
-    @property
-    def experts_are_plain(self) -> bool:
-        """See Forward."""
-        return self.layer.experts_are_plain
 
     def joined(self, states: list[Array], step: StepContext) -> Array:
         """Return the one hidden state [..., T, E] that it takes of the model."""

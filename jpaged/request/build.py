@@ -5,7 +5,6 @@ import itertools
 import os
 import threading
 import warnings
-from collections.abc import Sequence as List
 
 from jpaged.checkpoint.kept_tokenizer import whole
 from jpaged.checks import check_real, check_whole
@@ -18,6 +17,7 @@ from jpaged.engine.sequence import Request, Sequence
 from jpaged.errors import CapacityError, RequestError
 from jpaged.request.detokenizer import TextStream
 from jpaged.request.inputs import Inputs, Prompt
+from jpaged.request.resume import resume
 from jpaged.request.scores import ScoreOptions
 from jpaged.sampling_params import SamplingParams
 from jpaged.search.beam import BeamSearch, EarlyStopping, num_candidates
@@ -51,8 +51,9 @@ class Builder:
     ) -> Request:
         """Return the request of a prompt, with one Sequence for each of its `n` samples.
 
-        key: what it draws from, unless sampling_params has a seed. streaming: its text is wanted as
-        its tokens come. origin: who shares the engine with others. Raises RequestError.
+        key: what it draws from, unless sampling_params has a seed or the prompt has begun: that one
+        goes on with its own. streaming: its text is wanted as its tokens come. origin: who shares
+        the engine with others. Raises RequestError.
         """
         asked, inputs = sampling_params, self.inputs
         if not isinstance(asked, SamplingParams):
@@ -74,8 +75,10 @@ class Builder:
             self._warn_of_eos()
         # One sample scores the prompt for all.
         others = dataclasses.replace(asked, prompt_logprobs=None) if asked.n > 1 else asked
-        request_id = self.new_id()
-        return Request(
+        request_id, begun = self.new_id(), prompt.begun
+        if begun is not None and begun.unfinished is not None:
+            key = begun.unfinished.key
+        request = Request(
             [
                 Sequence(
                     request_id,
@@ -94,7 +97,11 @@ class Builder:
                 for index in range(asked.n)
             ],
             prompt=prompt.text,
+            salt=prompt.salt,
         )
+        if begun is not None:
+            resume(request, begun)
+        return request
 
     def beam_search(
         self,
@@ -106,6 +113,7 @@ class Builder:
         structured: Structured | None = None,
     ) -> BeamSearch:
         """Return the request of a beam search: see jpaged.beam_search. Raises RequestError."""
+        _refuse_begun(prompt, "beam_search takes")
         wanted = _num_candidates(beam_width, len(self.inputs.eos_ids), self.config)
         check_real("length_penalty", length_penalty, -20.0, 20.0)
         if not isinstance(early_stopping, bool) and early_stopping != "never":
@@ -137,7 +145,7 @@ class Builder:
             prompt=prompt.text,
         )
 
-    def scores(self, prompts: List[Prompt], options: ScoreOptions) -> list[Request]:
+    def scores(self, prompts: list[Prompt], options: ScoreOptions) -> list[Request]:
         """Return a request for each sequence whose tokens are to be scored. See jpaged.score.
         Raises RequestError.
         """
@@ -161,7 +169,7 @@ class Builder:
             for prompt, scoring, matcher in zip(prompts, scorings, matchers, strict=True)
         ]
 
-    def hidden(self, prompts: List[Prompt]) -> list[Request]:
+    def hidden(self, prompts: list[Prompt]) -> list[Request]:
         """Return a request for each sequence whose hidden states are wanted: see jpaged.hidden.
         Raises RequestError.
         """
@@ -170,7 +178,7 @@ class Builder:
         scoring = Scoring(hidden=True)
         return [self._reading(prompt, SamplingParams(), scoring) for prompt in prompts]
 
-    def _check_lengths(self, lengths: List[int]) -> None:
+    def _check_lengths(self, lengths: list[int]) -> None:
         for i, length in enumerate(lengths):
             if length > (most := self.inputs.max_model_len):
                 raise CapacityError(
@@ -185,6 +193,7 @@ class Builder:
         matcher: Matcher | None = None,
     ) -> Request:
         """Return a request of a sequence that draws nothing."""
+        _refuse_begun(prompt, "score and hidden take")
         sequence = Sequence(
             self.new_id(),
             prompt.ids,
@@ -234,13 +243,18 @@ class Builder:
         warnings.warn(text, skip_file_prefixes=(HERE,))  # the line that called jpaged
 
 
+def _refuse_begun(prompt: Prompt, what: str) -> None:
+    if prompt.begun is not None:
+        raise RequestError(f"{what} prompts, not outputs: pass its token ids")
+
+
 def _num_candidates(beam_width: int, num_eos: int, config: EngineConfig) -> int:
     """Return how many continuations of each beam a search looks at; RequestError where there may
     not be as many.
     """
     check_whole("beam_width", beam_width, 1)
-    if beam_width > config.max_num_seqs:
-        raise RequestError(f"beam_width={beam_width} is above max_num_seqs={config.max_num_seqs}")
+    if beam_width > config.num_rows:
+        raise RequestError(f"beam_width={beam_width} is above max_num_seqs={config.num_rows}")
     wanted = num_candidates(int(beam_width), num_eos)
     if wanted > config.max_logprobs:
         raise RequestError(

@@ -77,8 +77,8 @@ class TextStream:
         return self.text
 
     def take_delta(self) -> str:
-        """Text that has become certain since the last call; a tail that may grow into a stop string
-        is held back.
+        """Return the text that has become certain since the last call. A tail that may grow into a
+        stop string is held back.
         """
         end = len(self.text)
         tails = () if self.is_final else range(max(end - self._reach, self._sent), end)
@@ -89,8 +89,8 @@ class TextStream:
         return delta
 
     def rewind(self, token_ids: Sequence[int], min_tokens: int) -> None:
-        """Back to having seen exactly these of its tokens, none of which ended it; deltas already
-        taken stay taken.
+        """Go back to the state after exactly these of its tokens, none of which ended it; deltas
+        already taken stay taken.
         """
         self._clear()
         for i, token in enumerate(token_ids):
@@ -113,5 +113,5 @@ class TextStream:
 
 
 def decode(tokenizer: Decoder, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-    """Plain decoding, with the spaces that were generated (no clean-up)."""
+    """Return the text of tokens, with the spaces that were generated (no clean-up)."""
     return tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)

@@ -5,8 +5,9 @@ key, one SamplingParams or adapter for all prompts as one for each.
 import contextlib
 import dataclasses
 import functools
+import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -21,6 +22,7 @@ from jpaged.engine.adapters import AdapterVersion
 from jpaged.engine.keys import Key, fold_in, key_from_seed
 from jpaged.errors import CapacityError, RequestError
 from jpaged.models.config import ModelConfig
+from jpaged.request.outputs import RequestOutput
 from jpaged.sampling_params import SamplingParams
 from jpaged.types import Messages, PyTree, Tokenizer
 
@@ -38,13 +40,15 @@ class Prompt:
     """One prompt, checked and tokenized: what a request is made from.
 
     text: what the ids were tokenized from, where it is known. salt: cached prefixes are shared with
-    prompts of the same salt only. adapter: the one on top of the model that answers.
+    prompts of the same salt only. adapter: the one on top of the model that answers. begun: the
+    output of an earlier request of it, whose samples go on.
     """
 
     text: str | None
     ids: tuple[int, ...]
     salt: str | None = None
     adapter: AdapterVersion | None = None
+    begun: RequestOutput | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +65,9 @@ class Chat:
 
 
 # One prompt in any form that Inputs.prompt takes; one or a list of them, mixed.
-PromptLike = str | Sequence[int] | np.ndarray | jax.Array | Mapping[str, Any] | Chat | Prompt
+PromptLike = (
+    str | Sequence[int] | np.ndarray | jax.Array | Mapping[str, Any] | Chat | Prompt | RequestOutput
+)
 PromptsLike = PromptLike | Sequence[PromptLike]
 SamplingParamsLike = SamplingParams | Sequence[SamplingParams] | None
 
@@ -140,6 +146,8 @@ class Inputs:
         """
         if isinstance(prompt, Prompt):
             return prompt
+        if isinstance(prompt, RequestOutput):
+            return self._begun(prompt, adapter)
         text = salt = name = None
         if isinstance(prompt, Chat):
             name = prompt.adapter
@@ -154,9 +162,7 @@ class Inputs:
         else:
             ids = _token_ids(prompt, self.max_model_len if must_fit else None)
         if min(ids) < 0 or max(ids) >= self.model.vocab_size:
-            bad = next(t for t in ids if not 0 <= t < self.model.vocab_size)
-            size = self.model.vocab_size
-            raise RequestError(f"prompt token id {bad} is outside the vocabulary of {size}")
+            self._check_ids(ids)
         if must_fit and len(ids) >= self.max_model_len:
             raise _too_long(len(ids), self.max_model_len)
         return Prompt(text, tuple(ids), salt, adapter if name is None else self._named(name))
@@ -182,6 +188,34 @@ class Inputs:
             if _num_characters(chat.messages) > CHARACTERS_A_TOKEN * self.max_model_len:
                 text = _rendered(chat, tokenizer, tokenize=False)
                 check_length(text, self.max_model_len, tokenizer.encode)
+
+    def _begun(self, output: RequestOutput, adapter: AdapterVersion | None) -> Prompt:
+        """Return the Prompt of an output whose request goes on."""
+        if output.error is not None:
+            raise RequestError(f"the output of a request that failed cannot go on: {output.error}")
+        is_cut = any(c.finish_reason == "abort" for c in output.outputs)
+        is_search = any(c.score is not None for c in output.outputs)
+        if not output.outputs or is_search or is_cut != (output.unfinished is not None):
+            raise RequestError(
+                "the output of a beam search cannot go on: pass that of generate, abort or rollout"
+            )
+        if output.adapter is not None:
+            adapter = self._named(output.adapter)
+        elif output.adapter_version and adapter is None:
+            raise RequestError(
+                "the output of a request with an adapter that came with its call: pass lora= again"
+            )
+        ids, salt = tuple(output.prompt_token_ids), None
+        if output.unfinished is not None:
+            salt = output.unfinished.salt
+        self._check_ids(itertools.chain(ids, *(c.token_ids for c in output.outputs)))
+        return Prompt(output.prompt, ids, salt, adapter, output)
+
+    def _check_ids(self, ids: Iterable[int]) -> None:
+        """RequestError for a token that is not of the vocabulary."""
+        size = self.model.vocab_size
+        if (bad := next((t for t in ids if not 0 <= t < size), None)) is not None:
+            raise RequestError(f"prompt token id {bad} is outside the vocabulary of {size}")
 
     def _tokenized(self, text: str, must_fit: bool) -> list[int]:
         try:
@@ -209,7 +243,8 @@ def as_list(prompts: PromptsLike) -> list[Any]:
     """Return a list of prompts, from one or a list of them, each still in its form.
 
     A prompt is a str, a list of ints, a 1-D numpy or jax array, {"prompt": str} or
-    {"prompt_token_ids": ids}; a dict may have a "cache_salt" (str) and an "adapter" (its name) too.
+    {"prompt_token_ids": ids}; a dict may have a "cache_salt" (str) and an "adapter" (its name) too;
+    or a RequestOutput, whose samples go on where they were cut.
     """
     if _is_array(prompts):
         if prompts.ndim == 1 and prompts.dtype.kind in "iu":
@@ -218,7 +253,7 @@ def as_list(prompts: PromptsLike) -> list[Any]:
             f"prompts is a {prompts.ndim}-D array of {prompts.dtype}: pass unpadded lists "
             "of token ids"
         )
-    if isinstance(prompts, str | Mapping):
+    if isinstance(prompts, str | Mapping | RequestOutput):
         return [prompts]
     if not isinstance(prompts, Sequence):
         wanted = "a str, token ids, a dict, or a list of these"

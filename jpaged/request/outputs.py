@@ -3,12 +3,13 @@
 import collections.abc
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 
 from jpaged.engine.generated import Top
+from jpaged.engine.keys import Key
 from jpaged.engine.sequence import Request, Sequence
 from jpaged.errors import RequestError
 from jpaged.request.detokenizer import decode
@@ -36,6 +37,16 @@ class WeightSpan(NamedTuple):
     end: int
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Unfinished:
+    """What a request that was cut goes on by, beside what its output shows. key: threefry key data
+    that its samples draw from. salt: its prompt's `cache_salt`.
+    """
+
+    key: Key
+    salt: str | None
+
+
 class NamedLogprobs(collections.abc.Sequence[dict[int, Logprob] | None]):
     """{token: Logprob} for each of many tokens, in the order in which they are ranked. A dict is
     made when it is read: nobody waits for those of a long prompt, or of many completions.
@@ -52,6 +63,16 @@ class NamedLogprobs(collections.abc.Sequence[dict[int, Logprob] | None]):
     ):
         self._rows, self._tokenizer = rows, tokenizer
         self._texts: dict[int, str] = {} if texts is None else texts  # of tokens decoded so far
+
+    @staticmethod
+    def rows_of(named: collections.abc.Sequence[dict[int, Logprob] | None]) -> list[Top | None]:
+        """Return the rows of which these were made, also where they are plain dicts by now."""
+        if isinstance(named, NamedLogprobs):
+            return list(named._rows)
+        return [
+            None if row is None else [(token, p.logprob, p.rank or 0) for token, p in row.items()]
+            for row in named
+        ]
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -123,7 +144,8 @@ class RequestOutput:
     ones under running requests it is that of its first token, and each completion has the others'.
     adapter, adapter_version: the name (None where it came with the call) and the version of the
     adapter on top of them; versions count from 1 over all adapters of an engine, 0 is none. index:
-    the place of its prompt among those of its call.
+    the place of its prompt among those of its call. unfinished: of one that was cut ("abort"),
+    which as a prompt goes on where it was; None where nothing is left to draw.
     """
 
     request_id: str
@@ -138,6 +160,7 @@ class RequestOutput:
     adapter: str | None = None
     adapter_version: int = 0
     index: int = 0
+    unfinished: Unfinished | None = None
 
 
 @dataclasses.dataclass(kw_only=True)  # frozen takes thrice as long, at each token
@@ -145,6 +168,7 @@ class CompletionChunk:
     """A piece of a streamed completion; finish_reason and stop_reason are set on its last piece.
 
     token_logprobs_delta, logprobs_delta: of token_ids_delta, as CompletionOutput has them.
+    weight_versions_delta: of them too, from 0 on at the first token of the whole completion.
     """
 
     request_index: int
@@ -155,6 +179,7 @@ class CompletionChunk:
     token_logprobs_delta: list[float] = dataclasses.field(default_factory=list)
     logprobs_delta: collections.abc.Sequence[Any] | None = None
     stop_reason: int | str | None = None
+    weight_versions_delta: list[WeightSpan] = dataclasses.field(default_factory=list)
 
 
 def collect(request: Request, tokenizer: Tokenizer | None) -> RequestOutput:
@@ -174,7 +199,7 @@ def collect(request: Request, tokenizer: Tokenizer | None) -> RequestOutput:
             for index, hypothesis in enumerate(request.results())
         ]
     else:
-        completions = [_sample(seq, tokenizer) for seq in request.sequences]
+        completions = [_sample(seq, request.ended, tokenizer) for seq in request.sequences]
     scored = first.sampling_params.prompt_logprobs is not None
     adapter = first.adapter
     return RequestOutput(
@@ -188,7 +213,18 @@ def collect(request: Request, tokenizer: Tokenizer | None) -> RequestOutput:
         weight_version=request.weight_version,
         adapter=None if adapter is None else adapter.name,
         adapter_version=0 if adapter is None else adapter.version,
+        unfinished=_unfinished(request),
     )
+
+
+def _unfinished(request: Request) -> Unfinished | None:
+    """Return what a request goes on by that was cut; None where it has ended, and for a search,
+    whose beams are no samples.
+    """
+    was_cut = any(seq.finish_reason == "abort" for seq in request.sequences)
+    if request.error is not None or not was_cut or isinstance(request, BeamSearch):
+        return None
+    return Unfinished(key=request.sequences[0].key, salt=request.salt)
 
 
 def failed(
@@ -237,8 +273,9 @@ class LiveCompletions:
                 raise seq.error
             if len(seq) > self._sent[seq] or seq.finish_reason is not None:
                 sent, tops = self._sent[seq], None
+                drawn = sent - seq.prompt_len
                 if seq.sampling_params.logprobs is not None:
-                    new = seq.generated.top_logprobs[sent - seq.prompt_len :]
+                    new = seq.generated.top_logprobs[drawn:]
                     tops = NamedLogprobs(new, self._tokenizer, self._texts)
                 yield CompletionChunk(
                     request_index=i,
@@ -246,9 +283,10 @@ class LiveCompletions:
                     token_ids_delta=seq.token_ids[sent:],
                     text_delta=None if seq.text is None else seq.text.take_delta(),
                     finish_reason=seq.finish_reason,
-                    token_logprobs_delta=seq.generated.logprobs[sent - seq.prompt_len :],
+                    token_logprobs_delta=seq.generated.logprobs[drawn:],
                     logprobs_delta=tops,
                     stop_reason=seq.stop_reason,
+                    weight_versions_delta=_spans(seq.generated.weight_versions, drawn),
                 )
                 self._sent[seq] = len(seq)
 
@@ -280,15 +318,21 @@ def completion(
         stop_reason=stop_reason,
         allowed_logprobs=allowed_logprobs,
         score=score,
-        weight_versions=[WeightSpan(versions[0], 0, len(versions))]
-        if versions and versions[0] == versions[-1]
-        else _spans(versions),
+        weight_versions=_spans(versions),
     )
 
 
-def _spans(versions: collections.abc.Sequence[int]) -> list[WeightSpan]:
-    """Return the spans of equal versions, which never fall."""
-    spans, start = list[WeightSpan](), 0
+def _spans(versions: collections.abc.Sequence[int], start: int = 0) -> list[WeightSpan]:
+    """Return the spans of equal versions, of the tokens from `start` on."""
+    if len(versions) == start + 1:  # a token of a stream
+        return [WeightSpan(versions[start], start, start + 1)]
+    if start:
+        versions = versions[start:]
+    if not versions:
+        return []
+    if versions.count(versions[0]) == len(versions):  # as nearly always
+        return [WeightSpan(versions[0], start, start + len(versions))]
+    spans = list[WeightSpan]()
     for version, drawn in itertools.groupby(versions):
         end = start + len(list(drawn))
         spans.append(WeightSpan(version, start, end))
@@ -296,7 +340,12 @@ def _spans(versions: collections.abc.Sequence[int]) -> list[WeightSpan]:
     return spans
 
 
-def _sample(seq: Sequence, tokenizer: Tokenizer | None) -> CompletionOutput:
+def _sample(
+    seq: Sequence, ended: Mapping[int, object], tokenizer: Tokenizer | None
+) -> CompletionOutput:
+    """Return a sample's output. ended: of samples that had ended before the request began."""
+    if isinstance(before := ended.get(seq.index), CompletionOutput):
+        return before
     # The caller's output is a value: it must not change where a snapshot goes back.
     drawn, asked = seq.generated.copy(), seq.sampling_params
     if seq.text is not None:

@@ -147,7 +147,7 @@ def choose_kernel(
         block_size=config.block_size,
         num_heads=group.num_heads // shards,
         num_kv_heads=group.num_kv_heads // shards,
-        num_rows=config.max_num_seqs,
+        num_rows=config.num_rows,
         blocks_per_row=config.max_blocks_per_seq,
     )
     value_dim = None if group.value_dim == group.head_dim else group.value_dim

@@ -50,11 +50,12 @@ class Choices:
     states. products: the module that multiplies by weights; None is XLA. experts: the module that
     multiplies by a mixture's experts; None for a model without. delta: the module of the gated
     delta rule; None for a model without. one_pass: the kernel that sums over the vocabulary; None
-    is XLA. in_fp8: the device has tensor cores for products of fp8 by fp8. states_are_alike: the
-    bits of the gated delta rule depend neither on the batch nor on where a step begins.
-    is_batch_invariant: the bits of a row depend on that row alone in every product and in
-    attention, so that deterministic serving needs no steps of one size. draft: the choices for the
-    model that guesses ahead, if one does.
+    is XLA. in_fp8: the device has tensor cores for products of fp8 by fp8. counts_steps: a dispatch
+    of several decode steps takes them all, since a loop that ends early would ask the host at each
+    turn. states_are_alike: the bits of the gated delta rule depend neither on the batch nor on
+    where a step begins. is_batch_invariant: the bits of a row depend on that row alone in every
+    product and in attention, so that deterministic serving needs no steps of one size. draft: the
+    choices for the model that guesses ahead, if one does.
     """
 
     dtype: Any
@@ -64,13 +65,14 @@ class Choices:
     delta: DeltaRule | None = None
     one_pass: OnePass | None = None
     in_fp8: bool = False
+    counts_steps: bool = False
     states_are_alike: bool = True
     is_batch_invariant: bool = False
     draft: "Choices | None" = None
 
     def for_config(self, config: EngineConfig) -> Self:
         """Return the same choices for a resolved config with other rows and other determinism."""
-        rows = config.max_num_seqs
+        rows = config.num_rows
         kernels = tuple(
             k and dataclasses.replace(k, shapes=dataclasses.replace(k.shapes, num_rows=rows))
             for k in self.attention
@@ -123,6 +125,7 @@ def choose(
         delta=None if delta is None else delta.module(),
         one_pass=choose_one_pass(config, served.vocab_size // shards, device),
         in_fp8=config.quantized_activations == "auto" and multiplies_fp8(device),
+        counts_steps=device.platform in CUDA,
         states_are_alike=states_are_alike,
         is_batch_invariant=(
             products is not None

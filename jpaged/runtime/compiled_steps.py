@@ -193,7 +193,7 @@ class CompiledSteps:
     @property
     def counts(self) -> jax.ShapeDtypeStruct:
         """RowState.counts_RV of all replicas; its vocabulary includes the padding."""
-        shape = (self.setting.config.max_num_seqs, self.setting.model.vocab_size)
+        shape = (self.setting.config.num_rows, self.setting.model.vocab_size)
         return self._struct(shape, jnp.int32, self._counts_spec)
 
     @property
@@ -202,7 +202,7 @@ class CompiledSteps:
 
     def _state(self, *, full: bool) -> tuple[DeviceState, DeviceState]:
         """Return the device's state as ShapeDtypeStructs, and as PartitionSpecs."""
-        slots = self.setting.config.max_num_seqs
+        slots = self.setting.config.num_rows
         parts = self.placement.by_replica
         row = self._struct((slots,), jnp.int32)
         counts = self.counts if full else None

@@ -6,9 +6,10 @@ is seconds of a cold start, an upper bound by arithmetic stands in wherever the 
 same.
 """
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
 from jpaged.checks import read_json
-from jpaged.config import EngineConfig, reads_mtp_head
+from jpaged.config import ROWS, EngineConfig, reads_mtp_head
 from jpaged.engine.shapes import SAMPLERS, PrefillShape, Shape
+from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
 from jpaged.models.forward import Forward
 from jpaged.models.head_modules import Head, bind_any, fitted
@@ -30,7 +32,7 @@ from jpaged.models.kv_groups import kv_groups
 from jpaged.models.layers.scratch import StepSizes
 from jpaged.models.mtp import mtp_config
 from jpaged.models.param_spec import ParamSpec
-from jpaged.models.params import nest, param_shapes, param_specs, param_table
+from jpaged.models.params import Params, nest, param_shapes, param_specs, param_table
 from jpaged.models.quantized import is_quantized, quantized, specs_of
 from jpaged.models.served import served_config, served_form, share_of, stored_shapes
 from jpaged.runtime import logprobs, sampler
@@ -47,12 +49,16 @@ from jpaged.runtime.memory import (
     plan,
 )
 from jpaged.runtime.mesh import Placement, asked_shape, serving_mesh
+from jpaged.runtime.processes import are_many, least
 from jpaged.runtime.resolve import resolve
 from jpaged.runtime.runner import DraftOf, Runner, choose_for
 from jpaged.runtime.step_table import step_table
 
 SCORE_TILE = 64  # tokens whose prompt scores are computed together
 TILES = 16 << 20  # bytes of attention's own tiles
+# XLA tries a product on a GPU with guards around its arrays and a workspace for cuBLAS.
+TRIAL_BYTES = 64 << 20
+MOST_ROWS = 1024  # that are planned for an accelerator where nobody chose them
 RESIDENT_STEPS = 32  # of a table that is not compiled whole: those that a run is taken to meet
 
 
@@ -76,13 +82,21 @@ def plan_memory(
     draft: a model that guesses for it, or the config of a head's Params; None is with method="mtp"
     the model's own head. limits: of a card
     that is not here; None is what the device has. compiled=False takes the upper bound of what
-    steps need, which is proved for CPUs only.
+    steps need, which is proved for CPUs only. max_num_seqs=None is planned by that bound too.
     Raises ConfigError where no block fits.
     """
     settings = EngineConfig() if config is None else config
+    devices = jax.devices() if device is None else list(np.atleast_1d(device))
+    settings = with_rows(
+        ModelConfig.coerce(model),
+        settings,
+        limits is None and devices[0].platform == "cpu",
+        lambda asked: plan_memory(
+            model, asked, device=device, draft=draft, limits=limits, compiled=False
+        ),
+    )
     dtype, stored = settings.dtype or stored_dtype(model), _stored_format(model)
     model = ModelConfig.coerce(model)
-    devices = jax.devices() if device is None else list(np.atleast_1d(device))
     placement = _place(settings, devices, compiled)
     settings, choices = resolve(model, settings, placement, dtype)
     served = served_config(model, placement.axis_size)
@@ -117,6 +131,63 @@ def plan_memory(
         limits = dataclasses.replace(limits, in_use=weights + kept)
     probe = probe_runner(model, settings, placement, params, drafts, choices)
     return plan_within(settings, limits, probe, compiled)
+
+
+def with_rows(
+    model: ModelConfig,
+    config: EngineConfig,
+    on_cpu: bool,
+    plan_of: Callable[[EngineConfig], MemoryPlan],
+) -> EngineConfig:
+    """Return the config with max_num_seqs filled in where it is None: as many rows as memory holds
+    states for, to a thirtieth; ROWS for a model that keeps no state. plan_of: plans for a number of
+    rows, and compiles nothing.
+    """
+    if config.max_num_seqs is not None:
+        return config
+    if not model.has_state:
+        return dataclasses.replace(config, max_num_seqs=ROWS)
+
+    fitting, most = 0, min([ROWS if on_cpu else MOST_ROWS, *(config.seq_buckets or ())[-1:]])
+    rows = most
+    while True:
+        fits = 0
+        with contextlib.suppress(ConfigError):  # not one block; the caller meets it where none fit
+            plan = plan_of(dataclasses.replace(config, max_num_seqs=rows))
+            if plan.waste >= 0:
+                # As many as there are states for fit, since fewer rows need less beside them.
+                fits = rows if plan.num_seqs == plan.max_num_seqs else plan.num_seqs
+        fitting, most = max(fitting, fits), most if fits == rows else rows - 1
+        if most - fitting <= fitting // 32:
+            return dataclasses.replace(config, max_num_seqs=max(fitting, 1))
+        rows = (fitting + most + 1) // 2
+
+
+def with_rows_beside(
+    params: Params, config: EngineConfig, placement: Placement, dtype: Any, is_plain: bool
+) -> EngineConfig:
+    """Return `with_rows` for weights that lie on the devices of a place, or will. A draft model's
+    share is not counted, nor copies of the weights in another dtype: where those leave less,
+    fewer rows run, with a warning. dtype, is_plain: as of resolve.
+    """
+    if config.max_num_seqs is not None:
+        return config
+    model = params.config
+    served = served_config(model, placement.axis_size)
+    leaves, structure = jax.tree.flatten(params)
+    form = form_of(served, placement, dtype, config.quantization)
+    if config.quantization is None and all(isinstance(x, jax.Array) for x in leaves):
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in leaves]
+        form = bind_any(served, jax.tree.unflatten(structure, shapes))
+
+    def plan_of(asked: EngineConfig) -> MemoryPlan:
+        resolved, choices = resolve(model, asked, placement, dtype, is_plain)
+        return plan_pool(model, resolved, placement, form, choices=choices, compiled=False)
+
+    planned = with_rows(model, config, placement.device.platform == "cpu", plan_of)
+    rows = planned.num_rows
+    rows = least(rows) if are_many(placement.mesh) else rows
+    return dataclasses.replace(planned, max_num_seqs=rows)
 
 
 def _leaves(tree: Any) -> list[Any]:
@@ -172,7 +243,8 @@ def limits_to_come(device: Any, utilization: float, weights: int, devices: int =
     """
     limits = Limits.of(device, utilization)
     if limits.pool is None:
-        return dataclasses.replace(limits, in_use=limits.in_use + weights)
+        block = None if limits.block is None else limits.block - weights
+        return dataclasses.replace(limits, in_use=limits.in_use + weights, block=block)
     pool = max(min(CPU_POOL_BYTES, (limits.total - weights * devices) // 2), 0)
     return dataclasses.replace(limits, total=limits.total // devices, pool=pool // devices)
 
@@ -202,25 +274,27 @@ def plan_pool(
     freed: int = 0,
     needs: Needs | None = None,
     choices: Choices | None = None,
+    compiled: bool = True,
 ) -> MemoryPlan:
     """Return the plan of the machine at hand, for a resolved config and serving trees that lie on
     its devices.
 
     draft: of a draft model. freed: bytes on a device that the engine itself will free first (the
     pool that a larger one replaces). needs: what an earlier plan measured, so that nothing is
-    compiled. choices: as of Runner.
+    compiled. choices: as of Runner. compiled: as of plan_within.
     """
     limits = Limits.of(placement.device, config.memory_utilization)
     weights = bytes_on_device((params, draft and draft[1]))
     if limits.pool is None:
-        limits = dataclasses.replace(limits, in_use=limits.in_use - freed)
+        block = None if limits.block is None else max(limits.block, freed)
+        limits = dataclasses.replace(limits, in_use=limits.in_use - freed, block=block)
     else:  # virtual CPU devices share one memory, of which the weights have been taken already
         devices = 1 if placement.mesh is None else placement.mesh.size
         limits = Limits(
             total=limits.total // devices + weights + freed, pool=limits.pool // devices
         )
     probe = probe_runner(model, config, placement, params, draft, choices)
-    return plan_within(config, limits, probe, needs=needs)
+    return plan_within(config, limits, probe, compiled, needs)
 
 
 def plan_within(
@@ -252,6 +326,9 @@ def plan_within(
     holds = is_cpu and not any(kernel.interpret for kernel in kernels)
     if compiled and (not holds or weights + needs.total + largest > limits.total):
         needs = measured(probe, pool.moved(config))
+    if limits.is_gpu:
+        trials = autotuning_bytes(share, config, probe.pools[0].dtype)
+        needs = dataclasses.replace(needs, autotuning=trials)
     return plan(config, limits, pool=pool, weights=weights, needs=needs)
 
 
@@ -346,9 +423,29 @@ def state_bytes(model: ModelConfig, config: EngineConfig, moved: int) -> int:
     """Return the bytes that a device keeps of every row, and of blocks on their way to the host,
     before each of two steps in flight, and back. moved: bytes of the blocks of one move.
     """
-    rows = 4 * config.max_num_seqs * (2 + model.vocab_size)
+    rows = 4 * config.num_rows * (2 + model.vocab_size)
     moving = 3 * moved if config.swap_space_gib else 0
     return rows + moving
+
+
+def autotuning_bytes(model: ModelConfig, config: EngineConfig, dtype: Any) -> int:
+    """Return the bytes that XLA takes to try the largest product of a step on a GPU, beside what
+    the steps that run have: arrays of its own for the weight, the inputs and twice the results, the
+    second to compare with (gpu_profiler.cc). Weights in 8 or 4 bits count as what they stand for;
+    kernels of experts are not tried. model: what a device has (see share_of).
+    """
+    assert config.token_buckets is not None and config.seq_buckets is not None
+    rows = config.seq_buckets[-1]
+    tokens, width = max(config.token_buckets[-1], rows), jnp.dtype(dtype).itemsize
+
+    def trial(rows: int, outputs: int, inputs: int) -> int:
+        return width * (outputs * inputs + rows * inputs) + 8 * rows * outputs
+
+    head = trial(rows, model.vocab_size, model.hidden_size)
+    specs = [spec for spec in param_table(model).values() if spec.is_multiplied]
+    plain = [spec for spec in specs if spec.layer is not None and "X" not in spec.sides[0]]
+    sides = [[math.prod(spec.shape_of(side)) for side in spec.axes.split(",")] for spec in plain]
+    return TRIAL_BYTES + max([head, *(trial(tokens, *side) for side in sides)])
 
 
 def bound(model: ModelConfig, config: EngineConfig, dtype: Any, moved: int = 0) -> Needs:

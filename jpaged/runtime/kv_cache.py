@@ -253,11 +253,11 @@ def most_blocks(model: ModelConfig, config: EngineConfig) -> list[int]:
     size, most = config.block_size, []
     for group in kv_groups(model):
         if group.record.per == "block":
-            most.append(config.num_states or config.max_num_seqs * states_a_row(config))
+            most.append(config.num_states or config.num_rows * states_a_row(config))
             continue
         # What one prefill writes, beside what rows hold.
         chunks = 0 if group.window is None else -(-config.max_num_batched_tokens // size)
-        rows = config.max_num_seqs * _blocks_a_row(group, config)
+        rows = config.num_rows * _blocks_a_row(group, config)
         most.append(min(rows + chunks, _whole(config)))
     return most
 
@@ -293,7 +293,7 @@ def widest_group(model: ModelConfig, config: EngineConfig) -> int:
 
 
 def _whole(config: EngineConfig) -> int:
-    return config.max_num_seqs * config.max_blocks_per_seq
+    return config.num_rows * config.max_blocks_per_seq
 
 
 def reach(group: KVGroup, config: EngineConfig) -> int:

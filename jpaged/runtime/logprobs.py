@@ -26,40 +26,63 @@ NEG_INF = float("-inf")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OnePass:
     """Sums over a device's share of the vocabulary by one kernel, `read_tiles` of
-    kernels_pallas/vocab_tiles.py. interpret: run it on a CPU.
+    kernels_pallas/vocab_tiles.py, and thresholds of whole rows by another, `row_thresholds`.
+    interpret: run them on a CPU.
     """
 
     interpret: bool = False
 
-    def read(self, z_SV: Array, tau_S: Array, floor_S: Array) -> "TileSums":
+    def read(
+        self, z_SV: Array, tau_S: Array, floor_S: Array, all_tau_S: Array | None = None
+    ) -> "TileSums":
         """Return the maxima and sums of all tiles. z_SV: logits. tau_S: temperatures, f32 > 0.
-        floor_S: logits below it are left out of the sums at the temperature.
+        floor_S: logits below it are left out of the sums at this temperature. all_tau_S: the
+        temperature of the sums over all logits, None is 1.
         """
         kernel: Any = importlib.import_module("kernels_pallas.vocab_tiles")
-        max_SN, sum_SN, plain_SN = kernel.read_tiles(
-            z_SV, tau_S, floor_S, tile=VOCAB_TILE, interpret=self.interpret
+        all_tau_S = jnp.ones_like(tau_S) if all_tau_S is None else all_tau_S
+        max_SN, sum_SN, all_SN = kernel.read_tiles(
+            z_SV, tau_S, floor_S, all_tau_S, tile=VOCAB_TILE, interpret=self.interpret
         )
-        return TileSums(max_SN, sum_SN, plain_SN, tau_S)
+        return TileSums(max_SN, sum_SN, all_SN, tau_S, all_tau_S)
+
+    def search(
+        self,
+        z_SV: Array,
+        max_S: Array,
+        tau_S: Array,
+        floor_S: Array,
+        top_k_S: Array,
+        top_p_S: Array,
+        settled_S: Array,
+    ) -> tuple[Array, Array]:
+        """Return the smallest logit that each row keeps, and the sums of its tiles over what it
+        keeps, against its maximum; of settled rows anything.
+        """
+        kernel: Any = importlib.import_module("kernels_pallas.row_thresholds")
+        args = z_SV, max_S, tau_S, floor_S, top_k_S, top_p_S, settled_S
+        return kernel.row_thresholds(*args, tile=VOCAB_TILE, interpret=self.interpret)
 
 
 @dataclasses.dataclass(frozen=True)
 class TileSums:
     """Maxima of tiles, and sums of exponentials against them: sum_SN at the temperature, over what
-    is at least the floor; plain_SN at temperature 1, over all.
+    is at least the floor; all_SN at another, over all.
     """
 
     max_SN: Array
     sum_SN: Array
-    plain_SN: Array
+    all_SN: Array
     tau_S: Array
+    all_tau_S: Array
 
     def against(self, max_S: Array) -> Array:
         """Return the sums at the temperature, against each row's maximum."""
         return self._scaled(self.sum_SN, max_S, self.tau_S)
 
-    def plain_against(self, max_S: Array) -> Array:
-        """Return the sums at temperature 1, against each row's maximum."""
-        return self._scaled(self.plain_SN, max_S, jnp.ones_like(max_S))
+    def all_against(self, max_S: Array) -> Array:
+        """Return the sums over all logits, against each row's maximum."""
+        return self._scaled(self.all_SN, max_S, self.all_tau_S)
 
     def _scaled(self, sum_SN: Array, max_S: Array, tau_S: Array) -> Array:
         return sum_SN * jnp.exp((self.max_SN - max_S[:, None]) / tau_S[:, None])
@@ -282,8 +305,11 @@ def rank(z_SV: Array, value_S: Array, token_S: Array, vocabulary: Vocabulary = W
     return 1 + vocabulary.sum(before_S)
 
 
-def top_values(z_SV: Array, k: int, vocabulary: Vocabulary = WHOLE) -> tuple[Array, Array]:
+def top_values(
+    z_SV: Array, k: int, vocabulary: Vocabulary = WHOLE, tile_max_SN: Array | None = None
+) -> tuple[Array, Array]:
     """Return the k largest values of each row and their ids, equal values in order of id.
+    tile_max_SN: the maxima of TOP_TILE tokens each, of a whole vocabulary, where they are there.
 
     A token outside the k tiles that hold the largest maxima (of equal ones, the first) comes after
     k others, so only those tiles are looked at: a quarter of the time of `lax.top_k` over 152k
@@ -294,7 +320,7 @@ def top_values(z_SV: Array, k: int, vocabulary: Vocabulary = WHOLE) -> tuple[Arr
         ids_SC = vocabulary.gather(ids_SK + vocabulary.first(z_SV))
         top_SK, at_SK = lax.top_k(vocabulary.gather(top_SK), k)
         return top_SK, jnp.take_along_axis(ids_SC, at_SK, axis=1)
-    tile_max_SN = tile_max(z_SV, TOP_TILE)
+    tile_max_SN = tile_max(z_SV, TOP_TILE) if tile_max_SN is None else tile_max_SN
     if k == 0 or tile_max_SN.shape[1] <= k:
         return lax.top_k(z_SV, k)
     _, tiles_SK = lax.top_k(tile_max_SN, k)

@@ -3,7 +3,8 @@
 A device holds the weights, the program's other arrays, what the steps need beside them (see
 footprint.py), and the pool, which takes what is left. On CPU the memory is others' too: there the
 pool is small by default and half of what is free stays free, which the steps' temporaries must fit.
-Running out of it is told in terms of settings.
+Elsewhere an allocator says what it has; a pool is one array a group of layers and field, so it
+needs free memory in one piece. Running out of memory is reported in terms of settings.
 """
 
 import bisect
@@ -12,21 +13,25 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from jpaged import gpu_share
 from jpaged.config import EngineConfig
 from jpaged.engine.shapes import moved_blocks
 from jpaged.errors import CapacityError, ConfigError
+from kernels_pallas.implementation import CUDA
 
 CPU_POOL_BYTES = 4 << 30
+LARGEST = "the largest free block of the device"
 CGROUPS = {
     "2": ("memory.max", "memory.current"),
     "1": ("memory.limit_in_bytes", "memory.usage_in_bytes"),
 }
+ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
 # In every backend's words for running out of memory.
 ASKED = re.compile(r"allocat\w* ([\d.]+ ?(?:bytes|[KMGT]i?B?))")
 
@@ -36,13 +41,16 @@ class Needs:
     """Bytes of a device that the engine takes beside weights and pool.
 
     temporaries: of the largest step, with its results. code: of all steps, where code lies in the
-    device's memory. state: what the engine keeps for each device slot. source: where the figures
-    come from. is_measured: from compiled steps.
+    device's memory. state: what the engine keeps for each device slot. autotuning: what XLA takes
+    for a while to compile a step beside the pool, where it tries products on the device; no part of
+    `total`, since that may lie outside of the engine's share. source: where the figures come from.
+    is_measured: from compiled steps.
     """
 
     temporaries: int = 0
     code: int = 0
     state: int = 0
+    autotuning: int = 0
     source: str = ""
     is_measured: bool = False
 
@@ -54,23 +62,69 @@ class Needs:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
     """What may be used of a device, what its arrays hold already, and what a pool may take, all in
-    bytes.
+    bytes. whole: what its allocator may take for all programs, of which `total` is the engine's.
+    block: the largest array that it can give. None where it does not say. is_gpu: whether jax takes
+    a share of the device only (see gpu_share), and tries products on it when it compiles.
     """
 
     total: int
     in_use: int = 0
     pool: int | None = None
+    whole: int | None = None
+    block: int | None = None
+    is_gpu: bool = False
 
     @classmethod
     def of(cls, device: Any, utilization: float) -> "Limits":
-        """Return the limits of a device that is here: the share `utilization` of its memory; on a
-        CPU the memory that is free, of which a pool may take half, and 4 GiB at most.
+        """Return the limits of a device that is here: the share `utilization` of what its allocator
+        may take; on a CPU the memory that is free, of which a pool may take half, and 4 GiB at
+        most. ConfigError where an allocator does not say what it has, as that of
+        XLA_PYTHON_CLIENT_ALLOCATOR=platform.
         """
-        stats = device.memory_stats() if device.platform != "cpu" else None
+        stats = allocator_stats(device)
         if stats is None:
             free = free_memory()
             return cls(total=free, pool=min(CPU_POOL_BYTES, free // 2))
-        return cls(total=int(stats["bytes_limit"] * utilization), in_use=stats["bytes_in_use"])
+        if stats.get("bytes_limit", 0) <= 0:
+            asked = os.environ.get(ALLOCATOR)
+            by = f" ({ALLOCATOR}={asked})" if asked else ""
+            raise ConfigError(
+                f"num_blocks=None: the allocator{by} does not say how much memory {device} has, so "
+                "the pool has no default size: set num_blocks, or leave jax its default allocator "
+                "(of plan_memory, pass limits=)"
+            )
+        return cls(
+            total=int(stats["bytes_limit"] * utilization),
+            in_use=stats["bytes_in_use"],
+            whole=stats["bytes_limit"],
+            block=largest_block(stats),
+            is_gpu=device.platform in CUDA,
+        )
+
+
+def allocator_stats(device: Any) -> Mapping[str, int] | None:
+    """Return what the allocator of a device's memory says of itself, which may be nothing; None for
+    a CPU, which has neither.
+    """
+    return None if device.platform == "cpu" else device.memory_stats() or {}
+
+
+def largest_block(stats: Mapping[str, int]) -> int | None:
+    """Return the bytes of the largest array that an allocator can give now, as its memory_stats()
+    say; None where they do not.
+
+    XLA's allocator of GPUs (bfc_allocator.cc) counts the largest free block of what it has taken of
+    the device, `pool_bytes`; what it may still take comes in one piece too. Before its first
+    allocation it has taken nothing. Where something is free there is a largest block, so 0 says
+    that it is not counted.
+    """
+    limit, in_use = stats["bytes_limit"], stats["bytes_in_use"]
+    taken = stats.get("pool_bytes", -1)
+    taken = limit if taken < 0 else taken  # that of TPUs has all of it
+    free = stats.get("largest_free_block_bytes", 0)
+    if free <= 0 and in_use < taken:
+        return None
+    return max(free, limit - taken)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -246,9 +300,15 @@ def plan(
     """
     other = max(limits.in_use - weights, 0)
     free = limits.total - weights - other - needs.total
+    if limits.whole is not None:
+        free = min(free, limits.whole - weights - other - needs.total - needs.autotuning)
     sizes = {"memory": pool.within(free)}
-    whole = config.max_num_seqs * config.max_blocks_per_seq
+    whole = config.num_rows * config.max_blocks_per_seq
     sizes["max_num_seqs * max_model_len"] = whole if pool.in_use is None else pool.in_use
+    if limits.block is not None:
+        # Where other arrays lie between, steps and trials must find room in the same piece.
+        piece = limits.block - needs.total - needs.autotuning
+        free, sizes[LARGEST] = min(free, piece), pool.within(piece)
     if limits.pool is not None:
         sizes["the default pool of a CPU"] = pool.within(limits.pool)
     if config.num_blocks is not None:
@@ -257,11 +317,12 @@ def plan(
     if sizes[decided_by] < 1:
         left = max(free if limits.pool is None else min(free, limits.pool), 0)
         lower = _settings(config, "block_size", "max_num_batched_tokens", "max_num_seqs")
+        more = f", or {gpu_share.how_to_raise()}" if limits.is_gpu else ""
         raise ConfigError(
             f"no KV block of {pool.block_bytes} bytes{_beside(pool)} fits the {left} bytes left "
             f"for the pool (weights take {weights}, other arrays {other}, steps {needs.total}): "
             f"lower {lower}, or raise "
-            f"{_settings(config, 'memory_utilization', 'tensor_parallel_size')}"
+            f"{_settings(config, 'memory_utilization', 'tensor_parallel_size')}{more}"
         )
     return MemoryPlan(
         limit=limits.total,
@@ -272,7 +333,7 @@ def plan(
         block_size=config.block_size,
         num_blocks=sizes[decided_by],
         decided_by=decided_by,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=config.num_rows,
     )
 
 

@@ -41,6 +41,7 @@ from jpaged.runtime.step_table import Usage
 from jpaged.runtime.steps import StepSetting, Uses, uses
 from jpaged.runtime.transfers import Sent, Transfers
 from jpaged.runtime.vocabulary import WHOLE, Vocabulary
+from kernels_pallas.implementation import CUDA
 
 DraftOf = tuple[ModelConfig, Forward | Head]  # a draft model (or head) and its modules
 
@@ -247,10 +248,15 @@ class Runner:
         return [b for b in buckets if b is not None and b not in self.compiled]
 
     def _prepare(self, batch: Batch) -> None:
-        """Make the arrays and the steps of a dispatch that are missing, side by side."""
+        """Make the arrays and the steps of a dispatch that are missing: on a GPU one after another,
+        since XLA tries products there, with memory and by the clock of the device; else side by
+        side.
+        """
         missing = self._missing((batch.bucket, batch.sample))
-        if not missing:
+        if not missing or self.placement.device.platform in CUDA:
             self.allocate()
+            for bucket in missing:
+                _ = self.compiled[bucket]
             return
         with ThreadPoolExecutor() as threads:
             made = [threads.submit(self.allocate)]
@@ -276,7 +282,7 @@ class Runner:
         for start in range(0, len(token_ids), COUNTS_CHUNK):
             tokens = token_ids[start : start + COUNTS_CHUNK]
             chunk = _padded(tokens, COUNTS_CHUNK, int(PAD_TOKEN))
-            none = self.config.max_num_seqs  # no row of the others
+            none = self.config.num_rows  # no row of the others
             args = ((row, none), (chunk, 0), (max(prompt_len - start, 0), 0), (start == 0, 0))
             placed = [put(replica, np.asarray(x, np.int32), fill) for x, fill in args]
             self._counts_RV = step(self._counts_RV, *placed)
@@ -415,7 +421,7 @@ class Runner:
         """Have the pools and the device rows, and for full steps the counts; ConfigError where
         memory runs out.
         """
-        rows, placement = self.config.max_num_seqs, self.placement
+        rows, placement = self.config.num_rows, self.placement
         if self._state is None:
             forms = self.compiled.kv
             with explained(self.config, pool_bytes=sum(pool.nbytes for pool in self.pools)):
@@ -428,8 +434,8 @@ class Runner:
             self._counts_RV = kv_cache.zeros(form.shape, form.dtype, form.sharding)
 
     def recover(self) -> None:
-        """After an exception: state whose buffers went into a step that never came back is made
-        anew (zeros).
+        """Make the state anew (zeros) after an exception, if its buffers went into a step that
+        never came back.
         """
         if any(x.is_deleted() for x in jax.tree.leaves(self._state)):
             self._state = None
@@ -441,7 +447,7 @@ class Runner:
         self._state = self._counts_RV = self.adapters.arrays = None
 
     def seal(self) -> None:
-        """From now on refuse every shape that is not compiled (strict mode)."""
+        """Refuse every shape that is not compiled from now on (strict mode)."""
         self.allocate(full=True)
         self.adapters.allocate()
         self.compiled.seal()
@@ -489,15 +495,15 @@ class PeerRunner(Runner):
         return peers.call(start, "dispatching a step")
 
     def draw(self, handle: Handle, masks_SW: np.ndarray | None = None) -> Handle:
-        """As Runner.draw. All processes make the same masks of the same tokens, which are
-        compared.
+        """Start a draw: see Runner.draw. All processes make the same masks of the same tokens,
+        which are compared.
         """
         assert self.peers is not None
         start = functools.partial(super().draw, handle, masks_SW)
         return self.peers.call(start, "dispatching a draw")._replace(compared=handle.compared)
 
     def replay(self, handle: Handle, rounds: list[list[list[Replay]]]) -> None:
-        """As Runner.replay. Every process makes the same rounds of the same tokens."""
+        """Write states: see Runner.replay. Every process makes the same rounds of equal tokens."""
         assert self.peers is not None
         start = functools.partial(super().replay, handle, rounds)
         self.peers.call(start, "dispatching a replay")

@@ -40,7 +40,7 @@ from jpaged.runtime.logprobs import (  # isort: skip
     total,
     weights,
 )
-from jpaged.runtime.thresholds import SEARCH_ROWS, thresholds
+from jpaged.runtime.thresholds import SEARCH_ROWS, thresholds, thresholds_by_kernels
 from jpaged.runtime.vocabulary import WHOLE, Vocabulary
 
 __all__ = ["Controls", "FullControls", "Sampled", "named", "sample", "token_logprobs"]
@@ -113,7 +113,7 @@ class Kept:
     logits_SV: the model's. z_SV: after biases, bans, penalties and mask; where `mask_later`, the
     mask is yet to come. tile_max_SN: maxima of all tiles. sums_SN: sums of exponentials of the
     tiles that this device has. raw_S: the sum over all logits, mask or no mask, at tau against
-    max_S, where one pass gave it too. tau_S: what log-probabilities of the row's mode divide by.
+    max_S, where a kernel gave it too. tau_S: what log-probabilities of the row's mode divide by.
     takes_first_S: rows that take the lowest id of the largest logits in place of a draw;
     keeps_one_S: those that keep nothing else, None without filters.
     """
@@ -212,6 +212,11 @@ def distribution(
     if mask_later:
         assert mask_SW is not None
         sums = _masked_sums(logits_SV, mask_SW, temp_S, tau_S, mode_S == PROCESSED, vocabulary)
+    elif filters and one_pass is not None and vocabulary.axis is None:
+        filtered = (controls.min_p_S, controls.top_p_S, controls.top_k_S)
+        of_rows = thresholds_by_kernels(z_SV, temp_S, tau_S, greedy_S, *filtered, one_pass)
+        is_raw_too = full is None and mask_SW is None
+        sums = _Sums(*of_rows[:4], of_rows.raw_S if is_raw_too else None)
     elif filters or one_pass is None:
         tile_max_SN = tile_max(z_SV, SUM_TILE, vocabulary)
         max_S = finite_max(tile_max_SN)
@@ -367,7 +372,7 @@ def _sums_in_one_pass(
     sums = one_pass.read(z_SV, temp_S, none_S)
     tile_max_SN = vocabulary.gather(sums.max_SN)
     max_S = finite_max(tile_max_SN)
-    raw_S = total(vocabulary.gather(sums.plain_against(max_S))) if is_raw_too else None
+    raw_S = total(vocabulary.gather(sums.all_against(max_S))) if is_raw_too else None
     return _Sums(tile_max_SN, max_S, none_S, sums.against(max_S), raw_S)
 
 

@@ -22,6 +22,11 @@ from jpaged.engine.shapes import (
 from jpaged.runtime.compiled_steps import CompiledSteps
 from jpaged.runtime.kv_cache import PoolSpec
 from jpaged.runtime.steps import StepSetting
+from kernels_pallas.implementation import CUDA
+
+# Steps that compile side by side on a GPU, where XLA tries products of each with memory of the
+# device: a pool leaves room for one (footprint.autotuning_bytes), and steps do not run meanwhile.
+TRIALS_AT_ONCE = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,7 +102,10 @@ def warmup(
             for size in _sizes_moved(config, pool)
         ]
     jobs += [steps.set_counts, steps.copy_blocks]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    threads = os.cpu_count() or 1
+    if steps.placement.device.platform in CUDA:
+        threads = min(threads, TRIALS_AT_ONCE)
+    with ThreadPoolExecutor(threads) as pool:
         done = as_completed([pool.submit(job) for job in jobs])
         bar: dict[str, Any] = {"unit": "step", "desc": "compiling", "disable": not use_tqdm}
         for future in tqdm(done, total=len(jobs), **bar):

@@ -431,6 +431,8 @@ def _make_decode(step: _Step) -> Callable[..., Any]:
         carry = (jnp.int32(0), last_S, steps_S, state, step.drawn())
         if not isinstance(step.bucket, DecodeShape | DraftShape) or step.bucket.steps == 1:
             carry = body(carry)
+        elif step.to.choices.counts_steps:
+            carry = jax.lax.fori_loop(0, step.bucket.steps, lambda _, carry: body(carry), carry)
         else:
             carry = jax.lax.while_loop(lambda carry: jnp.any(carry[0] < carry[2]), body, carry)
         _, _, steps_S, state, outputs = carry
@@ -552,7 +554,7 @@ def _one_each(
 
 def _none(step: _Step) -> int:
     """Return the number past the last device row; writes there are dropped."""
-    return step.to.config.max_num_seqs
+    return step.to.config.num_rows
 
 
 def _last_row(context_lens_S: Array) -> Array:

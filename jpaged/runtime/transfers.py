@@ -35,21 +35,23 @@ class Transfers:
         self._gather = jax.jit(lambda x: x, out_shardings=placement.replicated) if gathers else None
 
     def sending(self) -> AbstractContextManager[None]:
-        """Lets calls take what `put` returned, whatever transfer guard their caller has set."""
+        """Return a context in which calls take what `put` returned, whatever transfer guard their
+        caller has set.
+        """
         return jax.transfer_guard_host_to_device("allow") if self.with_calls else nullcontext()
 
     def put(self, array: np.ndarray) -> Sent:
-        """Up, one transfer: an argument of a step."""
+        """Send an argument of a step up, in one transfer."""
         self.ups += 1
         return array if self.with_calls else put(array, self._each)
 
     def put_whole(self, array: np.ndarray) -> Sent:
-        """Up, one transfer, to each device the same."""
+        """Send an array up to every device, in one transfer."""
         self.ups += 1
         return array if self.with_calls else put(array, self.placement.replicated)
 
     def put_for(self, replica: int, part: np.ndarray, fill: int) -> Array:
-        """Up, the int32 part of one replica and `fill` in the others'."""
+        """Send the int32 part of one replica up, with `fill` in the parts of the others."""
         if (count := self.placement.replicas) > 1:
             parts = np.full((count, max(part.size, 1)), fill, np.int32)
             parts[replica] = part
@@ -58,7 +60,9 @@ class Transfers:
         return put(part, self._each)
 
     def get(self, array: Array) -> np.ndarray:
-        """Down, one transfer: at a third of the host's time of a jax.device_get."""
+        """Return an array on the host, in one transfer, which takes a third of the host's time of a
+        jax.device_get.
+        """
         self.downs += 1
         array = array if self._gather is None else self._gather(array)
         with jax.transfer_guard_device_to_host("allow"):

@@ -85,8 +85,8 @@ class BeamSearch(Request):
         return self._state[3] or super().is_finished
 
     def steer(self, queues: Queues) -> None:
-        """Once every beam has drawn, one token further: beams that are left behind go, those that
-        go on in several ways are forked.
+        """Go one token further once every beam has drawn: beams that are left behind end, and those
+        that go on in several ways are forked.
         """
         if any(seq.candidates is None for seq in self.sequences):
             return
@@ -185,7 +185,7 @@ class BeamSearch(Request):
 
 
 def num_candidates(width: int, num_eos: int) -> int:
-    """Continuations looked at a step: so many that `width` beams go on even where the best ones all
-    end.
+    """Return how many continuations a step looks at: enough for `width` beams to go on even if the
+    best ones all end.
     """
     return max(2, 1 + num_eos) * width

@@ -111,7 +111,7 @@ class Grammars:
             return sum(form.num_bytes for form in self._kept.values())
 
     def _take(self, key: bytes) -> "Form | None":
-        """The form that is kept, as the one that was used last; None where there is none."""
+        """Return the form that is kept, and count it as used last; None if there is none."""
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
@@ -270,7 +270,7 @@ class Matcher:
         self.state.consume_token(token)
 
     def rewind(self, token_ids: Sequence[int]) -> None:
-        """To where these tokens lead from the beginning."""
+        """Go to where these tokens lead from the beginning."""
         self.state = self.form.compiled.deep_copy()
         self.state.consume_tokens(list(token_ids))
 
@@ -284,7 +284,7 @@ class Matcher:
             self.state.consume_tokens(list(token_ids))
 
     def go_back(self, count: int) -> None:
-        """By so many tokens."""
+        """Go back by so many tokens."""
         if count:
             self.state.rollback(count)
 
@@ -304,7 +304,7 @@ class Matcher:
         return dataclasses.replace(self, begins=begins)
 
     def fill_run(self, before: Sequence[int], run: Sequence[int], masks_TW: np.ndarray) -> None:
-        """What might have come in the place of each token of a run, after those before it."""
+        """Write what might have come in the place of each token of a run, after those before it."""
         self.grammars.count([self], len(run))
         size = masks_TW.shape[1] * masks_TW.itemsize
         state = self.form.compiled.deep_copy()

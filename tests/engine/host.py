@@ -13,7 +13,7 @@ from jpaged.config import EngineConfig
 from jpaged.engine.cache.block_manager import BlockManager
 from jpaged.engine.cache.content import Content
 from jpaged.engine.cache.prefix_cache import Contents
-from jpaged.engine.cache.store import HostStore
+from jpaged.engine.cache.store import BlockStore, HostStore
 from jpaged.engine.drafting import Drafter, can_draft
 from jpaged.engine.engine import Engine
 from jpaged.engine.plan import Phase, Plan, PlanEntry
@@ -21,6 +21,8 @@ from jpaged.engine.queues import Queues
 from jpaged.engine.scheduler import Scheduler
 from jpaged.engine.sequence import Request, Sequence
 from jpaged.errors import CapacityError
+from jpaged.request.outputs import collect
+from jpaged.request.resume import resume
 from jpaged.sampling_params import SamplingParams
 from jpaged.search.beam import BeamSearch, EarlyStopping, num_candidates
 from tests.engine.mock import (
@@ -75,7 +77,7 @@ def check_ended(host: "Host", seq: Sequence) -> None:
             assert seq.scored.count == len(scores) - first and seq.num_cached <= first
             return
         assert [top and top[0][1] for top in seq.prompt_logprobs] == [None, *scores]
-        assert seq.num_cached == 0
+        assert seq.num_cached == 0 or seq.num_resumed
 
 
 def check_search(host: "Host", search: BeamSearch) -> None:
@@ -175,7 +177,7 @@ class Oracle(Drafter):
 
 
 class CheckedEngine(Engine):
-    def _new_replica(self, contents: Contents, store: HostStore | None) -> Scheduler:
+    def _new_replica(self, contents: Contents, store: BlockStore | None) -> Scheduler:
         scheduler = super()._new_replica(contents, store)
         if self.drafter is not None and not self.drafter.has_model:
             self.drafter.__class__ = Oracle
@@ -280,6 +282,31 @@ class Host:
         )
         self.engine.add(search)
         return search
+
+    def go_on(self, cut: Request) -> Request:
+        """Add the request of the same prompt and samples that goes on where one was cut."""
+        request_id, seqs = str(next(self._ids)), []
+        for old in cut.sequences:
+            prompt = old.token_ids[: old.prompt_len]
+            own = {"index": old.index, "adapter": old.adapter, "origin": old.origin}
+            assert self.config.max_model_len is not None
+            seq = Sequence(
+                request_id,
+                prompt,
+                old.sampling_params,
+                max_model_len=self.config.max_model_len,
+                eos_ids=old.eos_ids,
+                **own,
+            )
+            hidden = old.salt[-9:-8] == b"\xff"  # which is for one request alone
+            seq.salt = old.salt[:-9] if hidden else old.salt
+            seqs.append(seq)
+            if old in self.drawn_before:
+                self.drawn_before[seq] = list(self.drawn_before[old])
+        request = Request(seqs)
+        resume(request, collect(cut, None))
+        self.engine.add(request)
+        return request
 
     def step(self) -> list[Sequence]:
         self._steps_left -= 1

@@ -198,7 +198,7 @@ class MockRunner:
         sizes = [group.num_blocks * self._slots(group) for group in self.kv_groups]
         self.pools = [[POISON] * size for size in sizes]
         self.born = [[self.era] * size for size in sizes]
-        self.last = [POISON] * self.config.max_num_seqs
+        self.last = [POISON] * self.config.num_rows
         self.undrawn: Callable[[np.ndarray | None], None] | None = None
         self._replayed: dict[int, int] = {}  # in the last step, the tokens of rows with guesses
         self._states: list[list[int]] | None = None  # the pools before a step of rows side by side

@@ -253,6 +253,20 @@ class HostMachine(RuleBasedStateMachine):
         )
         self.settle(request)
 
+    @precondition(lambda self: self.live)
+    @rule(which=st.integers(0, 99))
+    def cut_and_go_on(self, which: int) -> None:
+        """The request of an output that was cut: it ends as it would have."""
+        request = self.live[which % len(self.live)]
+        if isinstance(request, BeamSearch) or request.sequences[0].score_only:
+            return
+        self.live.remove(request)
+        self.host.engine.abort(request.request_id)
+        self.settle(request)
+        if request.error is None:
+            self.live.append(self.host.go_on(request))
+            self.seen["cut and gone on"] += 1
+
     @precondition(lambda self: any(len(r.sequences) > 1 for r in self.live))
     @rule(which=st.integers(0, 99))
     def abort_one_sample(self, which: int) -> None:
@@ -355,7 +369,7 @@ class HostMachine(RuleBasedStateMachine):
             assert list(host.engine.requests.values()) == self.live
             assert len(host.engine.in_flight) <= host.engine.in_flight.depth
             for phase, spans in host.runner.dispatched[-6:]:
-                assert len(spans) <= host.config.max_num_seqs
+                assert len(spans) <= host.config.num_rows
                 if phase == "prefill":
                     assert sum(e - s for s, e in spans) <= host.config.max_num_batched_tokens
                 elif phase == "decode":
@@ -447,3 +461,43 @@ def test_a_row_that_stopped_on_the_device_in_a_mixed_step():
     )
     machine.teardown()
     assert machine.seen["mixed steps"] > 0
+
+
+def test_a_forked_beam_gives_back_what_its_window_has_left():
+    """It was in no plan yet when it needs the block of its next token."""
+    machine = type("ForkedMachine", (HostMachine,), {"depth": 2, "seen": Counter()})()
+    machine.start(
+        block_size=1,
+        num_blocks=10,
+        max_num_seqs=4,
+        max_num_batched_tokens=5,
+        enable_prefix_caching=True,
+        host_blocks=0,
+        swap_min_tokens=0,
+        decode_steps=1,
+        mixed=False,
+        windows=(6,),
+        windowed_blocks=6,
+        max_loras=3,
+        num_drafts=0,
+        method="ngram",
+    )
+    beams: dict[str, Any] = {"adapter": None, "early_stopping": True, "root": 0, "salt": None}
+    for length, max_tokens, width, penalty, num_eos in ((11, 5, 1, 1.0, 3), (14, 2, 2, 0.0, 0)):
+        machine.add_beams(
+            length=length,
+            max_tokens=max_tokens,
+            width=width,
+            length_penalty=penalty,
+            num_eos=num_eos,
+            **beams,
+        )
+        if width == 1:
+            machine.abort(which=96)
+            machine.score(adapter=None, length=12, first=10, root=1)
+    machine.many_steps(count=11)
+    machine.renew(recompute=True)
+    machine.many_steps(count=10)
+    machine.renew(recompute=False)
+    machine.preempt(count=1, which=46)
+    machine.teardown()

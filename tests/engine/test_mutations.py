@@ -388,7 +388,9 @@ def loaded_windows_misaligned(patch: pytest.MonkeyPatch) -> None:
 def trim_leaks(patch: pytest.MonkeyPatch) -> None:
     """A kind forgets a block that its window has left, and does not give it back."""
 
-    def mutated(self: CacheKind, table: Any, first_held: int, position: int) -> int:
+    def mutated(
+        self: CacheKind, table: Any, first_held: int, position: int, first_drawn: int
+    ) -> int:
         first = max(self.first_seen(position), first_held)
         for i in range(first_held, first):
             table[i] = GONE
@@ -460,7 +462,7 @@ def state_of_another_block(patch: pytest.MonkeyPatch) -> None:
 def states_leak(patch: pytest.MonkeyPatch) -> None:
     """A kind that has a state forgets the last block of a row that leaves."""
     release = CacheKind.release_all
-    patch.setattr(State, "release_all", lambda self, table: release(self, table[:-1]))
+    patch.setattr(State, "release_all", lambda self, table, contents: release(self, table[:-1], []))
 
 
 def follows_ignored(patch: pytest.MonkeyPatch) -> None:

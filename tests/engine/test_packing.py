@@ -454,9 +454,9 @@ def test_the_table_holds_every_choice(
     assert len(set(table)) == len(table)
     phase: Literal["prefill", "decode"] = data.draw(st.sampled_from(["prefill", "decode"]))
     limit = (
-        config.max_num_seqs
+        config.num_rows
         if phase == "decode"
-        else min(config.max_num_seqs, config.max_num_batched_tokens)
+        else min(config.num_rows, config.max_num_batched_tokens)
     )
     rows = data.draw(st.integers(1, limit))
     extra = (

@@ -41,7 +41,7 @@ def add(s: Scheduler, length: int, max_tokens: int = 8, *, first: int = 0) -> Se
 
 def next_plan(s: Scheduler) -> Plan | None:
     """The next plan of a scheduler alone."""
-    plans = schedule([s])
+    plans = schedule((s,))
     return plans[0] if plans else None
 
 

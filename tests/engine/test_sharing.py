@@ -414,3 +414,24 @@ def test_a_shared_prefix_outlives_its_tails(depth: int):
         )
     assert left == sorted(left, reverse=True) and left[0] == [4, 4] and left[-1] == [0, 0]
     assert any(min(found) > 0 and max(found) < 4 for found in left)
+
+
+def test_a_prompt_after_new_weights_is_no_fork_of_an_equal_one_before_them(depth: int):
+    """The first one keeps the KV that its first chunk has of the old weights; the second one, which
+    came after the new weights, is computed by them alone.
+    """
+    host = Host(depth, max_num_batched_tokens=8)
+    prompt = list(range(1, 13))
+    before = host.add(prompt, 4)
+    host.step()
+    assert 0 < before.num_dispatched < len(prompt)
+    host.renew(recompute=False)
+    after = host.add(prompt, 4)
+    while after.num_dispatched < len(prompt):
+        host.step()
+    host.engine.drain()
+    table = after.block_tables[0]
+    eras = [era for block in table for era in host.runner._get(0, block)[1]]
+    assert min(eras[: len(prompt)]) >= host.era, "it reads KV of the old weights"
+    host.run()
+    assert generated(before) == generated(after)

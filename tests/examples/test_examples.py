@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -95,6 +96,69 @@ def test_distill(example: Any) -> None:
     # By the second score all of the first update has been compiled.
     assert 0 < compiled[0] < compiled[1] == compiled[-1] == len(names)
     assert len(history) == 6 and history[-1] < 0.8 * history[0]
+
+
+@pytest.mark.slow
+@pytest.mark.own_steps
+@pytest.mark.train
+def test_grpo_on_an_own_model(example: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module computes what is served, it learns, and nothing compiles once warm."""
+    module = example("grpo_nnx")
+    model, _ = module.make()
+    (tokens,) = module.prompts_of(1, 0)
+    tokens = tokens * 4
+    served = jpaged.score(module.served(model), [tokens], engine_config=module.ENGINE)[0]
+    dense = jax.nn.log_softmax(model(np.array([tokens])))[0]
+    want = np.take_along_axis(np.asarray(dense)[:-1], np.array(tokens)[1:, None], axis=1)
+    np.testing.assert_allclose(served, want[:, 0], atol=1e-5)
+    counts = counted(module, monkeypatch)
+    with compiles() as names:
+        counts.names = names
+        history = module.train(12)
+    assert np.mean(history[-3:]) > np.mean(history[:3]) + 0.2
+    assert 0 < counts[0] < counts[1] == counts[-1] == len(names)
+
+
+@pytest.mark.slow
+@pytest.mark.own_steps
+@pytest.mark.train
+def test_asynchronous_grpo(example: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It learns while tokens are of older weights than those that are trained, by an update or a
+    few; nothing compiles once warm; the synchronous loop has no lag.
+    """
+    module = example("grpo_async")
+    counts = counted(module, monkeypatch)
+    with compiles() as names:
+        counts.names = names
+        history = module.train(16)
+    assert 0 < counts[0] < counts[1] == counts[-1] == len(names)
+    rewards = [record["reward"] for record in history]
+    assert np.mean(rewards[-4:]) > np.mean(rewards[:4]) + 0.15
+    assert history[0]["most_lag"] == 0 < max(record["lag"] for record in history)
+    module.plot({"synchronous": [history], "asynchronous": [history]}, tmp_path / "async.png")
+    assert (tmp_path / "async.png").read_bytes()[:4] == b"\x89PNG"
+    assert module.seconds_to(history, 2.0) == float("inf")
+    assert module.seconds_to(history, 0.0) == history[4]["seconds"]
+    plain = module.train(2, ahead=0)
+    assert [record["most_lag"] for record in plain] == [0, 0]
+
+
+class Counts(list[int]):
+    """How many functions were compiled before each update. names: those compiled so far."""
+
+    names: list[str]
+
+
+def counted(module: Any, monkeypatch: pytest.MonkeyPatch) -> Counts:
+    """Have a module's `update` count."""
+    counts, update = Counts(), module.update
+
+    def counting(*args: Any) -> Any:
+        counts.append(len(counts.names))
+        return update(*args)
+
+    monkeypatch.setattr(module, "update", counting)
+    return counts
 
 
 def test_best_of_n(example: Any, capsys: pytest.CaptureFixture[str]) -> None:

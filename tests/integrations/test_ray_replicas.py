@@ -14,7 +14,14 @@ import jax
 import pytest
 
 import jpaged.integrations
-from jpaged import ConfigError, PeerError, SamplingParams
+from jpaged import (
+    CheckpointError,
+    ConfigError,
+    PeerError,
+    RequestError,
+    SamplingParams,
+    WeightSpan,
+)
 from jpaged.request.outputs import RequestOutput, completion
 
 MODULES = ("jpaged.integrations.ray_replica", "jpaged.integrations.ray_llm")
@@ -117,12 +124,19 @@ class EchoLLM:
         self.engine_config, self.left = engine_config, dict[str, int]()
         self.adapters = dict[str, str]()
         self.dispatches = 0
+        self.weights, self.version, self.modes = str(model), 1, list[str]()
 
     def default_sampling_params(self) -> SamplingParams:
         return SamplingParams()
 
     def add_adapter(self, name: str, folder: str) -> None:
         self.adapters[name] = folder
+
+    def update_params(self, folder: str, *, mode: str) -> None:
+        if folder.endswith("missing"):
+            raise CheckpointError(f"{folder}: no such folder")
+        self.weights, self.version = folder, self.version + 1
+        self.modes.append(mode)
 
     def add_request(self, prompt: Any, params: SamplingParams, *, request_id: str) -> None:
         self.left[request_id] = 3
@@ -142,10 +156,14 @@ class EchoLLM:
         ended = [name for name, count in self.left.items() if not count]
         for name in ended:
             del self.left[name]
-        outs = [completion(0, [1], [0.0], "length")]
+        made = {"prompt": None, "prompt_token_ids": [], "weight_version": self.version}
         return [
-            RequestOutput(request_id=n, prompt=None, prompt_token_ids=[], outputs=outs)
-            for n in ended
+            RequestOutput(
+                request_id=name,
+                outputs=[completion(0, [1], [0.0], "length", versions=[self.version])],
+                **made,
+            )
+            for name in ended
         ]
 
     def stats(self) -> dict[str, Any]:
@@ -261,6 +279,54 @@ def test_all_actors_of_a_replica_do_the_same(cluster: Any, meets: list[Any]) -> 
     steps = [args[2] for _, args in first]
     assert steps[0] == 1 and steps[-1] == 10, "0.1 s of steps of 10 ms"
     assert meets and llm.stats()["replicas"] == 1
+    llm.close()
+
+
+def test_new_weights_on_every_replica(cluster: Any, tmp_path: Path) -> None:
+    """Under what runs, on all actors, and on a replica that is started in the place of one that
+    died, which counts their versions as the others do.
+    """
+    ray, kind = cluster(EIGHT)
+    llm = kind("old", replicas=2)
+    names = [llm.add_request("a") for _ in range(4)]
+    with pytest.raises(RequestError, match="4 requests are unfinished"):
+        llm.update_params(tmp_path)
+    with pytest.raises(RequestError, match="mode='kept'"):
+        llm.update_params(tmp_path, mode="kept")
+    with pytest.raises(CheckpointError, match="no such folder"):
+        llm.update_params(tmp_path / "missing", mode="keep")
+    llm.update_params(tmp_path, mode="keep")
+    assert [a.made._llm.weights for a in ray.actors] == [str(tmp_path)] * 2
+    assert [a.made._llm.modes for a in ray.actors] == [["keep"]] * 2
+    ray.actors[0].is_dead = True
+    llm.update_params(tmp_path / "newest", mode="recompute")
+    ended = collections.Counter(finish(llm))
+    assert ended == collections.Counter(names) and len(ray.actors) == 3
+    assert [a.made._llm.weights for a in ray.actors[1:]] == [str(tmp_path / "newest")] * 2
+    assert [a.made._llm.version for a in ray.actors[1:]] == [3, 1]
+    for _ in range(4):
+        llm.add_request("a")
+    outs = list[RequestOutput]()
+    while llm.has_unfinished():
+        outs += llm.step()
+    assert [out.weight_version for out in outs] == [3] * 4
+    assert [out.outputs[0].weight_versions for out in outs] == [[WeightSpan(3, 0, 1)]] * 4
+    llm.close()
+
+
+def test_nobody_steps_in_a_pause(cluster: Any) -> None:
+    ray, kind = cluster(EIGHT)
+    llm = kind("folder", replicas=2)
+    names = [llm.add_request("a") for _ in range(4)]
+    llm.step()
+    llm.pause()
+    calls = [len(actor.calls) for actor in ray.actors]
+    with pytest.raises(RequestError, match="paused"):
+        llm.step()
+    names.append(llm.add_request("a"))
+    assert [len(actor.calls) for actor in ray.actors] == calls
+    llm.resume()
+    assert set(finish(llm)) <= set(names) and not llm.has_unfinished()
     llm.close()
 
 

@@ -5,9 +5,13 @@
 compiles the step of 256 rows of Qwen3-0.6B with 2 and with 3 layers, for a card that is not there,
 and prints a JSON line for each: graphs, the pieces that the host launches one after another (where
 a loop or a branch lies between two, it waits for the card), kernels, those of them beside the
-products, and how often the logits are read. The last line is of the step that looks for top_k and
-top_p, which must be several graphs and reads them more than once: the control. Exit status 1 where
-the plain step is not one, or does.
+products, how often the logits are read, and asked: loops and branches at which the host waits for
+what the card has computed. A loop of a known number of turns is none.
+
+The step that looks for top_k and top_p is one graph too, reads the logits twice, and launches the
+search of rows that these readings do not settle, which reads those rows alone. A dispatch of 8
+steps is a loop that the host counts. The controls are the same without the kernels of thresholds
+and with a loop that ends early: they must ask. Exit status 1 where anything is otherwise.
 """
 
 import dataclasses
@@ -23,11 +27,14 @@ from jpaged.config import EngineConfig
 from jpaged.engine.shapes import DecodeShape, Sampler
 from jpaged.models.config import ModelConfig
 from jpaged.models.forward import bind
-from jpaged.runtime.runner import Placement, Runner
+from jpaged.runtime.runner import Placement, Runner, choose_for
 from scripts._common import MODELS, absent_device, abstract_params, stay_on_cpu
 
 ROWS = 256
 THUNKS = "*thunk_sequence_after_thunk_passes.txt"  # that XLA writes of a program
+ASKING = re.compile(r"\b(?:while|conditional)\(")
+KNOWN = "known_trip_count"
+SEARCH = "row_thresholds"
 KERNEL = re.compile(r"^\s*\d+: k(?:CustomKernel|CustomCall|Copy)\b(?:.*?\] (\w+))?", re.MULTILINE)
 TOP = re.compile(r"^\d+: k", re.MULTILINE)
 
@@ -47,51 +54,88 @@ def launched(thunks: str) -> dict[str, int]:
     }
 
 
+def asked(hlo: str) -> int:
+    """Return the loops and branches of a compiled module at which the host waits for a number of
+    the card: all but the loops whose turns XLA has counted.
+    """
+    lines = [line for line in hlo.splitlines() if ASKING.search(line)]
+    return sum(KNOWN not in line for line in lines)
+
+
 def readings(hlo: str, shape: str) -> int:
-    """Kernels of a compiled module that read all of an array; such as gather do not."""
+    """Return how many kernels of a compiled module read all of an array; such as gather do not, nor
+    does the search of rows that are not settled.
+    """
     computations = hlo.split("\n\n")
     fused = (
         head.startswith("%fused") and shape in head.split("->")[0] and "gather(" not in body
         for head, _, body in (each.partition("\n") for each in computations)
     )
-    calls = re.findall(r"custom-call\(.*operand_layout_constraints=\{([^)]*)\}", hlo)
+    lines = [line for line in hlo.splitlines() if "custom-call(" in line and SEARCH not in line]
+    calls = re.findall(r"custom-call\(.*operand_layout_constraints=\{([^)]*)\}", "\n".join(lines))
     return sum(fused) + sum(shape in operands for operands in calls)
 
 
-def compiled(model: ModelConfig, features: Sampler, folder: Path) -> dict[str, int]:
-    config = EngineConfig(max_model_len=4096, max_num_seqs=ROWS, num_blocks=300).resolve(model)
-    size: dict[str, Any] = {"rows": ROWS, "tables": 1}
+def compiled(
+    model: ModelConfig, features: Sampler, folder: Path, steps: int, changes: dict[str, Any]
+) -> dict[str, int]:
+    """Return the figures of a step. changes: fields of Choices, for a control."""
+    settings: dict[str, Any] = {"max_model_len": 4096, "max_num_seqs": ROWS, "num_blocks": 300}
+    config = EngineConfig(**settings, decode_steps=steps).resolve(model)
+    size: dict[str, Any] = {"rows": ROWS, "tables": 1, "steps": steps}
     size["blocks"] = config.max_blocks_per_seq
     bucket = DecodeShape(**size, sampler=features)
     with absent_device("cuda", "sm_90a") as device:
         placement = Placement(mesh=None, axis=None, device=device)
         params = abstract_params(model, "bfloat16", placement.replicated)
-        runner = Runner(model, config, placement, bind(model, params))
+        modules = bind(model, params)
+        choices = choose_for(model, config, placement, modules)
+        choices = dataclasses.replace(choices, **changes)
+        runner = Runner(model, config, placement, modules, choices=choices)
         program = runner.compiled.lower(bucket).compile()
     (file,) = folder.glob(THUNKS)
     thunks = file.read_text()
     file.unlink()
     logits = f"f32[{ROWS},{model.vocab_size}]"
-    return launched(thunks) | {"readings": readings(program.as_text(), logits)}
+    hlo = program.as_text()
+    return launched(thunks) | {"readings": readings(hlo, logits), "asked": asked(hlo)}
 
 
-def main() -> int:
-    cases: tuple[tuple[int, Sampler], ...] = ((2, "plain"), (3, "plain"), (2, "filtered"))
+# By name: layers, what is drawn, steps, changes of a control.
+CASES: dict[str, tuple[int, Sampler, int, dict[str, Any]]] = {
+    "plain, 2 layers": (2, "plain", 1, {}),
+    "plain, 3 layers": (3, "plain", 1, {}),
+    "filtered, 2 layers": (2, "filtered", 1, {}),
+    "filtered, 2 layers, 8 steps": (2, "filtered", 8, {}),
+    "control: thresholds by XLA": (2, "filtered", 1, {"one_pass": None}),
+    "control: 8 steps, ending early": (2, "plain", 8, {"counts_steps": False}),
+}
+
+
+def is_good(name: str, figures: dict[str, int]) -> bool:
+    if name.startswith("control"):
+        return figures["asked"] > 0
+    if "steps" in name:
+        return figures["asked"] == 0
+    most = 2 if "filtered" in name else 1
+    return (figures["graphs"], figures["asked"]) == (1, 0) and figures["readings"] == most
+
+
+def main(names: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         # Read when the plugin is first used.
         dump = f" --xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=decode"
         os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + dump
         stay_on_cpu()
         good = True
-        for layers, features in cases:
+        for name in names or CASES:
+            layers, features, steps, changes = CASES[name]
             model = dataclasses.replace(MODELS["0.6b"], num_layers=layers)
-            found = compiled(model, features, Path(folder))
-            good &= (found["graphs"] == 1) == (features == "plain")
-            good &= (found["readings"] == 1) == (features == "plain")
-            name = f"decode {features}, {layers} layers"
-            print(json.dumps({"name": name} | found), flush=True)
+            figures = compiled(model, features, Path(folder), steps, changes)
+            good &= is_good(name, figures)
+            print(json.dumps({"name": name} | figures), flush=True)
     return 0 if good else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

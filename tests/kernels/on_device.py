@@ -4,7 +4,8 @@
 
 checks one phase of one implementation, and writes what it finds of each case to FOLDER as it goes
 (see scripts/gpu_jobs.py: what the file has is not done again). --dry: fewer and smaller cases, on
-any backend. scripts/gpu_check.py runs it for each phase of each implementation, in a process each.
+any backend. --only: cases by name. scripts/gpu_check.py runs it for each phase of each
+implementation, in a process each.
 """
 
 import argparse
@@ -12,7 +13,6 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from scripts._attention_cases import (
@@ -25,7 +25,7 @@ from scripts._attention_cases import (
     SCALED,
     Case,
 )
-from scripts.gpu_jobs import run_cases
+from scripts.gpu_jobs import add_case_flags, run_chosen
 from tests.kernels.suite import check
 
 LIMIT = 40  # seconds of a case, its compile included
@@ -71,15 +71,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("implementation")
     parser.add_argument("phase", choices=("decode", "prefill"))
-    parser.add_argument("--out", type=Path, required=True, help="folder of the JSON files")
-    parser.add_argument("--dry", action="store_true", help="fewer cases, on any backend")
+    add_case_flags(parser)
     args = parser.parse_args(argv)
     cases = checks(args.implementation, args.phase, dry=args.dry)
-    run_cases(
-        args.out / f"checks_{args.implementation}_{args.phase}.jsonl",
-        cases,
-        limit=LIMIT * (10 if args.dry else 1),
-    )
+    run_chosen(args, f"checks_{args.implementation}_{args.phase}", cases, LIMIT)
     return 0
 
 

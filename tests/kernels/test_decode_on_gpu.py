@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts._common import cannot_compile
-from tests.kernels.aot_decode import launched, readings
+from tests.kernels.aot_decode import CASES, asked, launched, readings
 
 THUNKS = """
 000: kCommandBuffer [source | next=003 (1)]
@@ -56,22 +56,46 @@ def test_thunks_are_counted() -> None:
     assert launched(THUNKS) == {"graphs": 2, "kernels": 7, "beside": 5}
 
 
+LOOPS = """
+  %while.1 = (s32[], f32[2]) while(%tuple), condition=%c, body=%b, \
+backend_config={"known_trip_count":{"n":"8"}}
+  %while.2 = (s32[], f32[2]) while(%tuple.2), condition=%d, body=%e
+  %conditional = f32[2] conditional(%pred, %a, %b), branch_computations={%f, %g}
+  %gte = f32[2] get-tuple-element(%while.2), index=1
+"""
+
+
+def test_what_asks_the_host_is_counted() -> None:
+    assert asked(LOOPS) == 2 and asked(HLO) == 0
+
+
+def test_a_search_of_few_rows_is_no_reading() -> None:
+    searched = HLO.replace("%call = ", "%row_thresholds = ")
+    assert readings(searched, "f32[2,9]") == 1
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(cannot_compile("cuda") is not None, reason=str(cannot_compile("cuda")))
 def test_decode_is_one_graph() -> None:
-    """Nothing in it waits for the host, where nobody asks for top_k or top_p: the control does.
-    Four products, of which XLA splits two and adds their parts up with the residual; beside these
-    two norms, what prepares attention, attention, and the gate: 11 kernels a layer, five beside the
-    products. The logits are read once.
+    """Nothing in it waits for the host, whatever rows ask for, nor in a dispatch of 8 steps: the
+    controls do. Four products, of which XLA splits two and adds their parts up with the residual;
+    beside these two norms, what prepares attention, attention, and the gate: 11 kernels a layer,
+    five beside the products. The logits are read once, with top_k or top_p twice.
     """
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     environment["JAX_ENABLE_COMPILATION_CACHE"] = "false"
     command = [sys.executable, "-m", "tests.kernels.aot_decode"]
     how = {"cwd": Path(__file__).parents[2], "env": environment, "capture_output": True}
-    child = subprocess.run(command, text=True, timeout=900, **how)
+    child = subprocess.run(command, text=True, timeout=1800, **how)
     assert child.returncode == 0, child.stdout + child.stderr[-3000:]
-    two, three, control = (json.loads(line) for line in child.stdout.splitlines())
-    assert two["graphs"] == three["graphs"] == 1 < control["graphs"]
+    steps = {x["name"]: x for x in map(json.loads, child.stdout.splitlines())}
+    assert list(steps) == list(CASES)
+    two, three = steps["plain, 2 layers"], steps["plain, 3 layers"]
+    assert two["graphs"] == three["graphs"] == steps["filtered, 2 layers"]["graphs"] == 1
     assert three["kernels"] - two["kernels"] <= 11
     assert three["beside"] - two["beside"] <= 5
-    assert two["readings"] == three["readings"] == 1 < control["readings"]
+    assert two["readings"] == three["readings"] == 1
+    assert steps["filtered, 2 layers"]["readings"] == 2
+    assert steps["control: thresholds by XLA"]["readings"] > 2
+    for name, figures in steps.items():
+        assert (figures["asked"] > 0) == name.startswith("control")

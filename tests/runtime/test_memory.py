@@ -89,7 +89,22 @@ def test_limits_of_the_devices_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = SimpleNamespace(
         platform="gpu", memory_stats=lambda: {"bytes_limit": 1000, "bytes_in_use": 300}
     )
-    assert memory.Limits.of(gpu, 0.4) == memory.Limits(total=400, in_use=300)
+    card = {"whole": 1000, "is_gpu": True}
+    assert memory.Limits.of(gpu, 0.4) == memory.Limits(total=400, in_use=300, **card)
+
+
+def test_trials_of_a_compile_take_what_is_not_the_engine_s() -> None:
+    """And only as far as that does not suffice some of its share."""
+    needs, sizes = memory.Needs(temporaries=MIB, autotuning=3 * MIB), {"max_num_seqs": 99}
+
+    def blocks(**limits: Any) -> int:
+        limits = {"in_use": 2 * MIB} | limits
+        config = engine(**sizes)
+        return memory.plan(config, memory.Limits(**limits), pool=COST, needs=needs).num_blocks
+
+    assert blocks(total=20 * MIB) == blocks(total=20 * MIB, whole=23 * MIB) == 17
+    assert blocks(total=20 * MIB, whole=22 * MIB) == 16
+    assert blocks(total=20 * MIB, whole=40 * MIB, block=12 * MIB) == 8
 
 
 def files(monkeypatch: pytest.MonkeyPatch, **contents: str) -> None:

@@ -3,6 +3,7 @@ definition, in the draw and in logprobs of given tokens, and lowered for CUDA.
 """
 
 import functools
+import re
 import warnings
 from typing import Any
 
@@ -15,13 +16,13 @@ from jpaged.config import EngineConfig
 from jpaged.runtime.choices import choose_one_pass
 from jpaged.runtime.logprobs import PROCESSED, RAW, SUM_TILE, TEMPERED, OnePass, token_logprobs
 from jpaged.runtime.sampler import Sampled, sample
-from kernels_pallas import vocab_tiles
+from kernels_pallas import row_thresholds, vocab_tiles
 from tests.kernels import aot_cuda
 from tests.kernels.bounds import again, watch
 from tests.runtime.test_sampler import controls, full_controls
 
 NEG_INF = float("-inf")
-KERNEL = OnePass(interpret=True)
+KERNEL, CUDA_KERNEL = OnePass(interpret=True), OnePass()
 ROWS = 8
 run = jax.jit(sample, static_argnames=("max_logprobs", "filters", "one_pass"))
 
@@ -37,7 +38,9 @@ def check(module: Any, vocab: int) -> None:
     tau = np.linspace(0.3, 2, ROWS).astype(np.float32)
     floor = np.where(np.arange(ROWS) % 2, NEG_INF, np.median(logits, axis=1)).astype(np.float32)
     how = {"tile": SUM_TILE, "interpret": True}
-    got = module.read_tiles(jnp.asarray(logits), jnp.asarray(tau), jnp.asarray(floor), **how)
+    all_tau = tau[::-1].copy()
+    arrays = map(jnp.asarray, (logits, tau, floor, all_tau))
+    got = module.read_tiles(*arrays, **how)
     tiles = -(-vocab // SUM_TILE)
     wide = np.full((ROWS, tiles * SUM_TILE), NEG_INF)
     wide[:, :vocab] = logits
@@ -47,7 +50,8 @@ def check(module: Any, vocab: int) -> None:
     kept = np.exp(below / tau[:, None, None]) * (z >= floor[:, None, None])
     np.testing.assert_array_equal(got[0], most)
     np.testing.assert_allclose(got[1], kept.sum(axis=2), rtol=1e-6)
-    np.testing.assert_allclose(got[2], np.exp(below).sum(axis=2), rtol=1e-6)
+    of_all = np.exp(below / all_tau[:, None, None]).sum(axis=2)
+    np.testing.assert_allclose(got[2], of_all, rtol=1e-6)
 
 
 @pytest.mark.parametrize("vocab", [300, 17 * SUM_TILE, 20 * SUM_TILE + 1])
@@ -60,6 +64,7 @@ MUTATIONS = {
     "the tile": ("at_N[:, None] * tile", "at_N[:, None] * 64"),
     "the floor": ("(floor, below_NC / tau)", '(float("-inf"), below_NC / tau)'),
     "the temperature": ("below_NC / tau)", "below_NC)"),
+    "that of all": ("below_NC / all_tau)", "below_NC / tau)"),
     "the row": ("tau_ref[row]", "tau_ref[0]"),
     "tiles of nothing": ('jnp.where(max_N == float("-inf"), jnp.float32(0), max_N)', "max_N"),
 }
@@ -84,7 +89,8 @@ def test_it_touches_nothing_outside(name: str, monkeypatch: pytest.MonkeyPatch) 
     module = again(vocab_tiles, *MASKS[name])
     seen = watch(monkeypatch, module)
     one_S = jnp.ones(ROWS)
-    module.read_tiles(jnp.asarray(some_logits(300)), one_S, one_S, tile=SUM_TILE, interpret=True)
+    arrays = jnp.asarray(some_logits(300)), one_S, one_S, one_S
+    module.read_tiles(*arrays, tile=SUM_TILE, interpret=True)
     jax.effects_barrier()
     assert seen and any(seen) == (name != "none")
 
@@ -158,21 +164,109 @@ def test_where_it_is_taken() -> None:
     assert choice("triton", 2**28) is None
     with pytest.raises(AssertionError):
         vocab_tiles.read_tiles(
-            *(jax.ShapeDtypeStruct(s, jnp.float32) for s in ((8, 2**28), (8,), (8,))), tile=128
+            *(jax.ShapeDtypeStruct(s, jnp.float32) for s in ((8, 2**28), *[(8,)] * 3)), tile=128
         )
 
 
-def lowered(*, filters: bool) -> str:
+def lowered(*, filters: bool, one_pass: OnePass | None = CUDA_KERNEL) -> str:
     """A draw for CUDA."""
     logits_SV = jax.ShapeDtypeStruct((256, 151_936), jnp.float32)
-    draw = functools.partial(sample, filters=filters, one_pass=OnePass())
+    draw = functools.partial(sample, filters=filters, one_pass=one_pass)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
         return aot_cuda.lower(draw, logits_SV, controls(256))
 
 
 def test_it_lowers_for_cuda() -> None:
-    """A plain draw is the kernel and little else; a filtered one looks for thresholds besides."""
+    """A plain draw is the kernel and little else; a filtered one looks for thresholds besides, by
+    kernels without a loop or a branch of XLA, at which a GPU would wait for the host.
+    """
     plain, filtered = lowered(filters=False), lowered(filters=True)
-    assert "read_tiles" in plain
+    assert "read_tiles" in plain and "row_thresholds" in filtered
     assert plain.count("tensor<256x151936xf32>") < filtered.count("tensor<256x151936xf32>")
+    turns = re.compile(r"stablehlo\.(?:while|case|if)\b")
+    assert not turns.search(plain) and not turns.search(filtered)
+    assert turns.search(lowered(filters=True, one_pass=None))
+
+
+# Thresholds by kernels: what rows keep that their candidates do not settle.
+
+
+def rows_of(vocab: int) -> np.ndarray:
+    """Logits of which few and many are near the largest, and many are equal."""
+    logits = some_logits(vocab)
+    logits[4] /= 30  # hardly any differs from the others
+    logits[5] = np.round(logits[5])
+    logits[6] = 1.5
+    return logits
+
+
+def check_thresholds(module: Any, vocab: int) -> None:
+    """Against the definition in float64; only sums decide, so they are kept away from ties."""
+    logits = rows_of(vocab)
+    tau = np.linspace(0.7, 2, ROWS).astype(np.float32)
+    top = np.where(np.isfinite(logits), logits, NEG_INF).max(axis=1)
+    floor = np.where(np.arange(ROWS) == 3, np.median(logits, axis=1), NEG_INF).astype(np.float32)
+    top_k = np.array([0, 100, 70, 0, 200, 90, 0, 5], np.int32)
+    top_p = np.array([0.9, 1, 0.95, 0.8, 0.7, 0.95, 0.5, 1], np.float32)
+    settled = np.arange(ROWS) == 7
+    args = map(jnp.asarray, (logits, top, tau, floor, top_k, top_p, settled))
+    kept, sums = map(np.asarray, module.row_thresholds(*args, tile=SUM_TILE, interpret=True))
+    for row in range(ROWS - 1):
+        z = np.sort(logits[row].astype(np.float64))[::-1]
+        least = max(float(floor[row]), z[top_k[row] - 1] if top_k[row] else NEG_INF)
+        weight = np.exp((z - top[row]) / tau[row]) * (z >= least)
+        if top_p[row] < 1:
+            at = np.searchsorted(np.cumsum(weight), top_p[row] * weight.sum())
+            least = max(least, z[at])
+        assert kept[row] == np.float32(least), row
+        wide = np.full(sums.shape[1] * SUM_TILE, NEG_INF)
+        wide[:vocab] = logits[row]
+        weight = np.exp((wide - top[row]) / tau[row]) * (wide >= least)
+        np.testing.assert_allclose(sums[row], weight.reshape(-1, SUM_TILE).sum(axis=1), rtol=1e-5)
+
+
+BROKEN = {
+    "": ("", ""),
+    "top_k": ("top_k > 0)", "top_k > 1000)"),
+    "top_p": ("top_p < 1)", "top_p < 0)"),
+    "equals": ("z_NC >= found", "z_NC > found"),
+    "halvings": ("HALVINGS = 32", "HALVINGS = 31"),
+    "the mass": ("summed(floor, False)", "summed(floor_ref[row], False)"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_rows_are_searched(name: str) -> None:
+    """Over a short last tile; and a broken search is noticed."""
+    if not name:
+        check_thresholds(row_thresholds, 1003)
+        return
+    with pytest.raises(AssertionError):
+        check_thresholds(again(row_thresholds, *BROKEN[name]), 1003)
+
+
+WIDE = {
+    "temperature": np.linspace(0.7, 2, ROWS),
+    "top_k": np.array([20, 100, 0, 64, 65, 90, 0, 7]),
+    "top_p": np.array([0.95, 1, 0.95, 0.8, 0.7, 0.95, 0.5, 1]),
+    "logprobs_mode": np.arange(ROWS) % 3,
+}
+
+
+def test_rows_beyond_their_candidates() -> None:
+    """Tokens are those of XLA's loops, logprobs but for rounding, and a row's bits its own: in
+    other company, where others are searched and where none is.
+    """
+    logits = rows_of(1003)
+    arrays = jnp.asarray(logits), controls(ROWS, 5, **WIDE)
+    by_kernels, by_loops = (run(*arrays, one_pass=kernel) for kernel in (KERNEL, None))
+    np.testing.assert_array_equal(by_kernels.token_S, by_loops.token_S)
+    np.testing.assert_allclose(by_kernels.logprob_S, by_loops.logprob_S, atol=1e-5)
+    logits[1::2], logits[6] = np.nan, NEG_INF
+    alone = run(jnp.asarray(logits), arrays[1], one_pass=KERNEL)
+    same = np.array([0, 2, 4])
+    np.testing.assert_array_equal(alone.token_S[same], by_kernels.token_S[same])
+    np.testing.assert_array_equal(alone.logprob_S[same], by_kernels.logprob_S[same])
+    assert np.all((np.asarray(alone.token_S) >= 0) & (np.asarray(alone.token_S) < 1003))
+    assert np.all(np.isnan(alone.logprob_S[1::2]))

@@ -73,7 +73,7 @@ def test_strict_compiles_nothing_after_the_start(
     shuffled and all at once, so that they are preempted, swapped and found in the cache; beams,
     scores and aborts.
     """
-    sizes = {"max_model_len": 32, "num_blocks": 12, "swap_space_gib": 0.01, "swap_min_tokens": 12}
+    sizes = {"max_model_len": 32, "num_blocks": 12, "swap_space_gib": 0.01, "swap_min_tokens": 8}
     model = config(sliding_windows=windows)
     settings = engine(strict=True, mixed=mixed, max_logprobs=6, **sizes)
     llm = LLM(make_params(0, model), **vars(settings))

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import _common as common
 import gpu_check
 import gpu_jobs
+import gpu_programs
 import gpu_seconds
 import gpu_timed
 import jax
@@ -63,10 +64,11 @@ def test_peers_compute_the_same(peer: str, case: Case) -> None:
     assert 0 < own < 0.02 and error <= 2 * own
 
 
+PLAIN = [case for case in BENCH if case.kv_dtype is None and not case.sinks]
 TIMED = [
     DECODE,
     FRESH,
-    *(case for case in BENCH if "x2048" in case.name and case.query_lens[0] in (1, 2048)),
+    *(c for c in BENCH if "x2048" in c.name and c.query_lens[0] in (1, 2048) and c in PLAIN),
 ]
 
 
@@ -99,6 +101,8 @@ def test_bytes_and_operations() -> None:
     case = dataclasses.replace(FRESH, contexts=(3,), queries=(2,), H=4, K=2, D=8)
     assert gpu_check.moved_bytes(case) == 2 * (3 * 2 * 2 * 8 + 2 * 2 * 4 * 8)
     assert gpu_check.flops(case) == 4 * 5 * 4 * 8
+    scaled = dataclasses.replace(case, kv_dtype="int8")
+    assert gpu_check.moved_bytes(scaled) == 3 * 2 * 2 * (8 + 4) + 2 * 2 * 2 * 4 * 8
 
 
 def test_a_wrong_kernel_fails_the_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,17 +184,133 @@ def test_a_job_that_does_not_start_is_told(tmp_path: Path) -> None:
     assert "WRONG start: exit status 1" in gpu_check.report(tmp_path)
 
 
+MAINS: dict[str, Any] = {
+    "gpu_timed.py": gpu_timed.main,
+    "gpu_programs.py": gpu_programs.main,
+    "tests.kernels.on_device": on_device.main,
+}
+
+
+@pytest.mark.parametrize("dry", [False, True], ids=["wet", "dry"])
 @pytest.mark.parametrize("part", gpu_check.SECONDS)
-def test_parts_fit_their_calls(part: str, tmp_path: Path) -> None:
-    """Under ten minutes with what comes around them, and the jobs of a part under its own."""
-    assert gpu_check.SECONDS[part] <= 570
-    jobs = gpu_check.jobs(part, tmp_path, dry=False)
-    first, *rest = (job.seconds for job in jobs)
-    assert first + sum(rest) <= gpu_check.SECONDS[part] + 50  # they rarely take all
-    assert len({job.file for job in jobs}) == len(jobs)
+def test_every_job_parses_and_has_cases(
+    part: str, dry: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The very command of each, up to its first case; and the jobs of a part fit its call."""
+    jobs = gpu_check.jobs(part, tmp_path, dry=dry)
+    assert gpu_check.SECONDS[part] <= 570 and len({job.file for job in jobs}) == len(jobs)
+    slow = 10 if dry else 1
+    assert sum(job.seconds for job in jobs) <= gpu_check.SECONDS[part] * slow
     for job in jobs:
-        module = job.command[1:3] if job.command[1] == "-m" else (job.command[1],)
-        assert module[-1] == "tests.kernels.on_device" or Path(module[0]).exists()
+        python, *flags = job.command
+        assert python == sys.executable
+        name, *flags = flags[1:] if flags[0] == "-m" else flags
+        assert MAINS[Path(name).name]([*flags, "--list"]) == 0
+        cases = capsys.readouterr().out.splitlines()
+        assert cases and len(set(cases)) == len(cases)
+        assert MAINS[Path(name).name]([*flags, "--list", "--only", cases[-1]]) == 0
+        assert capsys.readouterr().out.splitlines() == cases[-1:]
+        with pytest.raises(SystemExit, match="--only none: no such case"):
+            MAINS[Path(name).name]([*flags, "--only", "none"])
+    assert not list(tmp_path.iterdir()), "nothing ran"
+    if part == "marks":
+        names = [job.file.removesuffix(".jsonl") for job in jobs]
+        assert names[0] == "first" and jobs[0].seconds <= 60 * slow, "within the first minute"
+        assert names.index("rates") < names.index("checks_triton_decode")
+        assert gpu_check.SECONDS[part] <= 300
+
+
+def test_what_the_first_job_may_take_fits_a_minute() -> None:
+    assert gpu_programs.COLD_S + gpu_programs.WARM_S < 60
+    assert gpu_programs.GRAPHS_S < gpu_programs.LIMITS["graphs"] < 100
+    assert 2 * gpu_programs.LIMITS["sanitizer"] <= 140
+
+
+def test_a_program_that_is_cut_off_has_told_what_it_knew(tmp_path: Path) -> None:
+    """And what it started has gone with it."""
+    sleeper = "import subprocess, sys; p = subprocess.Popen(['sleep', '60']); print(p.pid)"
+    code = f"""{sleeper}; import time
+print('{{"weights_s": 1.5}}', flush=True); print("words"); time.sleep(60)"""
+    began = time.monotonic()
+    ended = gpu_programs.run_program([sys.executable, "-u", "-c", code], 2, {"HOME": None})
+    assert time.monotonic() - began < 30 and ended.code is None
+    assert ended.found == {"weights_s": 1.5, "error": "cut off after weights_s"}
+    child = int(ended.output.split()[0])
+    status = Path(f"/proc/{child}/status")
+    assert not status.exists() or "zombie" in status.read_text()
+    failed = gpu_programs.run_program([sys.executable, "-c", "raise ValueError('no')"], 30)
+    assert failed.found == {"error": "exit status 1: ValueError: no"}
+
+
+LOG = """
+I0000 00:00:01.1 1 command_buffer_thunk.cc:189] Update command buffer on device #0 by recoding
+I0000 00:00:01.1 1 command_buffer_thunk.cc:215] Updated command buffer in 250 μs; num_commands=44
+I0000 00:00:01.2 1 command_buffer_thunk.cc:222] Execute command buffer on device #0; num_execu
+I0000 00:00:01.2 1 command_buffer_thunk.cc:222] Execute command buffer on device #0; num_execu
+I0000 00:00:01.2 1 command_buffer_thunk.cc:222] Execute command buffer on device #0; num_execu
+I0000 00:00:01.1 1 command_buffer_thunk.cc:215] Updated command buffer in 50 μs; num_commands=44
+"""
+
+
+def test_updates_of_graphs_are_counted() -> None:
+    """In the words of XLA's command_buffer_thunk.cc."""
+    found = gpu_programs.counted(LOG)
+    assert found == {"launches": 3, "updates": 2, "late_updates": 1, "update_us": 300}
+    assert gpu_programs.counted("")["launches"] == 0
+
+
+def test_clocks_and_power_of_nvidia_smi() -> None:
+    lines = "1980, 2619, 680.25, 61\n1755, 2619, 699.9, 64\n[N/A], 2619, 1"
+    found = gpu_seconds.summary(lines)
+    assert found == {
+        "clocks.sm": 1755,
+        "clocks.mem": 2619,
+        "power.draw": 699.9,
+        "temperature.gpu": 64,
+    }
+    assert gpu_seconds.summary("1980, 2619, [N/A], 61") == {
+        "clocks.sm": 1980,
+        "clocks.mem": 2619,
+        "temperature.gpu": 61,
+    }
+
+
+def test_a_card_that_is_not_well_ends_the_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a case that died; and so does a process that outlives SIGKILL."""
+    command = job(tmp_path, 60).command
+    asked: list[float] = []
+
+    def fault(left: float) -> str:
+        asked.append(left)
+        return "nvidia-smi: not done after 10 s"
+
+    dying = gpu_jobs.Job(file="job.jsonl", command=command, seconds=60)
+    assert not gpu_jobs.run_job(dying, tmp_path, time.monotonic() + 60, fault)
+    found = gpu_jobs.read(tmp_path / "job.jsonl")
+    assert found["dies"]["error"] == "hung or crashed (7)" and len(asked) == 1
+    assert found["device"]["error"].startswith("nvidia-smi") and "hangs" not in found
+    assert gpu_check.is_wrong(tmp_path)
+
+    class Stuck:
+        pid = 0
+
+        def poll(self) -> None:
+            return None
+
+        def wait(self, seconds: float) -> None:
+            raise subprocess.TimeoutExpired("job", seconds)
+
+    stuck: Any = Stuck()
+    monkeypatch.setattr(os, "killpg", lambda pid, number: None)
+    assert not gpu_jobs.end_process(stuck)
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", lambda *_, **how: stuck)
+        assert not gpu_jobs.run_job(dying, tmp_path, time.monotonic() + 1)
+        assert gpu_jobs.run_limited(["x"], 1) == "not done after 1 s, nor killed"
+    assert "suspect" in gpu_jobs.read(tmp_path / "job.jsonl")["end"]["error"]
+    assert "no-such-tool" in str(gpu_jobs.run_limited(["no-such-tool"], 1))
 
 
 def test_the_table_is_printed_when_cut_off(
@@ -198,8 +318,8 @@ def test_the_table_is_printed_when_cut_off(
 ) -> None:
     """By SIGTERM, in the middle of a job that leaves a record."""
 
-    def run(job: gpu_jobs.Job, out: Path, deadline: float) -> None:
-        gpu_jobs.write(out / job.file, {"case": "copy", "gb_s": 1234.0, "device": "card"})
+    def run(job: gpu_jobs.Job, out: Path, deadline: float, wrong: Any) -> None:
+        gpu_jobs.write(out / "marks.jsonl", {"case": "copy", "gb_s": 1234.0, "device": "card"})
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(10)
 
@@ -274,7 +394,7 @@ def test_kernel_time_is_of_its_events_on_the_device() -> None:
 @pytest.mark.parametrize("case", BENCH, ids=str)
 def test_what_is_timed_reads_more_than_l2_holds(case: Case) -> None:
     layers = gpu_timed.num_layers(case, dry=False)
-    kv_bytes = 4 * case.K * case.D * sum(case.contexts)
+    kv_bytes = gpu_timed.context_bytes(case)
     assert layers * kv_bytes <= max(gpu_timed.MOST_BYTES, kv_bytes)
     assert layers * kv_bytes >= 4 * gpu_timed.L2 or case.queries is not None
 
@@ -286,6 +406,7 @@ def test_there_are_layers_enough_even_of_a_small_context() -> None:
 
 WANTED = [
     *((case, {}) for case in BENCH[:3]),
+    *((case, {}) for case in BENCH if case.kv_dtype is not None or case.sinks),
     *((BENCH[0], own) for own in gpu_timed.WAYS),
 ]
 
@@ -313,7 +434,10 @@ def test_dry_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         assert gpu_timed.main([name, "--out", str(tmp_path), "--dry"]) == 0
     found = gpu_jobs.read(tmp_path / f"{name}.jsonl")
+    if name == "rates":
+        assert all(found[f"{case} | mosaic_gpu"]["seconds"] > 0 for case in BENCH_DRY[:2])
     if name == "engine":
+        assert found["Qwen's sampling"]["steps"] and found["decode_steps 8"]["output_tok_s"] > 0
         assert found["warm"]["warmup_s"] > 0 and found["run 2"]["output_tok_s"] > 0
         assert found["run 2"]["compiles"] == 0 and found["run 2"]["read_bytes"] > 0
     if name == "kernels":
@@ -337,6 +461,21 @@ def test_dry_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert "seconds" in found[f"{FRESH.name} | cudnn"]
         assert "cached prefix" in found[f"{CACHED.name} | cudnn"]["not_taken"]
     assert not any(r.get("error") for r in found.values() if "cudnn_paged" not in r["case"])
+
+
+@pytest.mark.parametrize("job", ["first", "graphs"])
+def test_programs_run_dry(job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert gpu_programs.main([job, "--out", str(tmp_path), "--dry"]) == 0
+    found = gpu_jobs.read(tmp_path / f"{job}.jsonl")
+    assert not [r["error"] for r in found.values() if "error" in r]
+    if job == "graphs":
+        assert found["50 decode steps"]["steps"] == 50
+        return
+    cold, warm = found["cold start"], found["warm start, sleep, wake"]
+    assert cold["share"] == 0.95 and cold["blocks"] == warm["blocks_awake"] > 0
+    assert cold["compiles"] == warm["compiles"] > 0 and warm["same_tokens"]
+    assert f"first cold start\n    device {cold['device']}" in gpu_check.report(tmp_path)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import memory_table
 import plan_memory
 import pytest
 
+from jpaged import gpu_share
 from jpaged.config import EngineConfig
 from jpaged.models.params import param_shapes
 from jpaged.runtime import memory
@@ -179,7 +180,7 @@ def test_models_by_name_have_their_size(name: str, billions: float) -> None:
 
 def test_what_jax_takes_of_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     cards = plan_memory.CARDS
-    monkeypatch.setenv(plan_memory.MEMORY_FRACTION, "0.5")
+    monkeypatch.setenv(gpu_share.VARIABLE, "0.5")
     assert cards["a100"].limit == 81920 << 19 and cards["v5e"].limit == int(15.75 * 2**30)
 
 

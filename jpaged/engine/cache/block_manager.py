@@ -116,13 +116,14 @@ class BlockManager:
         for group, table in zip(self.groups, seq.block_tables, strict=True):
             group.extend(table, num_tokens, one_by_one=one_by_one)
 
-    def stop_before(self, start: int, end: int, parting: int) -> int:
+    def stop_before(self, start: int, end: int, parting: int, *, is_last: bool) -> int:
         """Return where a chunk from `start` ends, at `end` at the latest, so that what it leaves is
-        found later. parting: tokens that another sequence is known to have too.
+        found later. parting: tokens that another sequence is known to have too. is_last: the
+        sequence ends at `end`.
         """
         if self.cache.is_on:
-            for group in self.groups:
-                end = group.stop_before(start, end, parting)
+            stops = [g.stop_before(start, end, parting, is_last=is_last) for g in self.groups]
+            end = min(stops)
         return end
 
     def close_ahead(self, seq: Sequence, num_tokens: int) -> None:
@@ -224,12 +225,14 @@ class BlockManager:
 
         For a later dispatch to reuse: the one that was just planned may still read them.
         """
+        # An equal prompt hits all but its last token at most.
+        first_drawn = (seq.prompt_len - 1) // self.block_size
         for at in self.windowed:
-            group, table = self.groups[at], seq.block_tables[at]
-            seq.first_held[at] = group.trim(table, seq.first_held[at], seq.num_dispatched)
+            group, table, held = self.groups[at], seq.block_tables[at], seq.first_held[at]
+            seq.first_held[at] = group.trim(table, held, seq.num_dispatched, first_drawn)
 
     def free(self, seq: Sequence) -> None:
         """Give up a sequence's blocks, if it has any."""
         for group, table in zip(self.groups, seq.block_tables, strict=False):
-            group.release_all(table)
+            group.release_all(table, seq.contents)
         seq.drop_blocks()

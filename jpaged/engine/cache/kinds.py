@@ -15,7 +15,6 @@ Entry i of a sequence's table belongs to tokens [i * P, (i + 1) * P):
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator
-from collections.abc import Sequence as List
 from typing import Literal, NamedTuple
 
 from jpaged.engine.cache.content import Content
@@ -108,7 +107,8 @@ class CacheKind:
         """Return a free block, now of one owner. What it held is offered to the store and
         forgotten here.
         """
-        block_id, _ = self.free.popitem(last=False)
+        block_id = self.next_taken()
+        del self.free[block_id]
         block = self.blocks[block_id]
         if self.traffic is not None:
             is_found = block.content is not None and self.cached.get(block.content) == block_id
@@ -118,6 +118,10 @@ class CacheKind:
         self.forget(block)
         block.ref_count = 1
         return block_id
+
+    def next_taken(self) -> int:
+        """Return the free block that `take` takes next."""
+        return next(iter(self.free))
 
     def share(self, block_id: int) -> None:
         """Add an owner to a block in use, or give a cached one its first."""
@@ -165,7 +169,7 @@ class CacheKind:
             return 0
         return max(position - self.window + 1, 0) // self.block_size
 
-    def num_needed(self, start: List[int], length: int, end: int) -> int:
+    def num_needed(self, start: list[int], length: int, end: int) -> int:
         """Return the free blocks that an admission takes, which begins with this table of a match.
         length: tokens of the sequence. end: of its first chunk.
         """
@@ -173,7 +177,7 @@ class CacheKind:
         return new + sum(b == LOAD or (b != GONE and not self.blocks[b].ref_count) for b in start)
 
     def admit(
-        self, start: List[int], contents: List[Content], slots: dict[int, Slot], length: int
+        self, start: list[int], contents: list[Content], slots: dict[int, Slot], length: int
     ) -> "array[int]":
         """Return the table of an admitted sequence: the blocks of its match, those that are loaded
         from the store, and where nothing leaves a window fresh ones for all its tokens.
@@ -225,9 +229,10 @@ class CacheKind:
                 self.share(block_id)
         return table[:]
 
-    def trim(self, table: "array[int]", first_held: int, position: int) -> int:
+    def trim(self, table: "array[int]", first_held: int, position: int, first_drawn: int) -> int:
         """Give back the entries that no query at or after a position sees. Returns the first entry
-        that is held then.
+        that is held then. first_drawn: the first entry past what a later prompt like this one's can
+        hit.
         """
         first = self.first_seen(position)
         for i in range(first_held, first):
@@ -236,8 +241,10 @@ class CacheKind:
                 table[i] = GONE
         return max(first_held, first)
 
-    def release_all(self, table: "array[int]") -> None:
-        """Give up a table's blocks, last first: a prefix outlives its tail."""
+    def release_all(self, table: "array[int]", contents: list[Content]) -> None:
+        """Give up a table's blocks, last first: a prefix outlives its tail. contents: those of its
+        closed blocks.
+        """
         for block_id in reversed(table):
             if block_id != GONE:
                 self.release(block_id)
@@ -248,9 +255,10 @@ class CacheKind:
         """
         return True
 
-    def stop_before(self, start: int, end: int, parting: int) -> int:
+    def stop_before(self, start: int, end: int, parting: int, *, is_last: bool) -> int:
         """Return where a chunk from `start` had better end, at `end` at the latest, for what it
-        leaves to be found. parting: tokens that another sequence is known to have too.
+        leaves to be found. parting: tokens that another sequence is known to have too. is_last:
+        the sequence ends there.
         """
         return end
 
@@ -286,7 +294,12 @@ class Paged(CacheKind):
 
 
 class State(CacheKind):
-    """A recurrent state, of which a block keeps one record."""
+    """A recurrent state, of which a block keeps one record.
+
+    A row that draws leaves a state behind in every block, and what a later prompt is most likely to
+    share are two: the last one of its prompt, and the last one that it leaves when it ends, for the
+    next turn. Those between, in `passed`, are reused before any other that can be found.
+    """
 
     can_rewind = False
 
@@ -294,6 +307,36 @@ class State(CacheKind):
         self, size: GroupSize, block_size: int, index: int = 0, traffic: Traffic | None = None
     ):
         super().__init__(size._replace(window=2), block_size, index, traffic)
+        self.passed: OrderedDict[int, None] = OrderedDict()  # free, in the order of their release
+
+    def next_taken(self) -> int:
+        block_id = super().next_taken()
+        content = self.blocks[block_id].content
+        is_found = content is not None and self.cached.get(content) == block_id
+        return next(iter(self.passed)) if is_found and self.passed else block_id
+
+    def take(self) -> int:
+        block_id = super().take()
+        self.passed.pop(block_id, None)
+        return block_id
+
+    def share(self, block_id: int) -> None:
+        super().share(block_id)
+        self.passed.pop(block_id, None)
+
+    def trim(self, table: "array[int]", first_held: int, position: int, first_drawn: int) -> int:
+        first = self.first_seen(position)
+        drawn = [b for b in table[max(first_held, first_drawn) : first] if b != GONE]
+        held = super().trim(table, first_held, position, first_drawn)
+        self.passed.update((b, None) for b in drawn if not self.blocks[b].ref_count)
+        return held
+
+    def release_all(self, table: "array[int]", contents: list[Content]) -> None:
+        super().release_all(table, contents)
+        last = self.cached.get(contents[-1]) if contents else None
+        if last in self.passed:  # where this sequence is gone on from
+            del self.passed[last]
+            self.free.move_to_end(last)
 
     def matched(self, content: Content) -> int | Slot | None:
         # Rows of one step read their states before any of them writes: what this plan's step is to
@@ -318,10 +361,11 @@ class State(CacheKind):
     def is_whole(self, i: int, step_end: int) -> bool:
         return (i + 1) * self.block_size == step_end  # else it is that of an earlier token
 
-    def stop_before(self, start: int, end: int, parting: int) -> int:
+    def stop_before(self, start: int, end: int, parting: int, *, is_last: bool) -> int:
         if start < parting < end:
             return parting  # where prefixes part: the next sequence of this prefix finds a state
-        last = end - end % self.block_size
+        within = end - 1 if is_last else end  # an equal prompt has its last token computed
+        last = within - within % self.block_size
         return last if last > start else end
 
     def skips(self, position: int, end: int) -> bool:

@@ -3,7 +3,6 @@ By chained hashes, then by what was hashed.
 """
 
 import weakref
-from collections.abc import Sequence as List
 from typing import NamedTuple
 
 import xxhash
@@ -22,7 +21,7 @@ class Match(NamedTuple):
     sequence has computed before, whether all that a hit needs is still kept or not.
     """
 
-    contents: List[Content]
+    contents: list[Content]
     tables: tuple[list[int], ...]
     slots: tuple[dict[int, Slot], ...]
     num_known: int = 0

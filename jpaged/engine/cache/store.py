@@ -9,9 +9,9 @@ step that reads it. Prefixes that were evicted and sequences that were preempted
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from collections.abc import Sequence as List
 from typing import NamedTuple, Protocol
 
+from jpaged.config import EngineConfig
 from jpaged.engine.cache.content import Content
 from jpaged.engine.types import BlockData
 
@@ -84,7 +84,7 @@ class HostStore:
     is about to load may outlive their slots for one step, uncounted.
     """
 
-    def __init__(self, num_bytes: int, block_bytes: List[int]):
+    def __init__(self, num_bytes: int, block_bytes: Iterable[int]):
         self.num_bytes = num_bytes
         self.used_bytes = 0
         self._block_bytes = tuple(block_bytes)
@@ -155,6 +155,18 @@ class HostStore:
     def _drop(self, content: Content) -> None:
         slots = self._slots.pop(content)
         self.used_bytes -= sum(self._block_bytes[group] for group in slots)
+
+
+def make_stores(
+    config: EngineConfig, count: int, block_bytes: list[int]
+) -> list[BlockStore | None]:
+    """Return so many stores, which share the memory that the config has for them; None in place of
+    each where it has none. block_bytes: of a block of each group.
+    """
+    if not config.swap_space_gib:
+        return [None] * count
+    num_bytes = int(config.swap_space_gib * 2**30 / count)
+    return [HostStore(num_bytes, block_bytes) for _ in range(count)]
 
 
 class Traffic:

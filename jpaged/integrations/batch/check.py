@@ -75,11 +75,12 @@ class Checker:
         self.model = ModelConfig.coerce(folder)
         place = Placement(mesh=None, axis=None, device=jax.devices()[0])
         dtype = config.dtype or stored_dtype(folder)
-        self.engine_config, _ = resolve(self.model, config, place, dtype)
+        self.plan = plan_memory(folder, config)
+        planned = dataclasses.replace(config, max_num_seqs=self.plan.max_num_seqs)
+        self.engine_config, _ = resolve(self.model, planned, place, dtype)
         self._max_model_len = self.engine_config.max_model_len or 0
         self._inputs = Inputs(self.model, self._max_model_len, None, Path(folder))
         self._builder = Builder(self._inputs, self.engine_config)
-        self.plan = plan_memory(folder, config)
 
     @property
     def tokenizer(self) -> Any:
@@ -188,7 +189,7 @@ def _of_memory(checker: Checker, prompts: array, most: int) -> dict[str, str]:
     rows["KV pool"] = f"{blocks} (decided by {plan.decided_by})"
     if prompts:
         mean = -(-(most + sum(prompts)) // len(prompts))
-        at_once = min(held // max(mean, 1), config.max_num_seqs) * (config.data_parallel_size or 1)
+        at_once = min(held // max(mean, 1), config.num_rows) * (config.data_parallel_size or 1)
         rows["at once"] = f"{at_once:,} requests of mean length, their answers up to their limit"
     return rows
 

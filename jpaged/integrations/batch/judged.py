@@ -1,8 +1,8 @@
 """Which settings of a run can change an answer, and why each of the others cannot.
 
 A run resumes an output only if every judged setting is what it was (manifest.py). A setting is
-judged unless it is listed here with the reason why it need not be: one that is added later is
-judged until somebody writes that reason, and a test fails until it is in one of the two lists.
+judged unless there is a reason why it need not be, which for the engine's stands beside the field
+(`same_answers` in config.py): one that is added later is judged until somebody writes that reason.
 
 A setting can change an answer if it changes what is computed, or whether a line is refused. It
 cannot if it only changes which rows share a step, where a step runs, or in which order it adds:
@@ -14,56 +14,17 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jpaged.config import EngineConfig
+from jpaged.config import OTHER_DEVICES, SAME_TOKENS, EngineConfig
 
-_SAME_TOKENS = "decides which rows and tokens share a step; tokens are those of any other batch"
-_DEVICES = "decides which devices compute; sums are added in another order"
-_POOL = "sizes the KV pool; a prompt that does not fit is an error line, see --retry-failed"
-_TABLES = "sizes the tables of adapters; one that does not fit ends the run before its first line"
 _OUTSIDE = "decides what the run reports beside its answers"
 _ENDING = "decides when a run ends, not what a line is answered"
 
-JUDGED_ENGINE = frozenset(
-    {
-        "attention",
-        "deterministic",
-        "dtype",
-        "kv_cache_dtype",
-        "max_logit_bias",
-        "max_logprobs",
-        "max_model_len",
-        "max_n",
-        "max_stop_ids",
-        "quantization",
-        "quantized_activations",
-        "strict",
-        "structured_output",
-    }
-)
+_REASONS: Mapping[str, str | None] = {
+    field.name: field.metadata["same_answers"] for field in dataclasses.fields(EngineConfig)
+}
+JUDGED_ENGINE = frozenset(name for name, reason in _REASONS.items() if reason is None)
 NOT_JUDGED_ENGINE: Mapping[str, str] = {
-    "block_size": _POOL,
-    "compilation_cache_dir": "keeps compiled steps between processes",
-    "data_parallel_size": _DEVICES,
-    "decode_steps": "decides how often the host looks; the device draws the same tokens",
-    "enable_prefix_caching": _SAME_TOKENS,
-    "lora_extra": _TABLES,
-    "max_lora_rank": _TABLES,
-    "max_loras": _TABLES,
-    "max_num_batched_tokens": _SAME_TOKENS,
-    "max_num_seqs": _SAME_TOKENS,
-    "memory_utilization": _POOL,
-    "mixed": _SAME_TOKENS,
-    "num_blocks": _POOL,
-    "num_states": _POOL,
-    "peer_timeout_s": "decides when a silent process ends the run",
-    "separate_draw": "compiles the model and the draw apart; they draw the same tokens",
-    "seq_buckets": _SAME_TOKENS,
-    "speculative": "drafts are verified: tokens are those without them, whatever model drafts",
-    "swap_min_tokens": "decides whether KV is kept or computed again; the values are the same",
-    "swap_space_gib": "decides whether KV is kept or computed again; the values are the same",
-    "tensor_axis": _DEVICES,
-    "tensor_parallel_size": _DEVICES,
-    "token_buckets": _SAME_TOKENS,
+    name: reason for name, reason in _REASONS.items() if reason is not None
 }
 
 # Flags of serve_batch beside the engine's: those that stand in the manifest's `run` by their value,
@@ -91,27 +52,27 @@ JUDGED_BY_CONTENT: Mapping[str, str] = {
 NOT_JUDGED_FLAGS: Mapping[str, str] = {
     "check": "runs nothing",
     "config": "each flag of the file is judged as if it were given",
-    "coordinator": _DEVICES,
+    "coordinator": OTHER_DEVICES,
     "existing": "decides what happens to an output that is there",
     "grace": _ENDING,
     "help": "runs nothing",
     "max_error_rate": _ENDING,
     "metrics_host": _OUTSIDE,
     "metrics_port": _OUTSIDE,
-    "num_processes": _DEVICES,
+    "num_processes": OTHER_DEVICES,
     "ordered": "decides the order of rows, which a resumed run puts right",
     "output": "the file that the manifest lies beside",
-    "process_id": _DEVICES,
+    "process_id": OTHER_DEVICES,
     "rates": "runs nothing",
-    "ray": _DEVICES,
-    "replica_hosts": _DEVICES,
-    "replica_resources": _DEVICES,
+    "ray": OTHER_DEVICES,
+    "replica_hosts": OTHER_DEVICES,
+    "replica_resources": OTHER_DEVICES,
     "replica_retries": "a line that lost its engines is an error line, see --retry-failed",
-    "replicas": _DEVICES,
+    "replicas": OTHER_DEVICES,
     "report": _OUTSIDE,
     "retry_failed": "decides which lines are run again",
     "summary": _OUTSIDE,
-    "window": _SAME_TOKENS,
+    "window": SAME_TOKENS,
 }
 
 

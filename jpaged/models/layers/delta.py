@@ -220,8 +220,10 @@ class Delta:
             beta_TNJ = jax.nn.sigmoid(beta_TNJ).astype(jnp.float32)
             if c.allows_negative:
                 beta_TNJ = 2 * beta_TNJ
-            rate_TNJ = jax.nn.softplus(decay_TNJ.astype(jnp.float32) + self.dt_bias[None])
-            g_TNJ = -jnp.exp(self.log_decay)[None] * rate_TNJ
+            # A caller may have cast its whole tree to a smaller type.
+            log_decay, dt_bias = (w.astype(jnp.float32) for w in (self.log_decay, self.dt_bias))
+            rate_TNJ = jax.nn.softplus(decay_TNJ.astype(jnp.float32) + dt_bias[None])
+            g_TNJ = -jnp.exp(log_decay)[None] * rate_TNJ
             beta_TH, g_TH = (y.reshape(y.shape[0], -1) for y in (beta_TNJ, g_TNJ))
             tokens = (q_TNC, k_TNC, v_THY, g_TH, beta_TH)
             kernel = xla if step.delta is None else step.delta

@@ -19,6 +19,7 @@ from typing import Any
 
 import uvicorn
 
+from jpaged import gpu_share
 from jpaged.adapter_flag import loaded
 from jpaged.async_llm import AsyncLLM
 from jpaged.errors import CheckpointError, ConfigError
@@ -201,6 +202,7 @@ def main(argv: list[str] | None = None) -> int:
     Ctrl-C came before it listened.
     """
     args = make_parser().parse_args(argv)
+    gpu_share.take_most()
     sockets: list[socket.socket] = []
     try:
         sockets = take_address(args.host, args.port)

@@ -198,7 +198,7 @@ def decoding(
     seq = sequence([i % 1000 for i in range(num_tokens - 1)])
     scheduler.queues.waiting.add(seq)
     while len(seq) < num_tokens + 2:
-        (plan,) = schedule([scheduler])
+        (plan,) = schedule((scheduler,))
         commit(scheduler.queues, plan, drawn(plan))
     return scheduler, seq
 

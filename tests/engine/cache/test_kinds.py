@@ -101,24 +101,26 @@ def test_forks_write_a_copy_of_an_open_state():
 
 
 @pytest.mark.parametrize(
-    ("start", "end", "parting", "stops"),
+    ("start", "end", "parting", "is_last", "stops"),
     [
-        (0, 14, 0, 12),
-        (12, 14, 0, 14),  # no end of a block is left
-        (0, 3, 0, 3),
-        (3, 9, 0, 8),
-        (0, 12, 0, 12),
-        (0, 14, 8, 8),  # where another sequence parts from this one
-        (8, 14, 8, 12),
+        (0, 14, 0, True, 12),
+        (12, 14, 0, True, 14),  # no end of a block is left
+        (0, 3, 0, True, 3),
+        (3, 9, 0, True, 8),
+        (0, 12, 0, False, 12),
+        (0, 12, 0, True, 8),  # an equal prompt finds no more, since it draws after its last token
+        (8, 12, 0, True, 12),
+        (0, 14, 8, True, 8),  # where another sequence parts from this one
+        (8, 14, 8, True, 12),
     ],
 )
-def test_where_chunks_stop(start: int, end: int, parting: int, stops: int):
+def test_where_chunks_stop(start: int, end: int, parting: int, is_last: bool, stops: int):
     mixed = BlockManager([GroupSize(8), STATE], 4)
-    assert mixed.stop_before(start, end, parting) == stops and not mixed.can_rewind
+    assert mixed.stop_before(start, end, parting, is_last=is_last) == stops and not mixed.can_rewind
     paged = BlockManager([GroupSize(8), GroupSize(8, 6)], 4)
-    assert paged.stop_before(start, end, parting) == end and paged.can_rewind
+    assert paged.stop_before(start, end, parting, is_last=is_last) == end and paged.can_rewind
     off = BlockManager([STATE], 4, enable_prefix_caching=False)
-    assert off.stop_before(start, end, parting) == end  # nothing will be found
+    assert off.stop_before(start, end, parting, is_last=is_last) == end  # nothing will be found
 
 
 def test_a_state_is_kept_where_prefixes_part(depth: int):
@@ -135,6 +137,23 @@ def test_a_long_prompt_needs_two_states(depth: int, windows: Any):
     host = Host(depth, windows, 2, num_blocks=64, max_num_batched_tokens=16)
     (seq,) = host.generate(prompt(90), max_tokens=20)
     assert seq.error is None and generated(seq) == expected(seq, host.windows)
+
+
+@pytest.mark.parametrize("length", [23, 24])
+def test_a_row_with_three_states_keeps_those_that_are_shared(depth: int, length: int):
+    """The last one that an equal prompt can go on from, and the last one for the next turn; states
+    between the two are written over.
+    """
+    host = Host(depth, (None, "state"), 3, num_blocks=64, max_num_seqs=1)
+    tokens = prompt(length)
+    first, again = (host.generate(tokens, max_tokens=20)[0] for _ in range(2))
+    assert (first.num_cached, again.num_cached) == (0, 20)
+    host.generate(prompt(6, seed=2), max_tokens=1)  # takes two, of which neither is that one
+    turn = [*first.token_ids, *prompt(9, seed=1)]
+    (last,) = host.generate(turn, max_tokens=20)
+    assert last.num_cached == 40  # of the 42 or 43 tokens whose state there was
+    for seq in (first, again, last):
+        assert generated(seq) == expected(seq, host.windows)
 
 
 def test_replays_end_with_blocks():
