@@ -518,8 +518,9 @@ def heads_guess_on_one_device(config: EngineConfig, devices: int) -> str | None:
     asked = config.speculative
     if devices > 1 and asked is not None and asked.method in ("eagle", "mtp"):
         return (
-            f"speculative: method={asked.method!r} on {devices} devices that share the model: only "
-            "on one; method='draft' or 'ngram' runs there"
+            f"speculative: method={asked.method!r} on {devices} devices that share the model: a "
+            "head's layer and its cache are not split over devices; method='draft' or 'ngram' runs "
+            "there"
         )
     return None
 

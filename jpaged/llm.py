@@ -483,7 +483,7 @@ class LLM:
         return self.session.served.weights.version
 
     def stats(self) -> Report:
-        """Return the totals since the start: tokens, steps, seconds, compiles, transfers, blocks."""
+        """Return totals since the start: tokens, steps, seconds, compiles, transfers, blocks."""
         return self.session.report()
 
     def buckets(self) -> list[BucketReport]:

@@ -144,7 +144,7 @@ def quantized_products(rng: np.random.Generator, rounds: int) -> Iterator[dict[s
 def layers(
     module: Any, q: jax.Array, pool: jax.Array, args: tuple[jax.Array, ...], num_layers: int
 ) -> jax.Array:
-    """Attend over each layer of the pool in turn; with query starts among the args it is a prefill."""
+    """Attend over each layer of the pool in turn; with query starts in the args it is a prefill."""
     attend = module.decode if len(args) == 2 else module.prefill
     kind = AttentionOptions(scale=q.shape[-1] ** -0.5)
     options = Options(attention=kind, num_layers=num_layers, num_kv_heads=pool.shape[2] // 2)

@@ -324,6 +324,8 @@ def completion(
 
 def _spans(versions: collections.abc.Sequence[int], start: int = 0) -> list[WeightSpan]:
     """Return the spans of equal versions, of the tokens from `start` on."""
+    if len(versions) == start + 1:  # a token of a stream
+        return [WeightSpan(versions[start], start, start + 1)]
     if start:
         versions = versions[start:]
     if not versions:

@@ -503,7 +503,7 @@ class PeerRunner(Runner):
         return self.peers.call(start, "dispatching a draw")._replace(compared=handle.compared)
 
     def replay(self, handle: Handle, rounds: list[list[list[Replay]]]) -> None:
-        """Write states: see Runner.replay. Every process makes the same rounds of the same tokens."""
+        """Write states: see Runner.replay. Every process makes the same rounds of equal tokens."""
         assert self.peers is not None
         start = functools.partial(super().replay, handle, rounds)
         self.peers.call(start, "dispatching a replay")

@@ -10,6 +10,7 @@ from kernels_pallas.experts.interface import ExpertWeights, Glu, Shapes, grouped
 
 IN, OUT = 64, 128  # of a tile
 FEW, MANY = 64, 128  # its rows
+EIGHT = 8  # rows of a swizzled tile in shared memory: TMA takes whole ones
 
 
 def unsupported(shapes: Shapes, device: Any) -> str | None:
@@ -34,9 +35,11 @@ def experts(
 
 
 def _product(x: Array, weights: Array, sizes: Array) -> Array:
-    many = x.shape[0] >= MANY * weights.shape[0]
-    return ragged_dot(
-        x,
+    rows = x.shape[0]
+    many = rows >= MANY * weights.shape[0]
+    # Rows that fill up the last eight are in no group.
+    y = ragged_dot(
+        jnp.pad(x, ((0, -rows % EIGHT), (0, 0))),
         weights.reshape(len(weights), -1, x.shape[1]),
         group_sizes=sizes,
         block_m=MANY if many else FEW,
@@ -46,3 +49,4 @@ def _product(x: Array, weights: Array, sizes: Array) -> Array:
         grid_block_n=1,
         transpose_rhs=True,
     )
+    return y[:rows]

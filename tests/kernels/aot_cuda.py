@@ -26,10 +26,12 @@ from jax.sharding import SingleDeviceSharding
 
 from kernels_pallas.paged_attention import mosaic_gpu
 from kernels_pallas.paged_attention.interface import AttentionOptions, Options
-from kernels_pallas.paged_attention.mosaic_gpu import prefill_kernel
+from kernels_pallas.paged_attention.mosaic_gpu import decode_kernel, prefill_kernel
 from kernels_pallas.paged_attention.pool_layout import ScaledPool
 from scripts._common import H200, absent_devices, hopper
 from tests.kernels import ptx
+from tests.kernels.hopper.host import broken_rules, read_launch
+from tests.kernels.hopper.program import parse, unordered_products
 
 # name: head dim, block size, query heads, KV heads, options, whether there are sinks
 KERNELS: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
@@ -100,6 +102,13 @@ def kernel(name: str) -> tuple[Any, ...]:
     return lambda *a: function(*a[:-1], sinks_H=a[-1]), *args, shape((H,), jnp.bfloat16)
 
 
+def blocks_on_an_sm(name: str) -> int:
+    """Return how many thread blocks of one of KERNELS are to fit on an SM at once."""
+    if name.startswith("prefill"):
+        return 1
+    return decode_kernel.resident(KERNELS[name][0], in_8_bits="kv_dtype" in KERNELS[name][-1])
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Resources:
     """What a compiled kernel takes: registers a thread, bytes of spills and of shared memory,
@@ -107,6 +116,9 @@ class Resources:
 
     pool: registers that a thread block is launched with. asked: that its warpgroups ask for.
     fences: between proxies. unfenced: places that may read what lacks one (tests/kernels/ptx.py).
+    unordered: wgmma whose registers may have been written since the last wgmma.fence. serialized:
+    whether ptxas says that it lets wgmma wait for each other. descriptors: of TMA; broken_rules:
+    those of the hardware that they break.
     """
 
     registers: int
@@ -116,6 +128,10 @@ class Resources:
     unfenced: int
     spills: int
     shared_memory: int
+    unordered: int
+    serialized: bool
+    descriptors: int
+    broken_rules: list[str]
     seconds: float
 
 
@@ -143,8 +159,15 @@ def compile_kernel(function: Callable[..., Any], *args: Any, dump: Path) -> Reso
     (ptxas,) = (file.read_text() for file in dump.glob("*.ptxas"))
     (resources,) = (file.read_text() for file in dump.glob("*.resources.txt"))
     (code,) = (file.read_text() for file in dump.glob("*.ptx"))
+    (passes,) = (file.read_text() for file in dump.glob("*.mlir-passes.log"))
     registers = max(int(n) for n in re.findall(r"Used (\d+) registers", ptxas))
-    pool = registers * ptx.threads(code)
+    pool = -(-registers // 8) * 8 * ptx.threads(code)  # a warp gets them by 256
+    descriptors = [
+        descriptor
+        for argument in read_launch(passes).arguments
+        if isinstance(argument, tuple)
+        for descriptor in argument
+    ]
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", ptxas)
     return Resources(
         registers=registers,
@@ -154,6 +177,10 @@ def compile_kernel(function: Callable[..., Any], *args: Any, dump: Path) -> Reso
         unfenced=len(ptx.unfenced(code)),
         spills=sum(int(n) for n in spills),
         shared_memory=max(int(n) for n in re.findall(r"smem_scratch_bytes=(\d+)", resources)),
+        unordered=len(unordered_products(parse(code))),
+        serialized="serialized" in ptxas,
+        descriptors=len(descriptors),
+        broken_rules=sorted({rule for x in descriptors for rule in broken_rules(x)}),
         seconds=round(seconds, 1),
     )
 

@@ -323,15 +323,15 @@ def test_who_takes_experts_on_a_card() -> None:
     assert names("8.0") == ["triton", "tiles"] and names("7.5") == ["tiles"]
 
 
-def abstract(T: int) -> Any:
-    """A layer of Qwen3-30B-A3B."""
+def abstract(T: int, X: int = 128, A: int = 8) -> Any:
+    """A layer of Qwen3-30B-A3B, or one of fewer experts."""
     bf16, f32 = jnp.bfloat16, jnp.float32
-    gate_up: Any = jax.ShapeDtypeStruct((128, 2, 768, 2048), bf16)
-    down: Any = jax.ShapeDtypeStruct((128, 2048, 768), bf16)
+    gate_up: Any = jax.ShapeDtypeStruct((X, 2, 768, 2048), bf16)
+    down: Any = jax.ShapeDtypeStruct((X, 2048, 768), bf16)
     weights = ExpertWeights(gate_up=gate_up, gate_up_bias=None, down=down)
     rows = jax.ShapeDtypeStruct((T, 2048), bf16)
-    chosen = jax.ShapeDtypeStruct((T, 8), jnp.int32)
-    return rows, chosen, jax.ShapeDtypeStruct((T, 8), f32), weights
+    chosen = jax.ShapeDtypeStruct((T, A), jnp.int32)
+    return rows, chosen, jax.ShapeDtypeStruct((T, A), f32), weights
 
 
 @pytest.mark.parametrize("T", [8, 512])
@@ -346,6 +346,13 @@ def test_megablox_lowers_for_tpu(T: int) -> None:
 @pytest.mark.parametrize("T", [8, 4096])
 def test_mosaic_gpu_lowers_for_hopper(T: int) -> None:
     text = aot_cuda.lower(functools.partial(mosaic_gpu.experts, glu=GLU), *abstract(T))
+    assert text.count("mosaic_gpu") >= 2
+
+
+@pytest.mark.parametrize(("T", "A"), [(1, 2), (7, 6)], ids=str)
+def test_mosaic_gpu_takes_any_number_of_pairs(T: int, A: int) -> None:
+    """TMA alone would take whole eights."""
+    text = aot_cuda.lower(functools.partial(mosaic_gpu.experts, glu=GLU), *abstract(T, X=4, A=A))
     assert text.count("mosaic_gpu") >= 2
 
 

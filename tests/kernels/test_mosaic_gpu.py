@@ -616,6 +616,29 @@ class TestCompiledForHopper:
         assert compiled[name]["asked"] <= compiled[name]["pool"] <= 65536
 
     @pytest.mark.parametrize("name", aot_cuda.KERNELS)
+    def test_as_many_blocks_fit_on_an_sm_as_decode_counts_on(
+        self, name: str, compiled: dict[str, dict[str, Any]]
+    ) -> None:
+        """Their registers and shared memory, of which a block takes 1 KiB for itself."""
+        blocks = aot_cuda.blocks_on_an_sm(name)
+        assert compiled[name]["pool"] * blocks <= 65536
+        assert (compiled[name]["shared_memory"] + 1024) * blocks <= 228 << 10
+
+    @pytest.mark.parametrize("name", aot_cuda.KERNELS)
+    def test_tma_takes_its_descriptors(
+        self, name: str, compiled: dict[str, dict[str, Any]]
+    ) -> None:
+        """Mosaic's runtime ends the process at the first call if a rule is broken."""
+        assert compiled[name]["descriptors"] >= 3 and not compiled[name]["broken_rules"]
+
+    @pytest.mark.parametrize("name", aot_cuda.KERNELS)
+    def test_products_are_ordered_and_wait_for_none(
+        self, name: str, compiled: dict[str, dict[str, Any]]
+    ) -> None:
+        """Registers are fenced before wgmma takes them, and ptxas does not have it wait in turn."""
+        assert compiled[name]["unordered"] == 0 and not compiled[name]["serialized"]
+
+    @pytest.mark.parametrize("name", aot_cuda.KERNELS)
     def test_what_is_stored_is_fenced(self, name: str, compiled: dict[str, dict[str, Any]]) -> None:
         """Before wgmma or TMA reads it, or another warpgroup is told of it."""
         assert compiled[name]["unfenced"] == 0 and compiled[name]["fences"] >= 2

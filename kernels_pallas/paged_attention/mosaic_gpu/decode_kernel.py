@@ -81,11 +81,14 @@ def work_item(turn, block, blocks: int):
     return turn * blocks + block + odd * (blocks - 1 - 2 * block)
 
 
-def resident(head_dim: int) -> int:
+def resident(head_dim: int, *, in_8_bits: bool = False) -> int:
     """Return the number of thread blocks on an SM: two if their registers fit, so that one computes
     while the other waits.
+
+    in_8_bits: whether keys and values are; widening them takes 152 registers a thread at a head_dim
+    of 64, where two blocks have room for 128.
     """
-    return 2 if head_dim == 64 else 1
+    return 2 if head_dim == 64 and not in_8_bits else 1
 
 
 @functools.partial(jax.jit, static_argnames=("options", "splits", "thread_blocks", "fastest"))
@@ -119,7 +122,8 @@ def decode(
     rows = -(-G // 8) * 8  # of q that are copied: the unit of a swizzled tile
     # KV heads whose queries are copied together. Rows of a product stay apart: others do no harm.
     shared = 8 // G if H % 8 == 0 and 8 % G == 0 else 1
-    slots = multiprocessors() * resident(D)
+    on_an_sm = resident(D, in_8_bits=in_8_bits)
+    slots = multiprocessors() * on_an_sm
     reach = block_table_SM.shape[1] * P
     reach = reach if window is None else min(reach, window + C - 1)
     X = splits or split_count(S * K, -(-reach // C), slots)
@@ -135,7 +139,7 @@ def decode(
     stage = C * 2 * D * dtype.itemsize
     if in_8_bits:  # one tile in 16 bits, and stages of 8 bits with scales
         fixed, stage = fixed + stage, C * (2 * D + 8)
-    stages = (SMEM_BYTES // resident(D) - fixed) // stage
+    stages = (SMEM_BYTES // on_an_sm - fixed) // stage
 
     def kernel(q_ref, pool_ref, table_ref, work_refs, layer_ref, *refs):
         (*out_refs, (ring_sm, (q_sm, o_sm), lse_sm), barriers) = refs
@@ -185,14 +189,22 @@ def decode(
                         of_keys, of_values = (along_slots(scales_sm.at[stage, i]) for i in (0, 1))
                         widen(kv_sm.at[stage], tile)
                         plgpu.barrier_arrive(empty.at[stage])
-                    pl.when((low > 0) | (high < C))(lambda: zero_unseen(tile, low, high))
+                    ragged = (low > 0) | (high < C)
+                    pl.when(ragged)(lambda: zero_unseen(tile, low, high))
                     s = scores(q_sm.at[place], tile)
                     s = scaled(s if of_keys is None else s * of_keys, options.attention)
-                    slot = iota((Q, C), 1)
-                    seen = (slot >= low) & (slot < high)
-                    s = jnp.where(seen, s, NEG)
-                    if of_values is not None:
-                        of_values = jnp.where(seen, of_values, 0.0)
+
+                    def masked(s, of_values):
+                        slot = iota((Q, C), 1)
+                        seen = (slot >= low) & (slot < high)
+                        if of_values is not None:
+                            of_values = jnp.where(seen, of_values, 0.0)
+                        return jnp.where(seen, s, NEG), of_values
+
+                    if on_an_sm == 1:  # a branch takes registers, which two blocks lack
+                        s, of_values = lax.cond(ragged, masked, lambda *whole: whole, s, of_values)
+                    else:
+                        s, of_values = masked(s, of_values)
                     p, acc, m, total = fold(s, acc, m, total, dtype, of_values)
                     acc = add_values(acc, p, tile, interpret)
                     if not in_8_bits:

@@ -1,0 +1,272 @@
+"""The Mosaic kernels as compiled for Hopper, executed by the emulator of tests/kernels/hopper.
+
+Each case runs three times: with what is asynchronous done at random times, at the last legal moment
+and at the first; shared memory starts as garbage. It is held to the float64 reference as every
+implementation is. What is broken on purpose has to fail. Needs the CUDA plugin and ptxas, no card.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels_pallas.experts import mosaic_gpu as experts
+from kernels_pallas.paged_attention import mosaic_gpu
+from kernels_pallas.paged_attention.mosaic_gpu import decode_kernel, prefill_kernel
+from scripts._attention_cases import GPU, IN_TILES, Case
+from scripts._common import cannot_compile
+from tests.kernels.hopper.block import EARLY, LATE, RANDOM, TIMINGS
+from tests.kernels.hopper.emulated import Emulated
+from tests.kernels.hopper.memory import Fault
+from tests.kernels.suite import bounded, check
+from tests.kernels.test_experts import GLU, exact, make
+
+SECONDS = 900  # that a test may take, on a busy machine
+
+needs_cuda = pytest.mark.skipif(
+    cannot_compile("cuda") is not None, reason=str(cannot_compile("cuda"))
+)
+pytestmark = needs_cuda
+
+CASES = {case.name: case for case in (*GPU, *IN_TILES)}
+# One of each kind; slow.txt has the others.
+FIRST = (
+    "decode_d64_p16_g2",
+    "decode_d128_p8_g1",
+    "decode_d128_p64_g4_window_f16",
+    "decode_d64_p16_g8_sinks_window",
+    "decode_d256_p128_g8_cap",
+    "decode_int8",
+    "decode_fp8_sinks_window",
+    "prefill_g4_k2",
+    "prefill_d128_p8_g1_window",
+    "prefill_d64_p16_g7_sinks_window",
+)
+
+# Rings wrap, thread blocks take turns, and rows have tiles that are not full.
+_LONG = Case(
+    name="",
+    contexts=(600, 40, 0, 470, 64),
+    H=2,
+    K=1,
+    D=128,
+    P=64,
+    dtype="bfloat16",
+    num_layers=1,
+    layer=0,
+)
+LONG: dict[str, tuple[Case, dict[str, Any], Any]] = {  # with arguments, and the kernel's module
+    "decode": (_LONG, {"splits": 1, "thread_blocks": 2}, decode_kernel),
+    "prefill": (
+        dataclasses.replace(_LONG, contexts=(700, 70), queries=(100, 70)),
+        {},
+        prefill_kernel,
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _watched(request: pytest.FixtureRequest) -> Iterator[None]:
+    """End the process if a test takes too long."""
+    with bounded(request, SECONDS):
+        yield
+
+
+def implementation(emulated: Emulated) -> Any:
+    """Return mosaic_gpu's functions, with their kernels emulated."""
+
+    def emulate(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, options: Any, **own: Any) -> Any:
+            with emulated.running():
+                options = dataclasses.replace(options, interpret=False)
+                return function(*args, options=options, **own)
+
+        return run
+
+    return SimpleNamespace(
+        prepare=mosaic_gpu.prepare,
+        prefill=emulate(mosaic_gpu.prefill),
+        decode=emulate(mosaic_gpu.decode),
+        pool_layout=mosaic_gpu.pool_layout,
+    )
+
+
+def check_emulated(case: Case, **own: Any) -> None:
+    """Hold the emulated kernel of a case to the reference, under every timing."""
+    emulated = Emulated(RANDOM)
+    for emulated.timing in TIMINGS:
+        check(implementation(emulated), case, **own)
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_equals_the_reference(name: str) -> None:
+    check_emulated(CASES[name])
+
+
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {*FIRST}))
+def test_others_equal_the_reference(name: str) -> None:
+    check_emulated(CASES[name])
+
+
+@pytest.mark.parametrize(("splits", "thread_blocks"), [(1, 2), (3, 2)])
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+def test_thread_blocks_take_turns(splits: int, thread_blocks: int, kv_dtype: str | None) -> None:
+    case = dataclasses.replace(_LONG, kv_dtype=kv_dtype)
+    check_emulated(case, splits=splits, thread_blocks=thread_blocks)
+
+
+@pytest.mark.parametrize(("T", "X", "A"), [(70, 5, 2), (300, 2, 1)], ids=str)
+def test_experts_are_the_loop_over_them(T: int, X: int, A: int) -> None:
+    """jax's grouped product, twice: tiles of few rows and of many, of which experts share some."""
+    args = make(T, X, A, jnp.bfloat16)
+    emulated, wanted = Emulated(RANDOM), exact(*args)
+    for emulated.timing in TIMINGS:
+        with emulated.running():
+            found = np.asarray(experts.experts(*args, GLU))
+        assert np.abs(found - wanted).max() < 0.01 * np.abs(wanted).max()
+    assert len(emulated.compiled) == 2
+
+
+# ---- What is broken on purpose ----
+
+
+@pytest.fixture(scope="module")
+def long() -> dict[str, Emulated]:
+    """The kernels of LONG without the waits at their ends, which the interpreter alone demands."""
+    made = {}
+    for name, (case, own, module) in LONG.items():
+        made[name] = Emulated(RANDOM)
+        with mock.patch.object(module, "drain", lambda *args: None):
+            check(implementation(made[name]), case, **own)
+    return made
+
+
+def outcome(emulated: Emulated, name: str, change: Callable[[str], str]) -> str:
+    """Return how a kernel of LONG fails after a change of its PTX, or "" if it does not."""
+    case, own, _ = LONG[name]
+    (compiled,) = emulated.compiled.values()
+    assert change(compiled.ptx) != compiled.ptx
+    with mock.patch.object(emulated, "change", change):
+        for emulated.timing in (LATE, EARLY, RANDOM):
+            try:
+                check(implementation(emulated), case, **own)
+            except Fault as fault:
+                return f"{type(fault).__name__}: {fault}"
+            except AssertionError:
+                return "wrong"
+    return ""
+
+
+def replaced(pattern: str, new: str, nth: int | None = None) -> Callable[[str], str]:
+    """Return what replaces one match of a pattern in PTX, or all."""
+
+    def change(text: str) -> str:
+        matches = [*re.finditer(pattern, text)]
+        if nth is not None:
+            matches = matches[nth : nth + 1]
+        for match in reversed(matches):
+            text = text[: match.start()] + match.expand(new) + text[match.end() :]
+        return text
+
+    return change
+
+
+WAIT = r"mbarrier\.try_wait\.parity\.shared\.b64 P1, \[%r\d+\], %r\d+, %r\d+;"
+FENCE = r"fence\.proxy\.async\.shared::cta;"
+PRODUCTS = r"wgmma\.wait_group\.sync\.aligned 0;"
+STORE = r"@%p\d+ cp\.async\.bulk\.tensor\.4d\.global[^;]*;"
+ARRIVE = r"mbarrier\.arrive\.release\.cta\.shared::cta\.b64 _, \[%r\d+\], 1;"
+SKIPPED = "setp.eq.b32 P1, 0, 0;"
+
+
+def another_constant(pattern: str, nth: int, value: int) -> Callable[[str], str]:
+    """Return what gives the register that a match of a pattern names another constant."""
+
+    def change(text: str) -> str:
+        register = [*re.finditer(pattern, text)][nth][1]
+        return re.sub(rf"(mov\.b32\s+{register}), \d+;", rf"\1, {value};", text)
+
+    return change
+
+
+def first_rows_again(text: str) -> str:
+    """Return PTX whose second product with values takes the same rows of them as the first."""
+    first, second, *_ = re.finditer(r"m64n128k16[^;]*\}, (%rd\d+), p", text)
+    return text[: second.start(1)] + first[1] + text[second.end(1) :]
+
+
+# What is broken, and how it has to show; "" is in any way. A number is that of the match.
+FAULTS: dict[str, tuple[str, Callable[[str], str], str]] = {
+    "results overwritten while they are sent": (
+        "decode",
+        replaced(r"cp\.async\.bulk\.wait_group\.read\s+0;", ""),
+        "wrong",
+    ),
+    "results not waited for at the end": (
+        "decode",
+        replaced(r"cp\.async\.bulk\.wait_group\s+0;", ""),
+        "ends while",
+    ),
+    "scores not waited for": ("decode", replaced(PRODUCTS, "", 0), "wgmma still uses"),
+    "values not waited for": ("decode", replaced(PRODUCTS, "", 1), "wgmma still uses"),
+    "rows of values twice": ("decode", first_rows_again, "wrong"),
+    "no fence after unseen values are zeroed": ("decode", replaced(FENCE, "", 1), "wrong"),
+    "no fence before results are sent": ("decode", replaced(FENCE, "", 0), "wrong"),
+    "barriers of half the warps": (
+        "decode",
+        another_constant(r"mbarrier\.init\S* \[%r\d+\], (%r\d+)", 0, 64),
+        "",
+    ),
+    "bytes that never come": (
+        "decode",
+        another_constant(r"expect_tx\S* _, \[%r\d+\], (%r\d+)", 1, 264),
+        "Deadlock",
+    ),
+    "more registers than there are": ("prefill", replaced("u32 240;", "u32 248;"), "Deadlock"),
+    "a size of results left out": ("prefill", replaced(STORE, "", 2), "wrong"),
+    "an arrival left out": ("prefill", replaced(ARRIVE, "", 0), "Deadlock"),
+    "values of prefill not waited for": ("prefill", replaced(PRODUCTS, "", 0), "wrong"),
+    "scores of prefill not waited for": (
+        "prefill",
+        replaced(PRODUCTS, "", 1),
+        "wgmma still uses",
+    ),
+    "no fence after queries are stored": ("prefill", replaced(FENCE, "", 0), "wrong"),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_waits_at_the_end_are_for_the_interpreter(name: str, long: dict[str, Emulated]) -> None:
+    """Without them a kernel is as right: the control of what follows."""
+    assert outcome(long[name], name, lambda text: f"{text}// as it is") == ""
+
+
+@pytest.mark.parametrize("nth", range(4))
+def test_every_wait_of_decode_is_needed(nth: int, long: dict[str, Emulated]) -> None:
+    """For queries, for a tile, for a place of queries that is free, for a free stage."""
+    assert outcome(long["decode"], "decode", replaced(WAIT, SKIPPED, nth))
+
+
+# Waits of prefill that others imply. For values that the other warpgroup zeroes: the turns, which
+# are waits too, already put it first. Of the last turn: what comes after it the other never reads.
+IMPLIED = (5, 9)
+
+
+@pytest.mark.parametrize("nth", range(11))
+def test_every_wait_of_prefill_is_needed(nth: int, long: dict[str, Emulated]) -> None:
+    """Each but two, which are skipped without harm."""
+    fails = outcome(long["prefill"], "prefill", replaced(WAIT, SKIPPED, nth))
+    assert bool(fails) == (nth not in IMPLIED)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_seen(fault: str, long: dict[str, Emulated]) -> None:
+    name, change, shows = FAULTS[fault]
+    said = outcome(long[name], name, change)
+    assert said and shows in said
