@@ -105,8 +105,8 @@ def what_is_wrong(seconds: float) -> str | None:
         script = str(Path(__file__).with_name("gpu_timed.py"))
         command = [sys.executable, script, "health", "--out", folder]
         status = run_limited(command, min(seconds, 40))
-        found = read(Path(folder) / "health.jsonl").get("compute", {})
-    return None if found.get("right") else f"it does not compute: {found.get('error', status)}"
+        record = read(Path(folder) / "health.jsonl").get("compute", {})
+    return None if record.get("right") else f"it does not compute: {record.get('error', status)}"
 
 
 # ---- table ----

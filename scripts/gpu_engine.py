@@ -28,8 +28,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 SMALL: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64}
 
 
-def tell(**found: Any) -> None:
-    print(json.dumps(found), flush=True)
+def tell(**record: Any) -> None:
+    print(json.dumps(record), flush=True)
 
 
 def allocator() -> dict[str, int]:

@@ -49,18 +49,18 @@ class Ended:
     errors: str
 
     @property
-    def found(self) -> Found:
+    def record(self) -> Found:
         """What its lines of JSON say together; why it ended, if that was not well."""
         lines = [line for line in self.output.splitlines() if line.startswith("{")]
-        found: Found = {}
+        record: Found = {}
         for line in lines:
-            found |= json.loads(line)
+            record |= json.loads(line)
         if self.code is None:
-            found["error"] = f"cut off after {[*found][-1] if found else 'nothing'}"
+            record["error"] = f"cut off after {[*record][-1] if record else 'nothing'}"
         elif self.code:
             last = (self.errors.strip().splitlines() or [""])[-1]
-            found["error"] = f"exit status {self.code}: {last[:200]}"
-        return found
+            record["error"] = f"exit status {self.code}: {last[:200]}"
+        return record
 
 
 def run_program(
@@ -113,12 +113,12 @@ def first(out: Path, dry: bool) -> Cases:
     def cold() -> Found:
         shutil.rmtree(out / "compiled", ignore_errors=True)
         slow = 10 if dry else 1
-        return run_program(program("start", dry, *cache), COLD_S * slow, environment).found
+        return run_program(program("start", dry, *cache), COLD_S * slow, environment).record
 
     def warm() -> Found:
         slow = 10 if dry else 1
         command = program("start", dry, *cache, "--sleep")
-        return run_program(command, WARM_S * slow, environment).found
+        return run_program(command, WARM_S * slow, environment).record
 
     return {"cold start": cold, "warm start, sleep, wake": warm}
 
@@ -135,10 +135,10 @@ def graphs(out: Path, dry: bool) -> Cases:
         ended = run_program(
             program("steps", dry, "--steps", str(STEPS)), GRAPHS_S * (10 if dry else 1), environment
         )
-        found = ended.found
-        if "error" not in found and not dry and EXECUTED not in ended.errors:
-            found["error"] = "XLA has logged no graph: it ran none, or logs other words"
-        return found | counted(ended.errors)
+        record = ended.record
+        if "error" not in record and not dry and EXECUTED not in ended.errors:
+            record["error"] = "XLA has logged no graph: it ran none, or logs other words"
+        return record | counted(ended.errors)
 
     return {f"{STEPS} decode steps": count}
 
@@ -180,10 +180,10 @@ def sanitizer(out: Path, dry: bool) -> Cases:
         under = [] if dry or tool is None else [tool, "--tool", kind, "--error-exitcode", "9"]
         ended = run_program([*under, *command], SANITIZER_S * (10 if dry else 1))
         said = [line for line in ended.output.splitlines() if "ERROR SUMMARY" in line]
-        found = {"summary": said[-1].strip("= ")} if said else {}
+        record = {"summary": said[-1].strip("= ")} if said else {}
         if ended.code != 0:
-            return found | {"error": ended.found["error"]}
-        return found | {"right": True}
+            return record | {"error": ended.record["error"]}
+        return record | {"right": True}
 
     kinds = ("memcheck", "synccheck")
     pairs = zip(kinds, SANITIZED, strict=True)

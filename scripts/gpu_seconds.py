@@ -87,11 +87,11 @@ def summary(lines: str) -> dict[str, float]:
     card does not have is left out.
     """
     rows = [line.split(",") for line in lines.splitlines()]
-    found: dict[str, float] = {}
+    extremes: dict[str, float] = {}
     for i, name in enumerate(COLUMNS):
         texts = [row[i].strip() for row in rows if len(row) == len(COLUMNS)]
         values = [float(text) for text in texts if text.replace(".", "", 1).isdigit()]
         if values:
             least_or_most = min if name.startswith("clocks") else max
-            found[name] = least_or_most(values)
-    return found
+            extremes[name] = least_or_most(values)
+    return extremes

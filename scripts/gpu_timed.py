@@ -208,8 +208,8 @@ Wanted = tuple[str, str, Case, dict[str, Any]]  # a case's name, the kernel's, t
 
 
 def mosaic(case: Case, setting: dict[str, Any]) -> Wanted:
-    own = "".join(f"{knob}={value}" for knob, value in setting.items())
-    return f"{case} | {own or 'mosaic_gpu'}", "mosaic_gpu", case, setting
+    way = "".join(f"{knob}={value}" for knob, value in setting.items())
+    return f"{case} | {way or 'mosaic_gpu'}", "mosaic_gpu", case, setting
 
 
 def kernels(dry: bool) -> Cases:

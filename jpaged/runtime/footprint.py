@@ -173,6 +173,8 @@ def with_rows_beside(
     if config.max_num_seqs is not None:
         return config
     model = params.config
+    if model.has_state:  # ConfigError where nobody says what memory there is
+        Limits.of(placement.device, config.memory_utilization)
     served = served_config(model, placement.axis_size)
     leaves, structure = jax.tree.flatten(params)
     form = form_of(served, placement, dtype, config.quantization)

@@ -90,8 +90,8 @@ class Limits:
             by = f" ({ALLOCATOR}={asked})" if asked else ""
             raise ConfigError(
                 f"num_blocks=None: the allocator{by} does not say how much memory {device} has, so "
-                "the pool has no default size: set num_blocks, or leave jax its default allocator "
-                "(of plan_memory, pass limits=)"
+                "the pool has no default size: set num_blocks (and max_num_seqs of a model that "
+                "keeps states), or leave jax its default allocator (of plan_memory, pass limits=)"
             )
         return cls(
             total=int(stats["bytes_limit"] * utilization),

@@ -234,12 +234,12 @@ print('{{"weights_s": 1.5}}', flush=True); print("words"); time.sleep(60)"""
     began = time.monotonic()
     ended = gpu_programs.run_program([sys.executable, "-u", "-c", code], 2, {"HOME": None})
     assert time.monotonic() - began < 30 and ended.code is None
-    assert ended.found == {"weights_s": 1.5, "error": "cut off after weights_s"}
+    assert ended.record == {"weights_s": 1.5, "error": "cut off after weights_s"}
     child = int(ended.output.split()[0])
     status = Path(f"/proc/{child}/status")
     assert not status.exists() or "zombie" in status.read_text()
     failed = gpu_programs.run_program([sys.executable, "-c", "raise ValueError('no')"], 30)
-    assert failed.found == {"error": "exit status 1: ValueError: no"}
+    assert failed.record == {"error": "exit status 1: ValueError: no"}
 
 
 LOG = """
