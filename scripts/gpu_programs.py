@@ -130,7 +130,6 @@ def graphs(out: Path, dry: bool) -> Cases:
         environment = {
             "TF_CPP_VMODULE": "command_buffer_thunk=3",
             "TF_CPP_MIN_LOG_LEVEL": "0",
-            "TF_CPP_MAX_VLOG_LEVEL": "3",
         }
         ended = run_program(
             program("steps", dry, "--steps", str(STEPS)), GRAPHS_S * (10 if dry else 1), environment
