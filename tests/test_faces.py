@@ -38,9 +38,13 @@ def imports_of(file: str) -> set[str]:
     """Modules that a file imports from, wherever in it."""
     nodes = list(ast.walk(ast.parse(read(file))))
     plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    return plain | {
-        node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module
-    }
+    modules = set[str]()
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            files = [name for name in names if (ROOT / f"{name.replace('.', '/')}.py").exists()]
+            modules |= {*files, *([] if len(files) == len(names) else [node.module])}
+    return plain | modules
 
 
 FACES = ("api", "kept", "llm", "async_llm", "session", "served_model", "pool")
