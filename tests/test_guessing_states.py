@@ -48,6 +48,7 @@ PARAMS = make_params(0, MODEL, jnp.bfloat16)
 AHEAD = 6  # guesses of a step: a run may pass the ends of two blocks of 4
 IS_EXACT = unavailable() is None
 SETTINGS: dict[str, Any] = vars(ENGINE) | {"deterministic": IS_EXACT, "num_blocks": 160}
+SETTINGS["num_states"] = 160  # none of those that rows have passed is reused
 GUESSES: dict[str, Any] = {"method": "ngram", "num_tokens": AHEAD, "adaptive": False}
 PROMPTS = make_prompts(5, 7, 4, 9)
 WAYS: list[dict[str, Any]] = [
