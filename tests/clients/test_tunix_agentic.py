@@ -65,7 +65,7 @@ def test_it_learns_at_concurrency_16(monkeypatch: pytest.MonkeyPatch) -> None:
             with lock:
                 asking -= 1
 
-    def reward(prompts: list[str], completions: list[str], **how: Any) -> list[float]:
+    def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
         scores = [grpo.share_of_digits(completion) for completion in completions]
         with lock:
             rewards.extend(scores)

@@ -55,7 +55,7 @@ class Chat:
 
     assistant_token = ""
 
-    def parse(self, messages: Any, **how: Any) -> str:
+    def parse(self, messages: Any, **_: Any) -> str:
         return "".join(message["content"] for message in messages)
 
     def update_assistant_end_tokens(self, tokens: np.ndarray) -> tuple[np.ndarray, int]:

@@ -85,8 +85,10 @@ def test_decode_is_one_graph() -> None:
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     environment["JAX_ENABLE_COMPILATION_CACHE"] = "false"
     command = [sys.executable, "-m", "tests.kernels.aot_decode"]
-    how = {"cwd": Path(__file__).parents[2], "env": environment, "capture_output": True}
-    child = subprocess.run(command, text=True, timeout=1800, **how)
+    root = Path(__file__).parents[2]
+    child = subprocess.run(
+        command, cwd=root, env=environment, capture_output=True, text=True, timeout=1800
+    )
     assert child.returncode == 0, child.stdout + child.stderr[-3000:]
     steps = {x["name"]: x for x in map(json.loads, child.stdout.splitlines())}
     assert list(steps) == list(CASES)

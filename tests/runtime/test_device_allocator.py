@@ -160,7 +160,7 @@ def test_beside_training_a_pool_fits_the_largest_free_block(
 
 
 def test_a_gpu_keeps_room_for_the_trials_of_a_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the largest product of a step, with the results twice; nowhere else."""
+    """They take what the largest product of a step needs, its results twice; on a CPU nothing."""
     plan = plan_on(Allocator(100 * MIB), monkeypatch)
     config = EngineConfig(block_size=16, max_num_seqs=1 << 14).resolve(CONFIG)
     assert config.token_buckets is not None and config.seq_buckets is not None

@@ -37,10 +37,9 @@ def check(module: Any, vocab: int) -> None:
     logits = some_logits(vocab)
     tau = np.linspace(0.3, 2, ROWS).astype(np.float32)
     floor = np.where(np.arange(ROWS) % 2, NEG_INF, np.median(logits, axis=1)).astype(np.float32)
-    how = {"tile": SUM_TILE, "interpret": True}
     all_tau = tau[::-1].copy()
     arrays = map(jnp.asarray, (logits, tau, floor, all_tau))
-    got = module.read_tiles(*arrays, **how)
+    got = module.read_tiles(*arrays, tile=SUM_TILE, interpret=True)
     tiles = -(-vocab // SUM_TILE)
     wide = np.full((ROWS, tiles * SUM_TILE), NEG_INF)
     wide[:, :vocab] = logits

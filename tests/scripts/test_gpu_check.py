@@ -306,7 +306,7 @@ def test_a_card_that_is_not_well_ends_the_call(
     monkeypatch.setattr(os, "killpg", lambda pid, number: None)
     assert not gpu_jobs.end_process(stuck)
     with monkeypatch.context() as patch:
-        patch.setattr(subprocess, "Popen", lambda *_, **how: stuck)
+        patch.setattr(subprocess, "Popen", lambda *_, **__: stuck)
         assert not gpu_jobs.run_job(dying, tmp_path, time.monotonic() + 1)
         assert gpu_jobs.run_limited(["x"], 1) == "not done after 1 s, nor killed"
     assert "suspect" in gpu_jobs.read(tmp_path / "job.jsonl")["end"]["error"]
