@@ -312,7 +312,7 @@ def test_rules_are_whole() -> None:
     facts = {field.name for field in dataclasses.fields(Facts)}
     beside = {"draft", "lora", "mesh", "model", "processes"}
     beside |= {"SamplingParams", "hidden", "load_params", "score", "update_params"}
-    beside |= {"AsyncLLM", "as_completed", "submit"}
+    beside |= {"AsyncLLM", "as_completed", "rollout", "submit"}
     assert len({rule.name for rule in RULES}) == len(RULES) > 30
     for rule in RULES:
         assert rule.holds.endswith(".") and rule.settings and set(rule.facts) <= facts

@@ -16,15 +16,15 @@ from jpaged.types import Message, Messages
 
 def told(messages: Iterable[Message]) -> list[JsonObject]:
     """Return messages as templates take them: the arguments of calls are objects, no JSON text."""
-    found = []
+    taken = list[JsonObject]()
     for message in messages:
         message = dict(message)
         if calls := message.get("tool_calls"):
             message["tool_calls"] = [
                 {**call, "function": _parsed(call["function"])} for call in calls
             ]
-        found.append(message)
-    return found
+        taken.append(message)
+    return taken
 
 
 def tokens_behind(

@@ -13,6 +13,8 @@ import os
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# As its tests set it, before they import jax.
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +27,9 @@ from jpaged.integrations.tunix.models import describe
 
 # pyright: reportMissingImports=false
 # isort: split
+import qwix
 from tunix.models.qwen3.model import ModelConfig, Qwen3
-from tunix.rl import rl_cluster
+from tunix.rl import reshard, rl_cluster
 from tunix.tests import test_common
 
 ENGINE: dict[str, Any] = {
@@ -76,7 +79,7 @@ class Counted(JPagedRollout):
 
 
 engine = functools.partial(
-    Counted, engine_config=jpaged.EngineConfig(**ENGINE), lora_scale=1.0, keep_eos=False
+    Counted, engine_config=jpaged.EngineConfig(**ENGINE), lora_scale=0.5, keep_eos=False
 )
 make_config = rl_cluster.ClusterConfig.__init__
 
@@ -87,7 +90,20 @@ def cluster_config(self: Any, *args: Any, **kwargs: Any) -> None:
     make_config(self, *args, **kwargs)
 
 
+def lora_model(
+    model: Any, module_path: str = "", mesh: Any = None, rank: int = 4, alpha: float = 2.0
+) -> Any:
+    """What test_common.get_lora_model is called with; module_path is the toy's."""
+    inputs = test_common.get_dummy_inputs_for_lora_toy_transformer_tests()
+    inputs["input_tokens"] = inputs.pop("x")
+    names = ".*gate_proj|.*down_proj"
+    provider = qwix.LoraProvider(module_path=names, rank=rank, alpha=alpha)
+    made = qwix.apply_lora_to_model(model, provider, **inputs)
+    return made if mesh is None else reshard.reshard_model_to_mesh(made, mesh)
+
+
 test_common.ToyTransformer = Toy
+test_common.get_lora_model = lora_model
 rl_cluster.ClusterConfig.__init__ = cluster_config
 
 try:
