@@ -96,7 +96,7 @@ def test_turns_by_exact_tokens(llm: LLM) -> None:
     )
     assert text == whole
     arrays = jpaged.dialog_arrays([dialog], max_len=256)
-    (scores,) = llm.score([dialog.token_ids])
+    scores = np.asarray(llm.score([dialog.token_ids])[0])
     mask = arrays["loss_mask"][0]
     drawn = [*call.token_ids, *said.token_ids, *cut.token_ids]
     assert arrays["tokens"][0][mask].tolist() == drawn and arrays["group_ids"].tolist() == [5]

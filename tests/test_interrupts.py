@@ -167,7 +167,7 @@ def test_an_update_is_interrupted(llm: LLM, weights: list[Params]) -> None:
         assert (are_new and llm.weight_version > before) or was_interrupted
         assert (last.start == 0) == (llm.weight_version == before)
         llm.reset_prefix_cache()
-        (scores,) = llm.score([PROMPTS[1] + output.token_ids])
+        scores = np.asarray(llm.score([PROMPTS[1] + output.token_ids])[0])
         drawn = scores[len(PROMPTS[1]) - 1 :][last.start :]
         np.testing.assert_allclose(output.token_logprobs[last.start :], drawn, atol=1e-4)
         return was_interrupted

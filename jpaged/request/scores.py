@@ -57,18 +57,19 @@ def scoring_of(calls: ScoreCalls) -> Scoring:
     if unknown := [name for name in calls if name not in names]:
         raise ConfigError(f"score={{{unknown[0]!r}: ...}}: it has {', '.join(names)}")
     for name in ("top_k", "at"):
-        if name in calls:
+        if (value := calls.get(name)) is not None:
             try:
-                check_whole(f"score={{{name!r}}}", calls[name], 1, MOST)
+                check_whole(f"score={{{name!r}}}", value, 1, MOST)
             except RequestError as e:
                 raise ConfigError(str(e)) from None
     for name in ("entropy", "start"):
         if not isinstance(value := calls.get(name, False), bool):
             raise ConfigError(f"score={{{name!r}: {value!r}}}: must be True or False")
-    candidates = np.zeros((0, calls["at"]), np.int32) if "at" in calls else None
+    at = calls.get("at")
+    candidates = None if at is None else np.zeros((0, at), np.int32)
     return Scoring(
         first=int(calls.get("start", False)),
-        top_k=calls.get("top_k", 0),
+        top_k=calls.get("top_k") or 0,
         candidates=candidates,
         entropy=calls.get("entropy", False),
     )
