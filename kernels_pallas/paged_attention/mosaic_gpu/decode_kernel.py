@@ -48,8 +48,10 @@ from kernels_pallas.paged_attention.mosaic_gpu.pieces import (
     store_flat,
     stream_tiles,
     tiled_smem,
+    turns_of,
     unsupported,
     widen,
+    work_item,
     zero_unseen,
 )
 from kernels_pallas.paged_attention.pool_layout import ScaledPool, pad
@@ -69,16 +71,6 @@ def split_count(items: int, tiles: int, slots: int) -> int:
         return -(-items * splits // slots) * (-(-tiles // splits) + START)
 
     return min(range(1, max(1, min(MAX_SPLITS, tiles)) + 1), key=duration)
-
-
-def work_item(turn, block, blocks: int):
-    """Return the item of a thread block's turn; works on ints and tracers.
-
-    Every other turn goes through the blocks backwards: items are sorted by falling length, and no
-    block should have the longest item of every turn.
-    """
-    odd = turn % 2
-    return turn * blocks + block + odd * (blocks - 1 - 2 * block)
 
 
 def resident(head_dim: int, *, in_8_bits: bool = False) -> int:
@@ -149,8 +141,7 @@ def decode(
         order_ref, contexts_ref = work_refs
         block, warpgroup = (lax.axis_index(name) for name in ("block", "warpgroup"))
 
-        last = work_item(jnp.int32(turns - 1), block, blocks)
-        my_turns = turns - (last >= items).astype(jnp.int32)
+        my_turns = turns_of(block, items, blocks)
 
         def span_of(turn):
             """Return a turn's row, split and head, the first and last + 1 of the slots that it

@@ -99,6 +99,23 @@ def launch(
     return call(q, values if scales is None else (values, scales), block_table_SM, work, layer_1)
 
 
+def work_item(turn, block, blocks: int):
+    """Return the item of a thread block's turn; works on ints and tracers.
+
+    Every other turn goes through the blocks backwards: items are sorted by falling length, and no
+    block should have the longest item of every turn.
+    """
+    odd = turn % 2
+    return turn * blocks + block + odd * (blocks - 1 - 2 * block)
+
+
+def turns_of(block, items, blocks: int):
+    """Return how many of so many items a thread block takes."""
+    turns = pl.cdiv(jnp.int32(items), jnp.int32(blocks))
+    last = work_item(turns - 1, block, blocks)
+    return turns - (last >= items).astype(jnp.int32)
+
+
 def ring(stages: int, copies: int, readers: int) -> tuple[plgpu.Barrier, plgpu.Barrier]:
     """Return two barriers for each stage: its copies (at least one) have all arrived, and its
     readers are all done.

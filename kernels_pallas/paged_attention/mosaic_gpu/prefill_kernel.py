@@ -4,6 +4,11 @@ They share KV tiles: they hold 64 queries of two query heads of one KV head or, 
 is odd, 128 queries of one. Which queries comes from a table of ragged tiles, of `prepare`, that all
 layers of a step share.
 
+As many thread blocks as the card holds go through the tiles, the longest first, as those of decode
+go through their items: how many tiles a step has depends on its rows, and a grid would have to
+be as large as the most that its padded shape can have. While one computes the end of a tile, its
+copies are those of the next.
+
 A tile in 8 bits would have to become one of 16 in shared memory, for which this ring leaves no
 room: the kernel of triton.py serves such a pool.
 
@@ -12,7 +17,7 @@ heads, K KV heads, G = H/K, D head dim; C slots of a KV tile, Q rows of a produc
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +38,7 @@ from kernels_pallas.paged_attention.mosaic_gpu.pieces import (
     fold,
     iota,
     launch,
+    multiprocessors,
     normalized,
     ring,
     scaled,
@@ -41,7 +47,9 @@ from kernels_pallas.paged_attention.mosaic_gpu.pieces import (
     store_flat,
     stream_tiles,
     tiled_smem,
+    turns_of,
     unsupported,
+    work_item,
     zero_unseen,
 )
 from kernels_pallas.paged_attention.pool_layout import ScaledPool
@@ -49,6 +57,17 @@ from kernels_pallas.paged_attention.pool_layout import ScaledPool
 # Registers of a thread of the two computing warpgroups and of the copying one. 384 threads start
 # with 168, and a thread block gets no more than it started with: 65,536 at 32 would wait for ever.
 COMPUTING, COPYING = 240, 24
+
+
+class Tiles(NamedTuple):
+    """The query tiles of a step.
+
+    table_A5 int32: row, first packed token, queries, position of the first, context. count_1: how
+    many of them there are; those after them have no queries.
+    """
+
+    table_A5: Array
+    count_1: Array
 
 
 def prepare(
@@ -59,12 +78,11 @@ def prepare(
     shapes: Shapes,
     window: int | None,
 ) -> Any:
-    """Return the query tiles of a step, int32 [A, 5]: row, first packed token, queries, position of
-    the first, context.
+    """Return the Tiles of a step, the same for all layers.
 
-    The same for all layers. Tiles with the most work come first, so that the last ones to start are
-    short. Padding tokens make tiles of context 0, which write zeros. A is static: surplus tiles
-    have no queries. num_tokens is T. For a pool in 8 bits, the result of triton.prepare.
+    Those with the most work come first, so that the last ones to start are short. Padding tokens
+    make tiles of context 0, which write zeros. num_tokens is T. For a pool in 8 bits, the result of
+    triton.prepare.
     """
     if shapes.scaled:
         return triton.prepare(
@@ -85,10 +103,12 @@ def prepare(
         [row_A, starts_R[row_A] + skip_A, count_A, position_A, contexts_R[row_A]], axis=1
     )
     work_A = jnp.minimum(position_A + count_A, contexts_R[row_A])
-    return table_A5[jnp.argsort(work_A, descending=True)].astype(jnp.int32)
+    order_A = jnp.argsort(jnp.where(count_A > 0, work_A, -1), descending=True)
+    count_1 = jnp.sum(count_A > 0, dtype=jnp.int32, keepdims=True)
+    return Tiles(table_A5[order_A].astype(jnp.int32), count_1)
 
 
-@functools.partial(jax.jit, static_argnames="options")
+@functools.partial(jax.jit, static_argnames=("options", "thread_blocks"))
 def prefill(
     q_THD: Array,
     pool: Array | ScaledPool,
@@ -100,11 +120,12 @@ def prefill(
     *,
     options: Options,
     sinks_H: Array | None = None,
+    thread_blocks: int | None = None,
 ) -> Array:
     """Causal attention of packed queries, any number a row; see `reference.prefill`.
 
-    A pool in 8 bits is served by triton.prefill. Raises NotImplementedError with the reason that
-    `unsupported` gives.
+    A pool in 8 bits is served by triton.prefill. thread_blocks: how many share the tiles; None
+    chooses. Raises NotImplementedError with the reason that `unsupported` gives.
     """
     if isinstance(pool, ScaledPool):
         rows = (block_table_SM, context_lens_S, query_start_loc_S1)
@@ -116,128 +137,147 @@ def prefill(
     C, N = PREFILL_C if D < 256 else PREFILL_C // 2, pool.shape[0] // options.num_layers
     heads = _tile_heads(H, K)
     stages = (SMEM_BYTES - 2048 - 2 * Q * D * dtype.itemsize) // (C * 2 * D * dtype.itemsize)
-    tiles = prepared
+    tiles: Tiles | None = prepared
     if tiles is None:
         tiles = prepare(
             query_start_loc_S1, context_lens_S, num_tokens=T, shapes=shapes, window=window
         )
+    parts = H // heads  # of a tile: pairs of heads, or heads
+    blocks = min(thread_blocks or multiprocessors(), tiles.table_A5.shape[0] * parts)
 
     def kernel(q_ref, pool_ref, table_ref, work_refs, layer_ref, o_ref, buffers, barriers):
-        tiles_ref, *sinks = work_refs
-        kv_sm, qo_sm = buffers
-        full, empty, zeroed, turn = barriers
-        group, tile, warpgroup = (lax.axis_index(name) for name in ("heads", "tile", "warpgroup"))
-        row, token, queries, position, context = (tiles_ref[tile, i] for i in range(5))
-        low = jnp.int32(0) if window is None else jnp.maximum(position - window + 1, 0)
-        begin = lax.div(low, jnp.int32(C))
-        end = pl.cdiv(jnp.minimum(position + queries, context), jnp.int32(C))
+        (tiles_ref, count_ref, *sinks), (kv_sm, qo_sm) = work_refs, buffers
+        full, empty, zeroed, turn_barrier = barriers
+        block, warpgroup = (lax.axis_index(name) for name in ("block", "warpgroup"))
+        items = count_ref[0] * parts
+        my_turns = turns_of(block, items, blocks)
+
+        def tile_of(turn):
+            """Return a turn's row, first packed token, queries, position of the first and context,
+            its first head, the first slot that it sees, and its first KV tile and last + 1.
+            """
+            tile, part = tile_and_part(work_item(turn, block, blocks), parts)
+            row, token, queries, position, context = (tiles_ref[tile, i] for i in range(5))
+            low = jnp.int32(0) if window is None else jnp.maximum(position - window + 1, 0)
+            begin = lax.div(low, jnp.int32(C))
+            end = pl.cdiv(jnp.minimum(position + queries, context), jnp.int32(C))
+            return row, token, queries, position, context, part * heads, low, begin, end
 
         def next_turn():
-            plgpu.barrier_arrive(turn)
-            plgpu.barrier_wait(turn)
+            plgpu.barrier_arrive(turn_barrier)
+            plgpu.barrier_wait(turn_barrier)
 
-        @pl.when((queries > 0) & (warpgroup < 2))
+        @pl.when(warpgroup < 2)
         def _():
             plgpu.set_max_registers(COMPUTING, action="increase")
             q_sm, o_sm = (ref.at[warpgroup] for ref in qo_sm)
-            head = group * heads + (warpgroup if heads == 2 else 0)
             skip = jnp.int32(0) if heads == 2 else warpgroup * Q
-            # A warpgroup's rows are Q packed tokens that contain its queries, wherever the packed
-            # tokens end.
-            start = jnp.minimum(token + skip, q_ref.shape[0] - Q)
-            offset = token + skip - start
-            q_sm[...] = plgpu.load(q_ref.at[pl.ds(start, Q), head], layout=WGMMA, optimized=False)
-            plgpu.commit_smem()
 
-            pl.when(begin < end)(lambda: plgpu.barrier_wait(full.at[0]))
-            pl.when(warpgroup == 1)(next_turn)
-
-            def body(i, carry, masked):
-                acc, m, total = carry
-                stage = lax.rem(i - begin, jnp.int32(stages))
-                if masked:
-                    # Slots of the tile that hold something.
-                    first, last = low - i * C, context - i * C
-                    ragged = (first > 0) | (last < C)
-
-                    @pl.when(ragged & (warpgroup == 0))
-                    def _():
-                        zero_unseen(kv_sm.at[stage], first, last)
-                        plgpu.barrier_arrive(zeroed)
-
-                    pl.when(ragged & (warpgroup == 1))(lambda: plgpu.barrier_wait(zeroed))
-                s = scaled(scores(q_sm, kv_sm.at[stage], next_turn), options.attention)
-                if masked:
-                    key, query = (
-                        iota((Q, C), 1),
-                        iota((Q, C), 0) + (position + skip - offset - i * C),
-                    )
-                    seen = key <= query
-                    if window is not None:
-                        seen &= key > query - window
-                    s = jnp.where(seen, s, NEG)
-                p, acc, m, total = fold(s, acc, m, total, dtype)
-                if not interpret:
-                    p, acc, m, total = lax.optimization_barrier((p, acc, m, total))
-                next_turn()
-
-                def wait_for_next():
-                    following = lax.rem(i + 1 - begin, jnp.int32(stages))
-                    pl.when(i + 1 < end)(lambda: plgpu.barrier_wait(full.at[following]))
-
-                acc = add_values(acc, p, kv_sm.at[stage], interpret, wait_for_next)
-                plgpu.barrier_arrive(empty.at[stage])
-                return acc, m, total
-
-            state, masked_from = softmax_start(D, *(sinks_ref[head] for sinks_ref in sinks)), begin
-            # Tiles before the queries' own need no mask; but a second loop takes registers, which
-            # these cases lack.
-            if window is None and options.attention.soft_cap is None and D < 256:
-                masked_from = jnp.minimum(lax.div(position + 1, jnp.int32(C)), end)
-                state = lax.fori_loop(
-                    begin, masked_from, functools.partial(body, masked=False), state
+            def item(turn, done):
+                """Compute one tile. done: KV tiles of the turns before."""
+                _, token, queries, position, context, head, low, begin, end = tile_of(turn)
+                head += warpgroup if heads == 2 else 0
+                # A warpgroup's rows are Q packed tokens that contain its queries, wherever the
+                # packed tokens end.
+                start = jnp.minimum(token + skip, q_ref.shape[0] - Q)
+                offset = token + skip - start
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's results
+                q_sm[...] = plgpu.load(
+                    q_ref.at[pl.ds(start, Q), head], layout=WGMMA, optimized=False
                 )
-            acc, _, total = lax.fori_loop(
-                masked_from, end, functools.partial(body, masked=True), state
-            )
-            pl.when(warpgroup == 0)(next_turn)
+                plgpu.commit_smem()
 
-            store_flat(o_sm, normalized(acc, total).astype(dtype))
-            plgpu.commit_smem()
-            # A copy's size is static: the bits of the number of queries say which sizes add up to
-            # it.
-            rest = jnp.clip(queries - skip, 0, Q)
-            for size in (1 << bit for bit in range(Q.bit_length())):
+                def stage_of(i):
+                    return lax.rem(done + i - begin, jnp.int32(stages))
 
-                @pl.when((rest & size) != 0)
-                def _(size=size):
-                    done = rest & (size - 1)
-                    src, dst = (
-                        o_sm.at[pl.ds(offset + done, size)],
-                        pl.ds(start + offset + done, size),
+                pl.when(begin < end)(lambda: plgpu.barrier_wait(full.at[stage_of(begin)]))
+                pl.when(warpgroup == 1)(next_turn)
+
+                def body(i, carry, masked):
+                    acc, m, total = carry
+                    stage = stage_of(i)
+                    if masked:
+                        # Slots of the tile that hold something.
+                        first, last = low - i * C, context - i * C
+                        ragged = (first > 0) | (last < C)
+
+                        @pl.when(ragged & (warpgroup == 0))
+                        def _():
+                            zero_unseen(kv_sm.at[stage], first, last)
+                            plgpu.barrier_arrive(zeroed)
+
+                        pl.when(ragged & (warpgroup == 1))(lambda: plgpu.barrier_wait(zeroed))
+                    s = scaled(scores(q_sm, kv_sm.at[stage], next_turn), options.attention)
+                    if masked:
+                        key, query = (
+                            iota((Q, C), 1),
+                            iota((Q, C), 0) + (position + skip - offset - i * C),
+                        )
+                        seen = key <= query
+                        if window is not None:
+                            seen &= key > query - window
+                        s = jnp.where(seen, s, NEG)
+                    p, acc, m, total = fold(s, acc, m, total, dtype)
+                    if not interpret:
+                        p, acc, m, total = lax.optimization_barrier((p, acc, m, total))
+                    next_turn()
+
+                    def wait_for_next():
+                        following = stage_of(i + 1)
+                        pl.when(i + 1 < end)(lambda: plgpu.barrier_wait(full.at[following]))
+
+                    acc = add_values(acc, p, kv_sm.at[stage], interpret, wait_for_next)
+                    plgpu.barrier_arrive(empty.at[stage])
+                    return acc, m, total
+
+                state = softmax_start(D, *(sinks_ref[head] for sinks_ref in sinks))
+                masked_from = begin
+                # Tiles before the queries' own need no mask; but a second loop takes registers,
+                # which these cases lack.
+                if window is None and options.attention.soft_cap is None and D < 256:
+                    masked_from = jnp.minimum(lax.div(position + 1, jnp.int32(C)), end)
+                    state = lax.fori_loop(
+                        begin, masked_from, functools.partial(body, masked=False), state
                     )
-                    plgpu.copy_smem_to_gmem(src, o_ref.at[dst, head])
+                acc, _, total = lax.fori_loop(
+                    masked_from, end, functools.partial(body, masked=True), state
+                )
+                pl.when(warpgroup == 0)(next_turn)
 
+                store_flat(o_sm, normalized(acc, total).astype(dtype))
+                plgpu.commit_smem()
+                # A copy's size is static: the bits of the number of queries say which sizes add up
+                # to it.
+                rest = jnp.clip(queries - skip, 0, Q)
+                for size in (1 << bit for bit in range(Q.bit_length())):
+
+                    @pl.when((rest & size) != 0)
+                    def _(size=size):
+                        sent = rest & (size - 1)
+                        src, dst = (
+                            o_sm.at[pl.ds(offset + sent, size)],
+                            pl.ds(start + offset + sent, size),
+                        )
+                        plgpu.copy_smem_to_gmem(src, o_ref.at[dst, head])
+
+                return done + end - begin
+
+            lax.fori_loop(0, my_turns, item, jnp.int32(0))
             plgpu.wait_smem_to_gmem(0)
 
-        @pl.when((queries > 0) & (warpgroup == 2))
+        @pl.when(warpgroup == 2)
         def _():
             plgpu.set_max_registers(COPYING, action="decrease")
-            head, count = lax.div(group * heads, jnp.int32(H // K)), end - begin
-            stream_tiles(
-                pool_ref,
-                layer_ref[0] * N,
-                table_ref.at[row],
-                context,
-                head,
-                begin,
-                count,
-                jnp.int32(0),
-                kv_sm,
-                full,
-                empty,
-            )
-            drain(count, stages, empty)
+
+            def item(turn, done):
+                row, _, _, _, context, head, _, begin, end = tile_of(turn)
+                source = (pool_ref, layer_ref[0] * N, table_ref.at[row], context)
+                kv_head = lax.div(head, jnp.int32(H // K))
+                stream_tiles(*source, kv_head, begin, end - begin, done, kv_sm, full, empty)
+                return done + end - begin
+
+            done = lax.fori_loop(0, my_turns, item, jnp.int32(0))
+            drain(done, stages, empty)
 
     padding = max(0, Q - T)
     q_and_o = plgpu.RefUnion(tiled_smem((2, Q, D), dtype), plgpu.SMEM((2, Q, D), dtype))
@@ -247,11 +287,11 @@ def prefill(
         q,
         pool,
         block_table_SM,
-        (tiles,) if sinks_H is None else (tiles, jnp.asarray(sinks_H, jnp.float32)),
+        (*tiles, *(() if sinks_H is None else (jnp.asarray(sinks_H, jnp.float32),))),
         layer,
         interpret=interpret,
         warpgroups=3,
-        grid={"tile": tiles.shape[0], "heads": H // heads},
+        grid={"block": blocks},
         out_type=jax.ShapeDtypeStruct((T + padding, H, D), dtype),
         scratch_types=(
             (tiled_smem((stages, C, 2 * D), dtype), q_and_o),
@@ -266,3 +306,10 @@ def _tile_heads(num_heads: int, num_kv_heads: int) -> int:
     the group is odd, share one.
     """
     return 1 if num_heads // num_kv_heads % 2 else 2
+
+
+def tile_and_part(item, parts: int):
+    """Return an item's tile, and which part of its heads: those of a tile are side by side, since
+    they read the same tokens' keys and values.
+    """
+    return lax.div(item, jnp.int32(parts)), lax.rem(item, jnp.int32(parts))
