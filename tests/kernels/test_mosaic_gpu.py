@@ -278,17 +278,6 @@ def test_thread_blocks_take_turns_in_8_bits(splits: int, thread_blocks: int, val
     check(INTERPRETED, LONG_IN_8_BITS, values, splits=splits, thread_blocks=thread_blocks)
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
-def test_prefill_in_8_bits_is_another_kernel(kv_dtype: str) -> None:
-    """With what it prepares once a step."""
-    case = dataclasses.replace(
-        SMALL_PREFILL, name="prefill", P=64, kv_dtype=kv_dtype, sliding_window=50
-    )
-    inputs = build(case)
-    check(mosaic_gpu, case)
-    check(mosaic_gpu, case, prepared=prepared(mosaic_gpu, case, inputs))
-
-
 # Mutations: each has to fail, or the checks above prove nothing.
 
 SMALL_DECODE = Case(name="decode", contexts=(150, 40), H=2, K=1, P=16, D=64, dtype="bfloat16")
@@ -404,8 +393,8 @@ def test_a_stage_refilled_too_early_is_a_race(
 ) -> None:
     """The ring with the wait for a free stage after the copies into it."""
 
-    def stream(pool_ref, base, table_ref, context, head, first, count, done, kv_sm, full, empty):
-        (_, C, _), P = kv_sm.shape, pool_ref.shape[1]
+    def stream(pool_ref, base, table_ref, context, head, first, count, done, ring, scales_ref):
+        (_, C, _), P = ring.tiles.shape, pool_ref.shape[1]
 
         @pl.loop(0, count)
         def _(i):
@@ -413,7 +402,7 @@ def test_a_stage_refilled_too_early_is_a_race(
                 src = pool_ref.at[
                     base + table_ref[jnp.minimum(((first + i) * C + j) // P, context // P)], :, head
                 ]
-                plgpu.copy_gmem_to_smem(src, kv_sm.at[0, pl.ds(j, P)], full.at[i])
+                plgpu.copy_gmem_to_smem(src, ring.tiles.at[0, pl.ds(j, P)], ring.full.at[i])
 
     mutate("stream_tiles", stream)
     splits = {"splits": 1} if case.queries is None else {}
@@ -478,7 +467,7 @@ SOURCES = {
         *(SMALL_DECODE, {}),
     ),
     "8 bits: scales of values for keys": (
-        *("decode_kernel", "scales_sm.at[stage, i]", "scales_sm.at[stage, 1 - i]"),
+        *("decode_kernel", "ring.scales.at[stage, 0]", "ring.scales.at[stage, 1]"),
         *(IN_TILES[0], {}),
     ),
     "8 bits: scales of another head": (
@@ -489,7 +478,8 @@ SOURCES = {
         *(IN_TILES[1], {}),
     ),
     "8 bits: unseen scales kept": (
-        *("decode_kernel", "jnp.where(seen, of_values, 0.0)", "of_values", IN_TILES[0], {}),
+        *("pieces", "jnp.where((slot >= begin) & (slot < end), scales, 0.0)", "scales"),
+        *(IN_TILES[0], {}),
     ),
     "8 bits: a stage given back too early": (
         *("pieces", "    plgpu.commit_smem()\n\n\ndef zero_unseen", "\n\ndef zero_unseen"),

@@ -9,8 +9,8 @@ go through their items: how many tiles a step has depends on its rows, and a gri
 be as large as the most that its padded shape can have. While one computes the end of a tile, its
 copies are those of the next.
 
-A tile in 8 bits would have to become one of 16 in shared memory, for which this ring leaves no
-room: the kernel of triton.py serves such a pool.
+Keys and values in 8 bits become 16 in shared memory as in decode, by a warpgroup of their own.
+Smaller tiles leave it room and registers.
 
 Shapes: T packed tokens, S rows, M blocks a row, L layers, N pool blocks, P block size, H query
 heads, K KV heads, G = H/K, D head dim; C slots of a KV tile, Q rows of a product, A query tiles.
@@ -25,22 +25,23 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas.paged_attention import triton
-from kernels_pallas.paged_attention.common import NEG, interpretation, rows_of
+from kernels_pallas.paged_attention.common import NEG, interpretation, multiprocessors, rows_of
 from kernels_pallas.paged_attention.interface import Options, Shapes, shapes_of
 from kernels_pallas.paged_attention.mosaic_gpu.pieces import (
+    DECODE_C,
     PREFILL_C,
     SMEM_BYTES,
     WGMMA,
     Q,
+    Ring,
     add_values,
+    along_slots,
     drain,
     fold,
     iota,
     launch,
-    multiprocessors,
     normalized,
-    ring,
+    rings_in_8_bits,
     scaled,
     scores,
     softmax_start,
@@ -49,6 +50,7 @@ from kernels_pallas.paged_attention.mosaic_gpu.pieces import (
     tiled_smem,
     turns_of,
     unsupported,
+    widen_tiles,
     work_item,
     zero_unseen,
 )
@@ -57,6 +59,8 @@ from kernels_pallas.paged_attention.pool_layout import ScaledPool
 # Registers of a thread of the two computing warpgroups and of the copying one. 384 threads start
 # with 168, and a thread block gets no more than it started with: 65,536 at 32 would wait for ever.
 COMPUTING, COPYING = 240, 24
+# The same in 8 bits, where 512 threads start with 128, and of those that widen.
+COMPUTING_IN_8_BITS, WIDENING = 208, 72
 
 
 class Tiles(NamedTuple):
@@ -77,17 +81,12 @@ def prepare(
     num_tokens: int,
     shapes: Shapes,
     window: int | None,
-) -> Any:
+) -> Tiles:
     """Return the Tiles of a step, the same for all layers.
 
     Those with the most work come first, so that the last ones to start are short. Padding tokens
-    make tiles of context 0, which write zeros. num_tokens is T. For a pool in 8 bits, the result of
-    triton.prepare.
+    make tiles of context 0, which write zeros. num_tokens is T.
     """
-    if shapes.scaled:
-        return triton.prepare(
-            query_start_loc_S1, context_lens_S, num_tokens=num_tokens, shapes=shapes, window=window
-        )
     del window
     S, B = context_lens_S.shape[0], 2 * Q // _tile_heads(shapes.num_heads, shapes.num_kv_heads)
     starts_R = query_start_loc_S1  # R = S + 1 rows: padding is the last
@@ -116,7 +115,7 @@ def prefill(
     block_table_SM: Array,
     context_lens_S: Array,
     query_start_loc_S1: Array,
-    prepared: Any = None,
+    prepared: Tiles | None = None,
     *,
     options: Options,
     sinks_H: Array | None = None,
@@ -124,20 +123,28 @@ def prefill(
 ) -> Array:
     """Causal attention of packed queries, any number a row; see `reference.prefill`.
 
-    A pool in 8 bits is served by triton.prefill. thread_blocks: how many share the tiles; None
-    chooses. Raises NotImplementedError with the reason that `unsupported` gives.
+    thread_blocks: how many share the tiles; None chooses. Raises NotImplementedError with the
+    reason that `unsupported` gives.
     """
-    if isinstance(pool, ScaledPool):
-        rows = (block_table_SM, context_lens_S, query_start_loc_S1)
-        return triton.prefill(q_THD, pool, layer, *rows, prepared, options=options, sinks_H=sinks_H)
     T, H, D = q_THD.shape
     shapes, window = shapes_of(q_THD, pool, block_table_SM, options), options.attention.window
     interpret = interpretation("Mosaic GPU attention", unsupported, shapes, options)
-    P, K, dtype = pool.shape[1], pool.shape[2] // 2, pool.dtype
+    P, K, dtype = pool.shape[1], pool.shape[2] // 2, jnp.dtype(shapes.dtype)
+    in_8_bits = isinstance(pool, ScaledPool)
+    assert not in_8_bits or pool.slots_last, "as pool_layout has them"
     C, N = PREFILL_C if D < 256 else PREFILL_C // 2, pool.shape[0] // options.num_layers
+    C = DECODE_C if in_8_bits else C
+    # With 128 registers to start with, ptxas takes no product of more columns.
+    width = min(D, 128) if in_8_bits else D
+    columns = range(0, D, width)
     heads = _tile_heads(H, K)
-    stages = (SMEM_BYTES - 2048 - 2 * Q * D * dtype.itemsize) // (C * 2 * D * dtype.itemsize)
-    tiles: Tiles | None = prepared
+    room = SMEM_BYTES - 2048 - 2 * Q * D * dtype.itemsize
+    if in_8_bits:
+        rings = rings_in_8_bits(room, C, D, pool.dtype, dtype, readers=2)
+    else:
+        stages, shape = room // (C * 2 * D * dtype.itemsize), (C, 2 * D)
+        rings = Ring.types(stages, shape, dtype, arrivals=C // P, readers=2), None
+    tiles = prepared
     if tiles is None:
         tiles = prepare(
             query_start_loc_S1, context_lens_S, num_tokens=T, shapes=shapes, window=window
@@ -146,8 +153,9 @@ def prefill(
     blocks = min(thread_blocks or multiprocessors(), tiles.table_A5.shape[0] * parts)
 
     def kernel(q_ref, pool_ref, table_ref, work_refs, layer_ref, o_ref, buffers, barriers):
-        (tiles_ref, count_ref, *sinks), (kv_sm, qo_sm) = work_refs, buffers
-        full, empty, zeroed, turn_barrier = barriers
+        (tiles_ref, count_ref, *sinks), (ring, copied, qo_sm) = work_refs, buffers
+        pool_ref, scales_ref = pool_ref if in_8_bits else (pool_ref, None)
+        stages, (zeroed, turn_barrier) = ring.tiles.shape[0], barriers
         block, warpgroup = (lax.axis_index(name) for name in ("block", "warpgroup"))
         items = count_ref[0] * parts
         my_turns = turns_of(block, items, blocks)
@@ -163,13 +171,21 @@ def prefill(
             end = pl.cdiv(jnp.minimum(position + queries, context), jnp.int32(C))
             return row, token, queries, position, context, part * heads, low, begin, end
 
-        def next_turn():
+        # At a turn one warpgroup is a tile ahead, for which a single stage has no room.
+        take_turns = stages > 1
+
+        def meet():
             plgpu.barrier_arrive(turn_barrier)
             plgpu.barrier_wait(turn_barrier)
 
+        def next_turn():
+            if take_turns:
+                meet()
+
         @pl.when(warpgroup < 2)
         def _():
-            plgpu.set_max_registers(COMPUTING, action="increase")
+            registers = COMPUTING_IN_8_BITS if in_8_bits else COMPUTING
+            plgpu.set_max_registers(registers, action="increase")
             q_sm, o_sm = (ref.at[warpgroup] for ref in qo_sm)
             skip = jnp.int32(0) if heads == 2 else warpgroup * Q
 
@@ -182,6 +198,8 @@ def prefill(
                 start = jnp.minimum(token + skip, q_ref.shape[0] - Q)
                 offset = token + skip - start
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's results
+                if interpret:  # it takes the warpgroups' halves of these buffers for one
+                    meet()
                 q_sm[...] = plgpu.load(
                     q_ref.at[pl.ds(start, Q), head], layout=WGMMA, optimized=False
                 )
@@ -190,24 +208,34 @@ def prefill(
                 def stage_of(i):
                     return lax.rem(done + i - begin, jnp.int32(stages))
 
-                pl.when(begin < end)(lambda: plgpu.barrier_wait(full.at[stage_of(begin)]))
+                def wait_for(i):
+                    pl.when(i < end)(lambda: plgpu.barrier_wait(ring.full.at[stage_of(i)]))
+
+                if take_turns:
+                    wait_for(begin)
                 pl.when(warpgroup == 1)(next_turn)
 
                 def body(i, carry, masked):
                     acc, m, total = carry
                     stage = stage_of(i)
-                    if masked:
+                    tile = ring.tiles.at[stage]
+                    if not take_turns:
+                        wait_for(i)
+                    if masked and not in_8_bits:
                         # Slots of the tile that hold something.
                         first, last = low - i * C, context - i * C
                         ragged = (first > 0) | (last < C)
 
                         @pl.when(ragged & (warpgroup == 0))
                         def _():
-                            zero_unseen(kv_sm.at[stage], first, last)
+                            zero_unseen(tile, first, last)
                             plgpu.barrier_arrive(zeroed)
 
                         pl.when(ragged & (warpgroup == 1))(lambda: plgpu.barrier_wait(zeroed))
-                    s = scaled(scores(q_sm, kv_sm.at[stage], next_turn), options.attention)
+                    s = scores(q_sm, tile, next_turn)
+                    if in_8_bits:
+                        s *= along_slots(ring.scales.at[stage, 0])
+                    s = scaled(s, options.attention)
                     if masked:
                         key, query = (
                             iota((Q, C), 1),
@@ -217,20 +245,29 @@ def prefill(
                         if window is not None:
                             seen &= key > query - window
                         s = jnp.where(seen, s, NEG)
-                    p, acc, m, total = fold(s, acc, m, total, dtype)
+                    of_values = along_slots(ring.scales.at[stage, 1]) if in_8_bits else None
+                    p, acc, m, total = fold(s, acc, m, total, dtype, of_values)
                     if not interpret:
                         p, acc, m, total = lax.optimization_barrier((p, acc, m, total))
                     next_turn()
 
-                    def wait_for_next():
-                        following = stage_of(i + 1)
-                        pl.when(i + 1 < end)(lambda: plgpu.barrier_wait(full.at[following]))
+                    def wait_for_next(first: int):
+                        if take_turns and first == columns[-1]:
+                            wait_for(i + 1)
 
-                    acc = add_values(acc, p, kv_sm.at[stage], interpret, wait_for_next)
-                    plgpu.barrier_arrive(empty.at[stage])
+                    acc = tuple(
+                        add_values(
+                            *(part, p, tile, interpret),
+                            functools.partial(wait_for_next, first),
+                            first,
+                        )
+                        for part, first in zip(acc, columns, strict=True)
+                    )
+                    plgpu.barrier_arrive(ring.empty.at[stage])
                     return acc, m, total
 
-                state = softmax_start(D, *(sinks_ref[head] for sinks_ref in sinks))
+                acc, *rest = softmax_start(width, *(sinks_ref[head] for sinks_ref in sinks))
+                state: Any = ((acc,) * len(columns), *rest)
                 masked_from = begin
                 # Tiles before the queries' own need no mask; but a second loop takes registers,
                 # which these cases lack.
@@ -244,7 +281,8 @@ def prefill(
                 )
                 pl.when(warpgroup == 0)(next_turn)
 
-                store_flat(o_sm, normalized(acc, total).astype(dtype))
+                for i, part in enumerate(acc):
+                    store_flat(o_sm.at[i], normalized(part, total).astype(dtype))
                 plgpu.commit_smem()
                 # A copy's size is static: the bits of the number of queries say which sizes add up
                 # to it.
@@ -253,12 +291,11 @@ def prefill(
 
                     @pl.when((rest & size) != 0)
                     def _(size=size):
-                        sent = rest & (size - 1)
-                        src, dst = (
-                            o_sm.at[pl.ds(offset + sent, size)],
-                            pl.ds(start + offset + sent, size),
-                        )
-                        plgpu.copy_smem_to_gmem(src, o_ref.at[dst, head])
+                        sent = offset + (rest & (size - 1))
+                        to = o_ref.at[pl.ds(start + sent, size), head]
+                        for i, first in enumerate(columns):
+                            src = o_sm.at[i, pl.ds(sent, size)]
+                            plgpu.copy_smem_to_gmem(src, to.at[:, pl.ds(first, width)])
 
                 return done + end - begin
 
@@ -268,19 +305,38 @@ def prefill(
         @pl.when(warpgroup == 2)
         def _():
             plgpu.set_max_registers(COPYING, action="decrease")
+            into = copied if in_8_bits else ring
 
             def item(turn, done):
                 row, _, _, _, context, head, _, begin, end = tile_of(turn)
                 source = (pool_ref, layer_ref[0] * N, table_ref.at[row], context)
                 kv_head = lax.div(head, jnp.int32(H // K))
-                stream_tiles(*source, kv_head, begin, end - begin, done, kv_sm, full, empty)
+                stream_tiles(*source, kv_head, begin, end - begin, done, into, scales_ref)
                 return done + end - begin
 
             done = lax.fori_loop(0, my_turns, item, jnp.int32(0))
-            drain(done, stages, empty)
+            drain(done, into.tiles.shape[0], into.empty)
+
+        if not in_8_bits:
+            return
+
+        @pl.when(warpgroup == 3)
+        def _():
+            plgpu.set_max_registers(WIDENING, action="decrease")
+
+            def item(turn, done):
+                _, _, _, _, context, _, low, begin, end = tile_of(turn)
+                widen_tiles(begin, end - begin, done, low, context, copied, ring)
+                return done + end - begin
+
+            done = lax.fori_loop(0, my_turns, item, jnp.int32(0))
+            drain(done, stages, ring.empty)
 
     padding = max(0, Q - T)
-    q_and_o = plgpu.RefUnion(tiled_smem((2, Q, D), dtype), plgpu.SMEM((2, Q, D), dtype))
+    # Results have a buffer for each part of their columns: a part of a buffer that TMA swizzles is
+    # stored where its copy does not look (in jax 0.12, by the emulator of tests/kernels/hopper).
+    results = plgpu.SMEM((2, len(columns), Q, width), dtype)
+    q_and_o = plgpu.RefUnion(tiled_smem((2, Q, D), dtype), results)
     q = jnp.pad(q_THD.astype(dtype), ((0, padding), (0, 0), (0, 0)))
     o = launch(
         kernel,
@@ -290,12 +346,12 @@ def prefill(
         (*tiles, *(() if sinks_H is None else (jnp.asarray(sinks_H, jnp.float32),))),
         layer,
         interpret=interpret,
-        warpgroups=3,
+        warpgroups=4 if in_8_bits else 3,
         grid={"block": blocks},
         out_type=jax.ShapeDtypeStruct((T + padding, H, D), dtype),
         scratch_types=(
-            (tiled_smem((stages, C, 2 * D), dtype), q_and_o),
-            (*ring(stages, C // P, 2), plgpu.Barrier(), plgpu.Barrier(num_arrivals=2)),
+            (*rings, q_and_o),
+            (plgpu.Barrier(), plgpu.Barrier(num_arrivals=2)),
         ),
     )
     return o[:T].astype(q_THD.dtype)
