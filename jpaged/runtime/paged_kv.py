@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jpaged.models.kv_view import Place
-from jpaged.models.layers.heads import Heads
+from jpaged.models.layers.heads import Heads, LatentHeads
 from jpaged.models.rows import Rows, Slots, State
 from jpaged.runtime.kv_cache import Pool, PoolSpec, num_rows
 from kernels_pallas.paged_attention.interface import AttentionOptions
@@ -62,7 +62,7 @@ class PagedKV:
     specs: tuple[PoolSpec, ...] = dataclasses.field(metadata={"static": True})
     is_decode: bool = dataclasses.field(metadata={"static": True})
 
-    def write(self, place: Place, qkv: Array, heads: Heads) -> tuple[Array, Self]:
+    def write(self, place: Place, qkv: Any, heads: Heads | LatentHeads) -> tuple[Array, Self]:
         """See models.kv_view.KVView."""
         at, (spec, view) = place.group, self._keys_at(place)
         assert spec.kernel is not None
