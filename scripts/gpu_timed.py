@@ -172,7 +172,7 @@ def our_step(
 def pool_of(kernel: Any, case: Case, blocks: int) -> Any:
     """Return the form of a pool of so many blocks as a kernel takes it; in 8 bits with scales."""
     struct = jax.ShapeDtypeStruct
-    layout = kernel.pool_layout(case.K, case.D, case.V)
+    layout = kernel.pool_layout(case.K, *case.vectors)
     if case.kv_dtype is None:
         return struct((blocks, case.P, 2 * case.K, case.D), jnp.bfloat16)
     values = struct((blocks, case.P, layout.rows, layout.width), jnp.dtype(case.kv_dtype))

@@ -23,6 +23,7 @@ from jpaged.models.layers.attention import AttentionConfig
 from jpaged.models.layers.conv import ConvConfig
 from jpaged.models.layers.delta import DeltaConfig
 from jpaged.models.layers.experts import ExpertsConfig
+from jpaged.models.layers.latent import LatentConfig
 from jpaged.models.layers.layer import LayerConfig
 from jpaged.models.layers.linear import DeltaRule, ExpertProducts
 from jpaged.models.layers.per_layer import TABLE
@@ -37,7 +38,7 @@ from kernels_cpu.linear import NativeProducts, is_width_supported
 from kernels_cpu.rates import rates
 from kernels_pallas import experts, gated_delta, paged_attention, short_conv
 from kernels_pallas.experts.interface import Shapes
-from kernels_pallas.implementation import CUDA, Implementation
+from kernels_pallas.implementation import CUDA, Implementation, before_ampere, capability_of
 
 log = logging.getLogger("jpaged")
 
@@ -135,6 +136,8 @@ def choose(
             and all(kernel is None or kernel.is_batch_invariant for kernel in kernels)
             and states_are_alike
             and all(map(_is_state_invariant, served.layers))
+            # XLA multiplies by what makes keys and values of latents, head by head.
+            and not any(isinstance(layer.mixer, LatentConfig) for layer in served.layers)
         ),
     )
 
@@ -151,7 +154,8 @@ def _is_state_invariant(layer: LayerConfig) -> bool:
 def unfused(model: ModelConfig, layers: tuple[int, ...]) -> str | None:
     """Return why no kernel prepares attention in these layers; None: one can."""
     mixers = (model.layers[i].mixer for i in layers)
-    reasons = (mixer.unfused for mixer in mixers if isinstance(mixer, AttentionConfig))
+    kinds = AttentionConfig | LatentConfig
+    reasons = (mixer.unfused for mixer in mixers if isinstance(mixer, kinds))
     return next((reason for reason in reasons if reason is not None), None)
 
 
@@ -230,8 +234,7 @@ def _name_of(module: Any, implementations: Mapping[str, Implementation]) -> str 
 
 def multiplies_fp8(device: Any) -> bool:
     """Return whether a device has tensor cores for fp8: NVIDIA's from compute capability 8.9 on."""
-    capability = getattr(device, "compute_capability", "")
-    return capability[:1].isdecimal() and float(capability) >= 8.9  # AMD's begin with "gfx"
+    return (capability_of(device) or 0) >= 8.9
 
 
 def _experts(
@@ -297,6 +300,6 @@ def choose_one_pass(config: EngineConfig, vocab: int, device: Any) -> OnePass | 
             return None
     kernel: Any = importlib.import_module("kernels_pallas.vocab_tiles")
     assert config.seq_buckets is not None
-    if kernel.unsupported(config.seq_buckets[-1], vocab) is not None:
+    if before_ampere(device) or kernel.unsupported(config.seq_buckets[-1], vocab):
         return None
     return OnePass(interpret=device.platform == "cpu")
