@@ -138,6 +138,7 @@ def test_a_template_that_writes_earlier_turns_anew(llm: LLM) -> None:
         llm.tokenizer.chat_template = TEMPLATE
 
 
+@pytest.mark.middle
 def test_many_dialogs_in_one_call(llm: LLM) -> None:
     """And rows of different lengths, which are cut, or left out."""
     dialogs = [Dialog(llm, [{"role": "user", "content": "x" * n}], group=n) for n in (1, 9, 40)]
