@@ -7,6 +7,20 @@ from typing import Any
 CUDA = ("gpu", "cuda")  # names that jax.Device.platform has for a CUDA device
 
 
+def capability_of(device: Any) -> float | None:
+    """Return the compute capability of an NVIDIA card; None of another device, or of None."""
+    capability = getattr(device, "compute_capability", "")
+    return float(capability) if capability[:1].isdecimal() else None  # AMD's begin with "gfx"
+
+
+def before_ampere(device: Any) -> str | None:
+    """Return why Triton kernels cannot run on a card, which has no bf16; None on others."""
+    capability = capability_of(device)
+    if capability is None or capability >= 8.0:
+        return None
+    return f"compute capability {capability}: only from 8.0"
+
+
 @dataclasses.dataclass(frozen=True)
 class Implementation:
     """One entry of an operation's IMPLEMENTATIONS.

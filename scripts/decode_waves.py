@@ -17,11 +17,8 @@ from collections.abc import Iterable
 
 import _common as common
 
-from kernels_pallas.paged_attention.mosaic_gpu.decode_kernel import (
-    resident,
-    split_count,
-    work_item,
-)
+from kernels_pallas.paged_attention.mosaic_gpu.decode_kernel import resident, split_count
+from kernels_pallas.paged_attention.mosaic_gpu.pieces import work_item
 
 TILE = 64  # slots
 SMS = 132

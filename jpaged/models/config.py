@@ -313,6 +313,13 @@ class ModelConfig:
         return ((self.draft_head.keeps(record, self.hidden_size),),)
 
     @property
+    def num_keeping(self) -> int:
+        """How many layers there are up to the last of which the cache holds something. Those after
+        it read what others keep, so that the states of a token matter to that token alone.
+        """
+        return 1 + max([i for i, layer in enumerate(self.layers) if layer.keeps()], default=-1)
+
+    @property
     def has_state(self) -> bool:
         """Whether the cache holds a state a sequence for some layer."""
         return any(record.per == "block" for records in self.keeps() for record in records)

@@ -18,13 +18,14 @@ from jpaged.config import EngineConfig
 from jpaged.errors import UnsupportedError
 from jpaged.models.kv_groups import KVGroup
 from jpaged.models.layers.heads import Heads, LatentHeads
-from kernels_pallas.implementation import CUDA
+from kernels_pallas.implementation import CUDA, before_ampere, capability_of
 from kernels_pallas.paged_attention import IMPLEMENTATIONS
 from kernels_pallas.paged_attention.interface import AttentionOptions, Options, Shapes
 from kernels_pallas.paged_attention.kv_write import write_kv
 from kernels_pallas.paged_attention.pool_layout import PoolLayout
 
 KV_DTYPES = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}  # by kv_cache_dtype
+BLACKWELL = 10.0  # the least compute capability of its cards
 log = logging.getLogger("jpaged")
 
 
@@ -173,6 +174,8 @@ def choose_kernel(
             if reason is None:
                 if refused and implementation.platforms is None and device.platform != "cpu":
                     _warn_of_xla(refused, device)
+                elif (capability_of(device) or 0) >= BLACKWELL:
+                    _warn_of_blackwell(name, device)
                 kernel = Kernel(name=name, shapes=shapes, vectors=vectors)
                 return _fused(kernel, unfused, device)
             log.info("attention='auto': not %s (%s)", name, reason)
@@ -190,6 +193,7 @@ def _fused(kernel: Kernel, unfused: str | None, device: Any) -> Kernel:
         return kernel
     head_write: Any = importlib.import_module("kernels_pallas.paged_attention.head_write")
     reason = unfused or head_write.unsupported(kernel.shapes, kernel.pool_layout)
+    reason = reason or before_ampere(device)
     if reason is not None:
         log.info("attention is prepared by XLA (%s)", reason)
     return dataclasses.replace(kernel, writes_heads=reason is None)
@@ -201,6 +205,16 @@ def _warn_of_xla(refused: list[str], device: Any) -> None:
         f"attention='auto' takes 'xla' on {device.device_kind}, much slower than a kernel "
         f"({'; '.join(refused)}). What can change that: dtype, block_size, max_num_seqs, "
         "max_model_len, kv_cache_dtype; attention='xla' takes it without this warning",
+        stacklevel=2,
+    )
+
+
+def _warn_of_blackwell(name: str, device: Any) -> None:
+    """Warn that a card is newer than the kernels that are made for one kind of card."""
+    warnings.warn(
+        f"attention='auto' takes {name!r} on {device.device_kind}, of compute capability "
+        f"{device.compute_capability}: the faster kernel, 'mosaic_gpu', is Hopper's alone; "
+        f"attention={name!r} takes it without this warning",
         stacklevel=2,
     )
 

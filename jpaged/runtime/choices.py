@@ -38,7 +38,7 @@ from kernels_cpu.linear import NativeProducts, is_width_supported
 from kernels_cpu.rates import rates
 from kernels_pallas import experts, gated_delta, paged_attention, short_conv
 from kernels_pallas.experts.interface import Shapes
-from kernels_pallas.implementation import CUDA, Implementation
+from kernels_pallas.implementation import CUDA, Implementation, before_ampere, capability_of
 
 log = logging.getLogger("jpaged")
 
@@ -233,8 +233,7 @@ def _name_of(module: Any, implementations: Mapping[str, Implementation]) -> str 
 
 def multiplies_fp8(device: Any) -> bool:
     """Return whether a device has tensor cores for fp8: NVIDIA's from compute capability 8.9 on."""
-    capability = getattr(device, "compute_capability", "")
-    return capability[:1].isdecimal() and float(capability) >= 8.9  # AMD's begin with "gfx"
+    return (capability_of(device) or 0) >= 8.9
 
 
 def _experts(
@@ -300,6 +299,6 @@ def choose_one_pass(config: EngineConfig, vocab: int, device: Any) -> OnePass | 
             return None
     kernel: Any = importlib.import_module("kernels_pallas.vocab_tiles")
     assert config.seq_buckets is not None
-    if kernel.unsupported(config.seq_buckets[-1], vocab) is not None:
+    if before_ampere(device) or kernel.unsupported(config.seq_buckets[-1], vocab):
         return None
     return OnePass(interpret=device.platform == "cpu")

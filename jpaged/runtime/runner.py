@@ -188,6 +188,8 @@ class Runner:
                     kv, hidden, packed, scored, replayed, states = step(*args)
                     self._state = DeviceState(kv=kv, rows=state.rows)
                     outs, undrawn = () if scored is None else (scored,), (hidden, packed)
+                    if scored is not None:
+                        self.transfers.start(scored)
                     return Handle(batch, outs, hidden, version, undrawn, None, replayed, states)
                 if bucket.phase == "draft":
                     kv, out = step(arrays, state.kv, state.rows, packed)
@@ -197,6 +199,7 @@ class Runner:
                     state, out = step(arrays, DeviceState(kv=state.kv, rows=rows), packed)
                     rows = self._taken_back(state.rows) if bucket.is_full else state.rows
                     self._state = DeviceState(kv=state.kv, rows=rows)
+                self.transfers.start(out)
                 return Handle(batch, (out,), out, version)
         except (jax.errors.JaxRuntimeError, MemoryError) as e:
             if (error := memory_error(e, self.config)) is None:
@@ -219,6 +222,7 @@ class Runner:
                 rows, out = step(arrays, hidden, rows, packed, *masks)
                 rows = self._taken_back(rows) if sample.is_full else rows
                 self._state = DeviceState(kv=state.kv, rows=rows)
+                self.transfers.start(out)
                 outs = (out, *handle.outs)
                 kept = handle.replayed, handle.states
                 return Handle(batch, outs, handle.done, version, None, None, *kept)

@@ -59,6 +59,16 @@ class Transfers:
         self.ups += 1
         return put(part, self._each)
 
+    def start(self, array: Array) -> None:
+        """Start to send an array down as soon as it is computed, which `get` waits for: else the
+        device learns only after the end of a step that its result is wanted.
+
+        What has to be gathered first goes down with `get`, which knows that all processes agree.
+        """
+        if self._gather is None:
+            with jax.transfer_guard_device_to_host("allow"):
+                array.copy_to_host_async()
+
     def get(self, array: Array) -> np.ndarray:
         """Return an array on the host, in one transfer, which takes a third of the host's time of a
         jax.device_get.

@@ -22,6 +22,7 @@ from jax.experimental.pallas import triton as plgpu
 from kernels_pallas.e4m3 import e4m3_to_f32
 from kernels_pallas.experts import tiles
 from kernels_pallas.experts.interface import ExpertWeights, Glu, Shapes, grouped_experts
+from kernels_pallas.implementation import before_ampere
 
 FEW, MANY = 16, 128  # rows of a tile
 OUT, IN = 128, 64  # outputs of a tile, and places of values in a step
@@ -41,10 +42,7 @@ def unsupported(shapes: Shapes, device: Any) -> str | None:
     """Return why these shapes cannot run on a device, or None. device None: any device."""
     if shapes.dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {shapes.dtype}: only bfloat16 and float16"
-    capability = getattr(device, "compute_capability", None)
-    if capability and float(capability) < 8.0:
-        return f"compute capability {capability}: only from 8.0"
-    return None
+    return before_ampere(device)
 
 
 def experts(

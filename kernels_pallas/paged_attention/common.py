@@ -47,6 +47,17 @@ def combine(o_SXKGD: Array, lse_SXKG: Array, sinks_H: Array | None = None) -> Ar
     return jnp.sum(o_SXKGD * weight[..., None], axis=1) / total[..., None]
 
 
+def multiprocessors() -> int:
+    """Return the number of multiprocessors of the card that a kernel is traced for.
+
+    Without a card to ask, that of an H200.
+    """
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    if described is not None and described.num_cores:
+        return described.num_cores
+    return getattr(jax.devices()[0], "core_count", None) or 132
+
+
 def interpretation(
     name: str,
     unsupported: Callable[[Shapes, AttentionOptions, Any], str | None],

@@ -22,7 +22,15 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from kernels_pallas.paged_attention.common import LOG2E, NEG, combine, interpretation, rows_of
+from kernels_pallas.implementation import before_ampere, capability_of
+from kernels_pallas.paged_attention.common import (
+    LOG2E,
+    NEG,
+    combine,
+    interpretation,
+    multiprocessors,
+    rows_of,
+)
 from kernels_pallas.paged_attention.interface import (
     AttentionOptions,
     Options,
@@ -37,7 +45,7 @@ MIN_ROWS = 16  # of a Triton matmul
 # pipeline.
 PREFILL_ROWS = 128
 SLOTS = 64  # C
-PROGRAMS = 264  # fill a card twice over; decode splits its contexts to have so many
+PROGRAMS = 2  # a multiprocessor; decode splits its contexts to have so many
 MAX_SPLITS = 16
 
 OPTIONS = ("scale", "soft_cap", "window", "sinks")
@@ -54,10 +62,10 @@ def unsupported(shapes: Shapes, attention: AttentionOptions, device: Any) -> str
         return f"dtype {dtype}: only bfloat16 and float16"
     if head_dim not in (32, 64, 128, 256):
         return f"head_dim {head_dim}: only 32, 64, 128 and 256"
-    capability = getattr(device, "compute_capability", None)
-    if shapes.kv_dtype == jnp.float8_e4m3fn and capability and float(capability) < 8.9:
+    capability = capability_of(device)
+    if shapes.kv_dtype == jnp.float8_e4m3fn and capability is not None and capability < 8.9:
         return f"{shapes.scaled}: compute capability {capability}, only from 8.9"
-    return None
+    return before_ampere(device)
 
 
 class Tiles(NamedTuple):
@@ -139,7 +147,8 @@ def decode(
     context_lens_S = jnp.asarray(context_lens_S)
     rows_S = jnp.where(context_lens_S > 0, jnp.arange(S, dtype=jnp.int32), -1)
     tiles, starts_S1 = Tiles(rows_S, jnp.zeros_like(rows_S)), jnp.arange(S + 1, dtype=jnp.int32)
-    splits = splits or min(max(-(-PROGRAMS // (S * K2 // 2)), 1), MAX_SPLITS, M * P // SLOTS + 1)
+    programs = PROGRAMS * multiprocessors()
+    splits = splits or min(max(-(-programs // (S * K2 // 2)), 1), MAX_SPLITS, M * P // SLOTS + 1)
     args = (q_SHD, pool, layer, block_table_SM, context_lens_S, starts_S1, tiles, sinks_H)
     o_SHD = _attend(*args, tokens=1, splits=splits, options=options)
     return jnp.where((context_lens_S > 0)[:, None, None], o_SHD, 0)

@@ -60,6 +60,13 @@ KERNELS: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
     "prefill_d128_g8_window": (128, 128, 8, 1, {"window": 1000}),
     "prefill_d128_g4_cap": (128, 64, 32, 8, {"soft_cap": 50.0}),
     "prefill_d128_g4_window_cap": (128, 64, 32, 8, {"window": 1000, "soft_cap": 50.0}),
+    "prefill_d64_g2_int8": (64, 64, 8, 4, {"kv_dtype": jnp.int8}),
+    "prefill_d128_g2_int8": (128, 64, 16, 8, {"kv_dtype": jnp.int8}),
+    "prefill_d128_g4_fp8_window": (
+        *(128, 128, 32, 8),
+        {"window": 1000, "kv_dtype": jnp.float8_e4m3fn},
+    ),
+    "prefill_d256_g4_int8_cap": (256, 64, 8, 2, {"soft_cap": 50.0, "kv_dtype": jnp.int8}),
     "prefill_d256_g4": (256, 64, 8, 2, {}),
     "prefill_d256_g4_window": (256, 64, 8, 2, {"window": 1000}),
     "prefill_d256_g4_window_cap": (256, 256, 8, 2, {"window": 1000, "soft_cap": 50.0}),

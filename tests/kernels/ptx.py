@@ -74,14 +74,15 @@ def threads(ptx: str) -> int:
 def asked_registers(ptx: str) -> int | None:
     """That the warpgroups of a block ask for together, all of whom set theirs; None if none does.
 
-    The computing ones, which increase it, share their code: they are all but those that decrease
-    it.
+    Those that decrease it have code of their own. Those that increase it do too, or all share one.
     """
-    found = dict(_set_registers(ptx))
+    found = list(_set_registers(ptx))
     if not found:
         return None
-    assert found.keys() == {"inc", "dec"}, found
-    return WARPGROUP * found["dec"] + (threads(ptx) - WARPGROUP) * found["inc"]
+    fewer, more = ([n for kind, n in found if kind == x] for x in ("dec", "inc"))
+    others = threads(ptx) // WARPGROUP - len(fewer)
+    assert fewer and len(more) in (1, others), found
+    return WARPGROUP * (sum(fewer) + sum(more) * (others if len(more) == 1 else 1))
 
 
 def _set_registers(ptx: str) -> Iterator[tuple[str, int]]:

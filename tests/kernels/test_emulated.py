@@ -21,7 +21,7 @@ from kernels_pallas.paged_attention import mosaic_gpu
 from kernels_pallas.paged_attention.mosaic_gpu import decode_kernel, prefill_kernel
 from scripts._attention_cases import GPU, IN_TILES, Case
 from scripts._common import cannot_compile
-from tests.kernels.hopper.block import EARLY, LATE, RANDOM, TIMINGS
+from tests.kernels.hopper.block import EARLY, LATE, RANDOM, TIMINGS, ThreadBlock
 from tests.kernels.hopper.emulated import Emulated
 from tests.kernels.hopper.memory import Fault
 from tests.kernels.suite import bounded, check
@@ -65,7 +65,7 @@ LONG: dict[str, tuple[Case, dict[str, Any], Any]] = {  # with arguments, and the
     "decode": (_LONG, {"splits": 1, "thread_blocks": 2}, decode_kernel),
     "prefill": (
         dataclasses.replace(_LONG, contexts=(700, 70), queries=(100, 70)),
-        {},
+        {"thread_blocks": 1},
         prefill_kernel,
     ),
 }
@@ -119,6 +119,38 @@ def test_others_equal_the_reference(name: str) -> None:
 def test_thread_blocks_take_turns(splits: int, thread_blocks: int, kv_dtype: str | None) -> None:
     case = dataclasses.replace(_LONG, kv_dtype=kv_dtype)
     check_emulated(case, splits=splits, thread_blocks=thread_blocks)
+
+
+@pytest.mark.parametrize("thread_blocks", [1, 3])
+@pytest.mark.parametrize("window", [None, 90])
+def test_thread_blocks_of_prefill_take_turns(thread_blocks: int, window: int | None) -> None:
+    case = dataclasses.replace(LONG["prefill"][0], extra_tokens=70, sliding_window=window)
+    check_emulated(case, thread_blocks=thread_blocks)
+
+
+def test_no_thread_block_is_for_a_padding_tile() -> None:
+    """A step of 256 rows of which two are real: as many thread blocks as the card holds, three of
+    which have a tile: one of each row, one of padding tokens.
+    """
+    case = dataclasses.replace(
+        CASES["prefill_g4_k2"],
+        contexts=(20, 5, *[0] * 254),
+        queries=(3, 5, *[0] * 254),
+        H=2,
+        K=1,
+        extra_tokens=56,
+    )
+    emulated, run, started = Emulated(RANDOM), ThreadBlock.run, []
+
+    def note(block: ThreadBlock, index: tuple[int, int, int]) -> None:
+        run(block, index)
+        started.append(block.started)
+
+    with mock.patch.object(ThreadBlock, "run", note):
+        check(implementation(emulated), case)
+    (compiled,) = emulated.compiled.values()
+    assert compiled.launch.grid == (132, 1, 1) and len(started) == 132
+    assert sorted(filter(None, started), key=len) == [{"store"}, *[{"load", "store", "wgmma"}] * 2]
 
 
 @pytest.mark.parametrize(("T", "X", "A"), [(70, 5, 2), (300, 2, 1)], ids=str)
@@ -236,6 +268,11 @@ FAULTS: dict[str, tuple[str, Callable[[str], str], str]] = {
         "prefill",
         replaced(PRODUCTS, "", 1),
         "wgmma still uses",
+    ),
+    "results of prefill overwritten while they are sent": (
+        "prefill",
+        replaced(r"cp\.async\.bulk\.wait_group\.read\s+0;", ""),
+        "wrong",
     ),
     "no fence after queries are stored": ("prefill", replaced(FENCE, "", 0), "wrong"),
 }

@@ -28,7 +28,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernels_pallas.paged_attention import mosaic_gpu
 from kernels_pallas.paged_attention.interface import AttentionOptions, Options, Shapes
 from kernels_pallas.paged_attention.mosaic_gpu import decode_kernel, prefill_kernel
-from kernels_pallas.paged_attention.mosaic_gpu.decode_kernel import split_count, work_item
+from kernels_pallas.paged_attention.mosaic_gpu.decode_kernel import split_count
+from kernels_pallas.paged_attention.mosaic_gpu.pieces import work_item
 from scripts._attention_cases import GPU, IN_TILES, Case
 from scripts._common import cannot_compile
 from tests.kernels import aot_cuda
@@ -134,6 +135,13 @@ def test_thread_blocks_take_turns(splits: int, thread_blocks: int, values: Any) 
     check(INTERPRETED, LONG, values, splits=splits, thread_blocks=thread_blocks)
 
 
+@pytest.mark.parametrize("thread_blocks", [1, 2])
+def test_thread_blocks_of_prefill_take_turns(thread_blocks: int) -> None:
+    """Three tiles, of which the last is padding."""
+    case = dataclasses.replace(LONG, contexts=(300, 70), queries=(40, 20), extra_tokens=5)
+    check(INTERPRETED, case, "coded", thread_blocks=thread_blocks)
+
+
 @pytest.mark.parametrize(("items", "blocks"), [(7, 3), (1, 1), (264, 132), (300, 132)])
 def test_thread_blocks_share_the_items(items: int, blocks: int) -> None:
     """Each item is somebody's; at any time neighbours read neighbouring items, which are a row's
@@ -184,8 +192,14 @@ def test_splits_are_of_what_is_seen(window: int | None, monkeypatch: pytest.Monk
     assert asked == [(6, 40 if window is None else 3, 264)]
 
 
-def test_prefill_has_the_heads_of_a_tile_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The grid's last axis is the fastest."""
+def test_prefill_has_the_heads_of_a_tile_side_by_side() -> None:
+    places = [prefill_kernel.tile_and_part(jnp.int32(item), 4) for item in range(8)]
+    assert places == [(tile, part) for tile in range(2) for part in range(4)]
+
+
+@pytest.mark.parametrize("rows", [16, 256])
+def test_prefill_fills_the_card_once(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many rows the padded step has."""
     grids = []
     launch = prefill_kernel.launch
 
@@ -194,10 +208,12 @@ def test_prefill_has_the_heads_of_a_tile_side_by_side(monkeypatch: pytest.Monkey
         return launch(*args, grid=grid, **how)
 
     monkeypatch.setattr(prefill_kernel, "launch", note)
-    function, *args = aot_cuda.kernel("prefill_d64_g2")
+    function, q, pool, layer, *_ = aot_cuda.kernel("prefill_d64_g2")
+    shapes = (rows, 32), (rows,), (rows + 1,)
+    tables = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
     unjitted = functools.partial(mosaic_gpu.prefill.__wrapped__, **function.keywords)  # pyright: ignore
-    aot_cuda.lower(unjitted, *args)
-    assert [[*grid] for grid in grids] == [["tile", "heads"]]
+    aot_cuda.lower(unjitted, q, pool, layer, *tables)
+    assert grids == [{"block": 132}]
 
 
 @pytest.mark.parametrize(
@@ -225,23 +241,23 @@ def test_prefill_group_sizes(group: int) -> None:
 def test_tiles_cover_each_token_once(group: int) -> None:
     lens, contexts = np.array([1, 0, 64, 65, 0, 129, 200]), np.array([7, 9, 64, 100, 0, 129, 333])
     starts, tokens = np.concatenate([[0], np.cumsum(lens)]), int(lens.sum()) + 70
-    table = np.asarray(
-        mosaic_gpu.prepare(
-            jnp.asarray(starts, jnp.int32),
-            jnp.asarray(contexts, jnp.int32),
-            num_tokens=tokens,
-            shapes=dataclasses.replace(SUPPORTED, num_heads=group, num_kv_heads=1),
-            window=None,
-        )
+    tiles = mosaic_gpu.prepare(
+        jnp.asarray(starts, jnp.int32),
+        jnp.asarray(contexts, jnp.int32),
+        num_tokens=tokens,
+        shapes=dataclasses.replace(SUPPORTED, num_heads=group, num_kv_heads=1),
+        window=None,
     )
+    table, count = np.asarray(tiles.table_A5), int(tiles.count_1[0])
+    assert not table[count:, 2].any()
     seen = []
-    for row, token, queries, position, context in table:
-        assert 0 <= queries <= (128 if group == 1 else 64)
+    for row, token, queries, position, context in table[:count]:
+        assert 0 < queries <= (128 if group == 1 else 64)
         seen += range(token, token + queries)
-        if queries and row < len(lens):
+        if row < len(lens):
             assert starts[row] <= token and token + queries <= starts[row + 1]
             assert context == contexts[row] and position == contexts[row] - starts[row + 1] + token
-        elif queries:
+        else:
             assert token >= starts[-1] and context == 0
     assert sorted(seen) == list(range(tokens))
 
@@ -260,17 +276,6 @@ def test_in_8_bits(case: Case, values: Any) -> None:
 @pytest.mark.parametrize(("splits", "thread_blocks"), [(1, 3), (2, 1)])
 def test_thread_blocks_take_turns_in_8_bits(splits: int, thread_blocks: int, values: Any) -> None:
     check(INTERPRETED, LONG_IN_8_BITS, values, splits=splits, thread_blocks=thread_blocks)
-
-
-@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
-def test_prefill_in_8_bits_is_another_kernel(kv_dtype: str) -> None:
-    """With what it prepares once a step."""
-    case = dataclasses.replace(
-        SMALL_PREFILL, name="prefill", P=64, kv_dtype=kv_dtype, sliding_window=50
-    )
-    inputs = build(case)
-    check(mosaic_gpu, case)
-    check(mosaic_gpu, case, prepared=prepared(mosaic_gpu, case, inputs))
 
 
 # Mutations: each has to fail, or the checks above prove nothing.
@@ -340,7 +345,9 @@ def test_zeros_fail() -> None:
 def test_wrong_tiles_fail(change: str) -> None:
     inputs = build(SMALL_PREFILL)
     tiles = prepared(mosaic_gpu, SMALL_PREFILL, inputs)
-    wrong = tiles.at[0, 2].set(0) if change == "a tile less" else tiles.at[:, 3].add(1)
+    wrong = tiles._replace(count_1=tiles.count_1 - 1)
+    if change != "a tile less":
+        wrong = tiles._replace(table_A5=tiles.table_A5.at[:, 3].add(1))
     check(INTERPRETED, SMALL_PREFILL, prepared=tiles)
     with pytest.raises(AssertionError):
         check(INTERPRETED, SMALL_PREFILL, prepared=wrong)
@@ -386,8 +393,8 @@ def test_a_stage_refilled_too_early_is_a_race(
 ) -> None:
     """The ring with the wait for a free stage after the copies into it."""
 
-    def stream(pool_ref, base, table_ref, context, head, first, count, done, kv_sm, full, empty):
-        (_, C, _), P = kv_sm.shape, pool_ref.shape[1]
+    def stream(pool_ref, base, table_ref, context, head, first, count, done, ring, scales_ref):
+        (_, C, _), P = ring.tiles.shape, pool_ref.shape[1]
 
         @pl.loop(0, count)
         def _(i):
@@ -395,7 +402,7 @@ def test_a_stage_refilled_too_early_is_a_race(
                 src = pool_ref.at[
                     base + table_ref[jnp.minimum(((first + i) * C + j) // P, context // P)], :, head
                 ]
-                plgpu.copy_gmem_to_smem(src, kv_sm.at[0, pl.ds(j, P)], full.at[i])
+                plgpu.copy_gmem_to_smem(src, ring.tiles.at[0, pl.ds(j, P)], ring.full.at[i])
 
     mutate("stream_tiles", stream)
     splits = {"splits": 1} if case.queries is None else {}
@@ -410,6 +417,7 @@ def test_a_stage_refilled_too_early_is_a_race(
 
 # What is replaced, in which file, by what; what has to notice.
 G4K2, G3K2 = (next(c for c in GPU if c.name == n) for n in ("prefill_g4_k2", "decode_g3_k2"))
+TWO_TILES = dataclasses.replace(SMALL_PREFILL, contexts=(150, 20), queries=(40, 20))
 ENDS = next(case for case in GPU if case.name == "prefill_d128_p8_g1_window")
 SOURCES = {
     "splits rounded down": (
@@ -417,11 +425,11 @@ SOURCES = {
         *(SMALL_DECODE, {"splits": 2}),
     ),
     "a turn left out": (
-        *("decode_kernel", "(last >= items)", "(last >= items - 1)"),
+        *("pieces", "(last >= items)", "(last >= items - 1)"),
         *(SMALL_DECODE, {"splits": 1, "thread_blocks": 1}),
     ),
     "a turn too many": (
-        *("decode_kernel", "(last >= items)", "(last > items)"),
+        *("pieces", "(last >= items)", "(last > items)"),
         *(LONG, {"splits": 1, "thread_blocks": 3}),
     ),
     "queries of another turn": (
@@ -440,7 +448,7 @@ SOURCES = {
         *("decode_kernel", "pl.ds(head * G, G)", "pl.ds(head, G)", G3K2, {}),
     ),
     "another KV head of prefill": (
-        *("prefill_kernel", "lax.div(group * heads, jnp.int32(H // K))", "group", G4K2, {}),
+        *("prefill_kernel", "lax.div(head, jnp.int32(H // K))", "lax.div(head, 2)", G4K2, {}),
     ),
     "the table read past its end by decode": (
         *("pieces", "jnp.minimum(lax.div(slot + j, jnp.int32(P)), last)"),
@@ -459,7 +467,7 @@ SOURCES = {
         *(SMALL_DECODE, {}),
     ),
     "8 bits: scales of values for keys": (
-        *("decode_kernel", "scales_sm.at[stage, i]", "scales_sm.at[stage, 1 - i]"),
+        *("decode_kernel", "ring.scales.at[stage, 0]", "ring.scales.at[stage, 1]"),
         *(IN_TILES[0], {}),
     ),
     "8 bits: scales of another head": (
@@ -470,11 +478,16 @@ SOURCES = {
         *(IN_TILES[1], {}),
     ),
     "8 bits: unseen scales kept": (
-        *("decode_kernel", "jnp.where(seen, of_values, 0.0)", "of_values", IN_TILES[0], {}),
+        *("pieces", "jnp.where((slot >= begin) & (slot < end), scales, 0.0)", "scales"),
+        *(IN_TILES[0], {}),
     ),
     "8 bits: a stage given back too early": (
         *("pieces", "    plgpu.commit_smem()\n\n\ndef zero_unseen", "\n\ndef zero_unseen"),
         *(LONG_IN_8_BITS, {"splits": 1, "thread_blocks": 1}),
+    ),
+    "results of prefill overwritten": (
+        *("prefill_kernel", "plgpu.wait_smem_to_gmem(0, wait_read_only=True)", "pass"),
+        *(TWO_TILES, {"thread_blocks": 1}),
     ),
     "keys before a window": (
         *("prefill_kernel", "seen &= key > query - window", "pass", ENDS, {}),

@@ -36,6 +36,11 @@ SETTINGS = {
 }
 HOPPER = SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="NVIDIA H200")
 AMPERE = SimpleNamespace(platform="gpu", compute_capability="8.0", device_kind="NVIDIA A100")
+BLACKWELL = [
+    SimpleNamespace(platform="gpu", compute_capability=capability, device_kind=kind)
+    for capability, kind in (("10.0", "NVIDIA B200"), ("12.0", "NVIDIA RTX PRO 6000"))
+]
+TURING = SimpleNamespace(platform="gpu", compute_capability="7.5", device_kind="NVIDIA T4")
 TPU = SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
 CPU = SimpleNamespace(platform="cpu", device_kind="cpu")
 ON_CPU = "xla" if unavailable() else "native"
@@ -124,6 +129,29 @@ def test_the_warning_is_shown_once() -> None:
         for _ in range(3):
             choose(HOPPER, dtype=jnp.float32)
     assert len(shown) == 1
+
+
+@pytest.mark.parametrize("card", BLACKWELL, ids=lambda card: card.compute_capability)
+def test_blackwell_is_served_by_triton_with_a_warning(card: Any) -> None:
+    """Shown once, and not where it is named."""
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            kernel = choose(card)
+    (said,) = shown
+    asked = f"'triton' on {card.device_kind}, of compute capability {card.compute_capability}"
+    assert kernel.name == "triton" and kernel.writes_heads and asked in str(said.message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert choose(card, attention="triton") == kernel
+        assert choose(card, attention="triton", kv_cache_dtype="fp8").name == "triton"
+
+
+def test_no_triton_before_ampere() -> None:
+    """Whose tensor cores have no bf16: neither attention nor what prepares it."""
+    with pytest.warns(UserWarning, match=r"triton: compute capability 7\.5: only from 8\.0"):
+        kernel = choose(TURING)
+    assert kernel.name == "xla" and not kernel.writes_heads
 
 
 def test_long_contexts_fit_a_tpu() -> None:

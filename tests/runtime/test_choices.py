@@ -127,7 +127,7 @@ def test_experts_of_several_widths_share_an_implementation(
 
 
 def test_which_devices_multiply_fp8() -> None:
-    kinds = {"9.0": True, "8.9": True, "12.0": True, "8.0": False, "gfx942": False}
+    kinds = {"9.0": True, "10.0": True, "8.9": True, "12.0": True, "8.0": False, "gfx942": False}
     for capability, expected in kinds.items():
         device = SimpleNamespace(platform="gpu", compute_capability=capability)
         assert multiplies_fp8(device) is expected

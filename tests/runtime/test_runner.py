@@ -1,6 +1,6 @@
 """The Runner: what a steady engine compiles (nothing), transfers (one up, one down) and keeps."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ from jpaged.engine.commit import Committed, commit
 from jpaged.engine.plan import Plan, StepResult
 from jpaged.engine.queues import Queues
 from jpaged.engine.shapes import DecodeShape, shape_table
-from jpaged.runtime.runner import Runner
+from jpaged.runtime.runner import Handle, Runner
 from tests.tiny import (
     ENGINE,
     STEPS,
@@ -141,6 +141,30 @@ def test_one_transfer_each_way_a_step(
     assert (
         steps > 5 and up == steps == len(put) and down == steps + (3 if sampling is SCORED else -2)
     )
+
+
+@pytest.mark.parametrize("sampling", [PLAIN, SCORED], ids=["plain", "prompt"])
+def test_results_set_out_before_they_are_asked_for(
+    llm: LLM, sampling: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a dispatch or a draw is to bring back is on its way to the host when it returns."""
+    runner, sent, waiting = runner_of(llm), [], []
+    kind = type(jnp.zeros(1))
+    copy = kind.copy_to_host_async
+    monkeypatch.setattr(kind, "copy_to_host_async", lambda x: (sent.append(x), copy(x))[1])
+
+    def watched(function: Callable[..., Handle]) -> Callable[..., Handle]:
+        def start(*args: Any) -> Handle:
+            handle = function(*args)
+            waiting.extend(any(out is x for x in sent) for out in handle.outs)
+            return handle
+
+        return start
+
+    for name in ("dispatch", "draw"):
+        monkeypatch.setattr(runner, name, watched(getattr(runner, name)))
+    run(llm, sampling)
+    assert len(waiting) > 5 and all(waiting)
 
 
 def test_penalties_upload_their_counts_once_a_request(llm: LLM) -> None:

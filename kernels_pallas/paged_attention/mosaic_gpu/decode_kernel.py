@@ -6,9 +6,9 @@ as the card holds go through the list, each its share: while one computes the en
 copies are those of the next, so that short contexts too are read without a pause. (At D = 256
 shared memory has no room for that: there each item is a thread block.)
 
-Keys and values in 8 bits are copied as they lie, with their scales; before its products, the
-computing warpgroup makes a tile of 16 bits of them in shared memory, from where alone a wgmma takes
-its second operand. Scores and weights are what scales multiply.
+Keys and values in 8 bits are copied as they lie, with their scales; a third warpgroup makes tiles
+of 16 bits of them in shared memory, from where alone a wgmma takes its second operand, while the
+computing one is at the tile before. Scores and weights are what scales multiply.
 
 A context is split over several items where rows are too few to fill the card; the parts meet in a
 combine outside. How many is static: it follows from the shapes.
@@ -18,7 +18,7 @@ Shapes: S rows, M blocks a row, L layers, N pool blocks, P block size, H query h
 """
 
 import functools
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,34 +27,39 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas.paged_attention.common import NEG, combine, interpretation
+from kernels_pallas.paged_attention.common import NEG, combine, interpretation, multiprocessors
 from kernels_pallas.paged_attention.interface import Options, shapes_of
 from kernels_pallas.paged_attention.mosaic_gpu.pieces import (
     DECODE_C,
     SMEM_BYTES,
     Q,
+    Ring,
     add_values,
     along_slots,
     drain,
     fold,
     iota,
     launch,
-    multiprocessors,
     normalized,
-    ring,
+    rings_in_8_bits,
     scaled,
     scores,
     softmax_start,
     store_flat,
     stream_tiles,
     tiled_smem,
+    turns_of,
     unsupported,
-    widen,
+    widen_tiles,
+    work_item,
     zero_unseen,
 )
 from kernels_pallas.paged_attention.pool_layout import ScaledPool, pad
 
 MAX_SPLITS = 128
+# Registers of a thread of the computing warpgroup and the widening one, and of the copying one,
+# which start with 168: for 8 bits, where there are three.
+COMPUTING, COPYING = 240, 24
 START = 3  # the time in which an item starts and ends, in KV tiles that could be read
 
 
@@ -71,22 +76,12 @@ def split_count(items: int, tiles: int, slots: int) -> int:
     return min(range(1, max(1, min(MAX_SPLITS, tiles)) + 1), key=duration)
 
 
-def work_item(turn, block, blocks: int):
-    """Return the item of a thread block's turn; works on ints and tracers.
-
-    Every other turn goes through the blocks backwards: items are sorted by falling length, and no
-    block should have the longest item of every turn.
-    """
-    odd = turn % 2
-    return turn * blocks + block + odd * (blocks - 1 - 2 * block)
-
-
 def resident(head_dim: int, *, in_8_bits: bool = False) -> int:
     """Return the number of thread blocks on an SM: two if their registers fit, so that one computes
     while the other waits.
 
-    in_8_bits: whether keys and values are; widening them takes 152 registers a thread at a head_dim
-    of 64, where two blocks have room for 128.
+    in_8_bits: whether keys and values are; a block then has three warpgroups, two of which take
+    more registers a thread than the 80 that two blocks have room for.
     """
     return 2 if head_dim == 64 and not in_8_bits else 1
 
@@ -136,21 +131,21 @@ def decode(
     # it holds the queries of two, so that the next one's are there in time, and results apart.
     places, result = min(turns, 2), Q * D * out_dtype.itemsize
     fixed = 4096 + result + (2 * Q * D * dtype.itemsize if turns > 1 else 0)
-    stage = C * 2 * D * dtype.itemsize
-    if in_8_bits:  # one tile in 16 bits, and stages of 8 bits with scales
-        fixed, stage = fixed + stage, C * (2 * D + 8)
-    stages = (SMEM_BYTES // on_an_sm - fixed) // stage
+    room, shape = SMEM_BYTES // on_an_sm - fixed, (C, 2 * D)
+    if in_8_bits:
+        rings = rings_in_8_bits(room, C, D, pool.dtype, dtype, readers=1)
+    else:
+        stages = room // (C * 2 * D * dtype.itemsize)
+        rings = Ring.types(stages, shape, dtype, arrivals=C // P, readers=1), None
 
     def kernel(q_ref, pool_ref, table_ref, work_refs, layer_ref, *refs):
-        (*out_refs, (ring_sm, (q_sm, o_sm), lse_sm), barriers) = refs
-        (pool_ref, *scales_ref) = pool_ref if in_8_bits else (pool_ref,)
-        (kv_sm, *more_sm) = ring_sm if in_8_bits else (ring_sm,)
-        q_full, q_empty, full, empty = barriers
+        (*out_refs, (ring, copied), ((q_sm, o_sm), lse_sm), (q_full, q_empty)) = refs
+        pool_ref, scales_ref = pool_ref if in_8_bits else (pool_ref, None)
+        stages = ring.tiles.shape[0]
         order_ref, contexts_ref = work_refs
         block, warpgroup = (lax.axis_index(name) for name in ("block", "warpgroup"))
 
-        last = work_item(jnp.int32(turns - 1), block, blocks)
-        my_turns = turns - (last >= items).astype(jnp.int32)
+        my_turns = turns_of(block, items, blocks)
 
         def span_of(turn):
             """Return a turn's row, split and head, the first and last + 1 of the slots that it
@@ -171,6 +166,9 @@ def decode(
 
         @pl.when(warpgroup == 0)
         def _():
+            if in_8_bits:
+                plgpu.set_max_registers(COMPUTING, action="increase")
+
             def item(turn, done):
                 """Compute one item. done: KV tiles of the turns before."""
                 row, split, head, begin, context, first, count = span_of(turn)
@@ -182,33 +180,27 @@ def decode(
                     stage = lax.rem(done + i, jnp.int32(stages))
                     # Slots of the tile that are seen.
                     low, high = begin - (first + i) * C, context - (first + i) * C
-                    plgpu.barrier_wait(full.at[stage])
-                    tile, of_keys, of_values = kv_sm.at[stage], None, None
-                    if in_8_bits:
-                        scales_sm, tile = more_sm
-                        of_keys, of_values = (along_slots(scales_sm.at[stage, i]) for i in (0, 1))
-                        widen(kv_sm.at[stage], tile)
-                        plgpu.barrier_arrive(empty.at[stage])
-                    ragged = (low > 0) | (high < C)
-                    pl.when(ragged)(lambda: zero_unseen(tile, low, high))
+                    plgpu.barrier_wait(ring.full.at[stage])
+                    tile, ragged = ring.tiles.at[stage], (low > 0) | (high < C)
+                    if not in_8_bits:
+                        pl.when(ragged)(lambda: zero_unseen(tile, low, high))
                     s = scores(q_sm.at[place], tile)
-                    s = scaled(s if of_keys is None else s * of_keys, options.attention)
+                    if in_8_bits:
+                        s *= along_slots(ring.scales.at[stage, 0])
+                    s = scaled(s, options.attention)
 
-                    def masked(s, of_values):
+                    def masked(s):
                         slot = iota((Q, C), 1)
-                        seen = (slot >= low) & (slot < high)
-                        if of_values is not None:
-                            of_values = jnp.where(seen, of_values, 0.0)
-                        return jnp.where(seen, s, NEG), of_values
+                        return jnp.where((slot >= low) & (slot < high), s, NEG)
 
                     if on_an_sm == 1:  # a branch takes registers, which two blocks lack
-                        s, of_values = lax.cond(ragged, masked, lambda *whole: whole, s, of_values)
+                        s = lax.cond(ragged, masked, lambda whole: whole, s)
                     else:
-                        s, of_values = masked(s, of_values)
+                        s = masked(s)
+                    of_values = along_slots(ring.scales.at[stage, 1]) if in_8_bits else None
                     p, acc, m, total = fold(s, acc, m, total, dtype, of_values)
                     acc = add_values(acc, p, tile, interpret)
-                    if not in_8_bits:
-                        plgpu.barrier_arrive(empty.at[stage])
+                    plgpu.barrier_arrive(ring.empty.at[stage])
                     return acc, m, total
 
                 acc, m, total = lax.fori_loop(0, count, body, softmax_start(D))
@@ -233,6 +225,10 @@ def decode(
 
         @pl.when(warpgroup == 1)
         def _():
+            if in_8_bits:
+                plgpu.set_max_registers(COPYING, action="decrease")
+            into = copied if in_8_bits else ring
+
             def item(turn, done):
                 row, _, head, _, context, first, count = span_of(turn)
                 place = lax.rem(turn, jnp.int32(places))
@@ -242,24 +238,31 @@ def decode(
                 plgpu.copy_gmem_to_smem(queries, q_sm.at[place, pl.ds(0, rows)], q_full.at[place])
                 base, table = layer_ref[0] * N, table_ref.at[row]
                 source = (pool_ref, base, table, context, head)
-                scales = (*scales_ref, *more_sm[:1])
-                stream_tiles(*source, first, count, done, kv_sm, full, empty, *scales)
+                stream_tiles(*source, first, count, done, into, scales_ref)
                 return done + count
 
             done = lax.fori_loop(0, my_turns, item, jnp.int32(0))
-            drain(done, stages, empty)
+            drain(done, into.tiles.shape[0], into.empty)
             if turns > 1:
                 drain(my_turns, 2, q_empty)
 
+        if not in_8_bits:
+            return
+
+        @pl.when(warpgroup == 2)
+        def _():
+            plgpu.set_max_registers(COMPUTING, action="increase")
+
+            def item(turn, done):
+                *_, begin, context, first, count = span_of(turn)
+                widen_tiles(first, count, done, begin, context, copied, ring)
+                return done + count
+
+            done = lax.fori_loop(0, my_turns, item, jnp.int32(0))
+            drain(done, stages, ring.empty)
+
     outputs = [((S, X, H, D), out_dtype), ((S, X, K, rows), jnp.float32)]
     q_and_o = tiled_smem((places, Q, D), dtype), plgpu.SMEM((Q, D), out_dtype)
-    kv_ring: Any = tiled_smem((stages, C, 2 * D), dtype)
-    if in_8_bits:
-        kv_ring = (
-            tiled_smem((stages, C, 2 * D), pool.dtype, width=D),
-            plgpu.SMEM((stages, 2, C), jnp.float32),
-            tiled_smem((C, 2 * D), dtype),
-        )
     q = q_SHD.astype(dtype).reshape(S, K // shared, shared * G, D)
     q = pad(q, (S, K // shared, rows, D))
     order_S = jnp.argsort(-context_lens_S).astype(jnp.int32)
@@ -271,20 +274,16 @@ def decode(
         (order_S, context_lens_S),
         layer,
         interpret=interpret,
-        warpgroups=2,
+        warpgroups=3 if in_8_bits else 2,
         grid={"block": blocks},
         out_type=[jax.ShapeDtypeStruct(*output) for output in outputs[: 2 if are_parts else 1]],
         scratch_types=(
+            rings,
             (
-                kv_ring,
                 plgpu.RefUnion(*q_and_o) if turns == 1 else q_and_o,
                 plgpu.SMEM((Q,), jnp.float32),
             ),
-            (
-                plgpu.Barrier(num_barriers=places),
-                plgpu.Barrier(num_barriers=places),
-                *ring(stages, 2 if in_8_bits else C // P, 1),
-            ),
+            (plgpu.Barrier(num_barriers=places), plgpu.Barrier(num_barriers=places)),
         ),
     )
     if not are_parts:

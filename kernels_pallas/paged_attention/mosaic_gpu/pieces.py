@@ -5,7 +5,7 @@ Shapes: P block size, K KV heads, D head dim; C slots of a KV tile, Q rows of a 
 
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from kernels_pallas.paged_attention import triton
 from kernels_pallas.paged_attention.common import LOG2E, NEG
 from kernels_pallas.paged_attention.interface import AttentionOptions, Shapes, unknown_options
 from kernels_pallas.paged_attention.pool_layout import ScaledPool
@@ -24,19 +23,9 @@ Q = 64  # rows of a wgmma
 DECODE_C = 64
 PREFILL_C = 128
 SMEM_BYTES = 227 << 10  # limit of a thread block
+WIDENED = 64  # columns of 8 bits that become 16 at a time: prefill has few registers for more
 
 WGMMA = plgpu.Layout.WGMMA
-
-
-def multiprocessors() -> int:
-    """Return the number of multiprocessors of the card that a kernel is traced for.
-
-    Without a card to ask, that of an H200.
-    """
-    described = jax.sharding.get_abstract_mesh().abstract_device
-    if described is not None and described.num_cores:
-        return described.num_cores
-    return getattr(jax.devices()[0], "core_count", None) or 132
 
 
 def unsupported(shapes: Shapes, attention: AttentionOptions, device: Any) -> str | None:
@@ -60,7 +49,7 @@ def unsupported(shapes: Shapes, attention: AttentionOptions, device: Any) -> str
     if shapes.scaled and block_size % DECODE_C > 0:
         sizes = f"only {DECODE_C} and multiples of {PREFILL_C}"
         return f"{shapes.scaled}, block_size {block_size}: {sizes}"
-    return triton.unsupported(shapes, attention, device) if shapes.scaled else None  # for prefill
+    return None
 
 
 def launch(
@@ -99,12 +88,72 @@ def launch(
     return call(q, values if scales is None else (values, scales), block_table_SM, work, layer_1)
 
 
-def ring(stages: int, copies: int, readers: int) -> tuple[plgpu.Barrier, plgpu.Barrier]:
-    """Return two barriers for each stage: its copies (at least one) have all arrived, and its
-    readers are all done.
+def work_item(turn, block, blocks: int):
+    """Return the item of a thread block's turn; works on ints and tracers.
+
+    Every other turn goes through the blocks backwards: items are sorted by falling length, and no
+    block should have the longest item of every turn.
     """
-    full = plgpu.Barrier(num_arrivals=max(1, copies), num_barriers=stages)
-    return full, plgpu.Barrier(num_arrivals=readers, num_barriers=stages)
+    odd = turn % 2
+    return turn * blocks + block + odd * (blocks - 1 - 2 * block)
+
+
+def turns_of(block, items, blocks: int):
+    """Return how many of so many items a thread block takes."""
+    turns = pl.cdiv(jnp.int32(items), jnp.int32(blocks))
+    last = work_item(turns - 1, block, blocks)
+    return turns - (last >= items).astype(jnp.int32)
+
+
+class Ring(NamedTuple):
+    """A ring of KV tiles in shared memory, [stages, C, 2D], with two barriers for each stage: it is
+    full, since all copies (or stores) have arrived, and empty, since all its readers are done.
+
+    scales f32 [stages, 2, C]: of tiles that are in 8 bits, or were; else None.
+    """
+
+    tiles: Any
+    full: Any
+    empty: Any
+    scales: Any = None
+
+    @classmethod
+    def types(
+        cls,
+        stages: int,
+        shape: tuple[int, int],
+        dtype: DTypeLike,
+        *,
+        arrivals: int,
+        readers: int,
+        width: int = 128,
+        has_scales: bool = False,
+    ) -> "Ring":
+        """Return the types of a ring's parts, for a kernel's scratch. width: see tiled_smem."""
+        return cls(
+            tiles=tiled_smem((stages, *shape), dtype, width),
+            full=plgpu.Barrier(num_arrivals=max(1, arrivals), num_barriers=stages),
+            empty=plgpu.Barrier(num_arrivals=readers, num_barriers=stages),
+            scales=plgpu.SMEM((stages, 2, shape[0]), jnp.float32) if has_scales else None,
+        )
+
+
+def rings_in_8_bits(
+    room: int, C: int, D: int, kv_dtype: DTypeLike, dtype: DTypeLike, *, readers: int
+) -> tuple[Ring, Ring]:
+    """Return the types of two rings in so many bytes: of tiles in 16 bits that `readers` read, two
+    if so many fit, and of tiles in 8 bits as they are copied, with their scales.
+    """
+    wide, narrow = C * (2 * D * 2 + 8), C * (2 * D + 8)
+    places = 2 if room >= 2 * wide + 2 * narrow else 1
+    stages = (room - places * wide) // narrow
+    shape = (C, 2 * D)
+    return (
+        Ring.types(places, shape, dtype, arrivals=1, readers=readers, has_scales=True),
+        Ring.types(
+            *(stages, shape, kv_dtype), arrivals=2, readers=1, width=WIDENED, has_scales=True
+        ),
+    )
 
 
 def tiled_smem(shape: tuple[int, ...], dtype: DTypeLike, width: int = 128) -> Any:
@@ -120,16 +169,16 @@ def tiled_smem(shape: tuple[int, ...], dtype: DTypeLike, width: int = 128) -> An
 
 
 def stream_tiles(
-    pool_ref, base, table_ref, context, head, first, count, done, kv_sm, full, empty, *scales
+    pool_ref, base, table_ref, context, head, first, count, done, ring: Ring, scales_ref=None
 ) -> None:
     """Copy KV tiles first, ..., first + count - 1 of a row's head through the ring, each as soon as
     a stage is free.
 
     base: first pool row of the layer. done: tiles that went through the ring before. Past the
-    context's end the last block is copied again, since the table may end there. scales: for a pool
-    in 8 bits its scales and their ring; a block is then a tile or more.
+    context's end the last block is copied again, since the table may end there. scales_ref: of a
+    pool in 8 bits; a block is then a tile or more.
     """
-    (stages, C, _), P = kv_sm.shape, pool_ref.shape[1]
+    (stages, C, _), P = ring.tiles.shape, pool_ref.shape[1]
     last = lax.div(context - 1, jnp.int32(P))
 
     @pl.loop(0, count)
@@ -141,17 +190,45 @@ def stream_tiles(
         )
         if P > 8:  # read before the wait, if registers can hold them
             blocks = [*blocks]
-        pl.when(done + i >= stages)(lambda: plgpu.barrier_wait(empty.at[stage]))
+        pl.when(done + i >= stages)(lambda: plgpu.barrier_wait(ring.empty.at[stage]))
         for j, block in enumerate(blocks):
             # A whole block or, where that is larger, the tile's part of it.
             part = slice(None)
             if P > C:
                 part = pl.ds(pl.multiple_of(lax.rem(slot, jnp.int32(P)), C), C)
-            src = pool_ref.at[block, part, head]
-            plgpu.copy_gmem_to_smem(src, kv_sm.at[stage, pl.ds(j * P, min(C, P))], full.at[stage])
-            if scales:
-                of_head = scales[0].at[block, pl.ds(2 * head, 2), part]
-                plgpu.copy_gmem_to_smem(of_head, scales[1].at[stage], full.at[stage])
+            src, dst = pool_ref.at[block, part, head], pl.ds(j * P, min(C, P))
+            plgpu.copy_gmem_to_smem(src, ring.tiles.at[stage, dst], ring.full.at[stage])
+            if scales_ref is not None:
+                of_head = scales_ref.at[block, pl.ds(2 * head, 2), part]
+                plgpu.copy_gmem_to_smem(of_head, ring.scales.at[stage], ring.full.at[stage])
+
+
+def widen_tiles(first, count, done, low, high, narrow: Ring, wide: Ring) -> None:
+    """Make tiles of 16 bits of tiles of 8, those that stream_tiles copies, in their order.
+
+    low, high: first and last + 1 of the slots that are seen. What others hold, which may be NaN,
+    becomes 0: values, and the scales of both. done: tiles that were widened before.
+    """
+    (stages, C, _), places = narrow.tiles.shape, wide.tiles.shape[0]
+
+    @pl.loop(0, count)
+    def _(i):
+        stage, place = lax.rem(done + i, jnp.int32(stages)), lax.rem(done + i, jnp.int32(places))
+        begin, end = low - (first + i) * C, high - (first + i) * C
+        plgpu.barrier_wait(narrow.full.at[stage])
+        pl.when(done + i >= places)(lambda: plgpu.barrier_wait(wide.empty.at[place]))
+        layout = plgpu.Layout.WG_STRIDED((2, C), 1)
+        scales = plgpu.load(narrow.scales.at[stage], layout=layout)
+        slot = plgpu.broadcasted_iota(jnp.int32, (2, C), 1, layout=layout)
+        wide.scales.at[place][...] = jnp.where((slot >= begin) & (slot < end), scales, 0.0)
+        widen(narrow.tiles.at[stage], wide.tiles.at[place])
+        plgpu.barrier_arrive(narrow.empty.at[stage])
+
+        @pl.when((begin > 0) | (end < C))
+        def _():
+            zero_unseen(wide.tiles.at[place], begin, end)
+
+        plgpu.barrier_arrive(wide.full.at[place])
 
 
 def drain(used, places: int, empty) -> None:
@@ -202,25 +279,29 @@ def scaled(s: Array, options: AttentionOptions) -> Array:
     return tanh * (soft_cap * LOG2E)
 
 
-def fold(s, acc, m, total, dtype, scales=None) -> tuple[Array, Array, Array, Array]:
+def fold(s, acc, m, total, dtype, scales=None) -> tuple[Array, Any, Array, Array]:
     """Return the weights of a tile's scores, and the softmax state at the new maximum.
 
-    scales: of the values in 8 bits; the weights are multiplied by them.
+    acc: the accumulator, or a tuple of some of its columns each. scales: of the values in 8 bits;
+    the weights are multiplied by them.
     """
     m_new = jnp.maximum(m, jnp.max(s, axis=1))
     alpha = jnp.exp2(m - m_new)
     p = jnp.exp2(s - lax.broadcast_in_dim(m_new, s.shape, [0]))
     total = total * alpha + jnp.sum(p, axis=1)
     p = p if scales is None else p * scales
-    return p.astype(dtype), acc * lax.broadcast_in_dim(alpha, acc.shape, [0]), m_new, total
+    acc = jax.tree.map(lambda x: x * lax.broadcast_in_dim(alpha, x.shape, [0]), acc)
+    return p.astype(dtype), acc, m_new, total
 
 
 def add_values(
-    acc, p, kv_sm, interpret: Any, meanwhile: Callable[[], None] = lambda: None
+    acc, p, kv_sm, interpret: Any, meanwhile: Callable[[], None] = lambda: None, first: int = 0
 ) -> Array:
-    """Return acc + p . v, [Q, D]; `meanwhile` runs while the product does."""
-    D = acc.shape[1]
-    v_sm = kv_sm.at[:, pl.ds(D, D)]
+    """Return acc + p . v, [Q, columns]; `meanwhile` runs while the product does.
+
+    first: the first of the values' columns that acc has.
+    """
+    v_sm = kv_sm.at[:, pl.ds(kv_sm.shape[1] // 2 + first, acc.shape[1])]
     if interpret:  # the interpreter knows wgmma neither on registers nor into a given accumulator
         acc = acc + jnp.dot(p, v_sm[...], preferred_element_type=jnp.float32)
         plgpu.commit_smem()  # orders this plain read before the copy that refills the stage
@@ -252,9 +333,8 @@ def widen(narrow_sm, kv_sm) -> None:
         (jnp.dtype(jnp.int8), jnp.dtype(jnp.bfloat16)),
         (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float16)),
     )
-    width = min(D, 128)
-    for c, d in itertools.product(range(0, C, 64), range(0, 2 * D, width)):
-        piece = pl.ds(c, 64), pl.ds(d, width)
+    for c, d in itertools.product(range(0, C, 64), range(0, 2 * D, WIDENED)):
+        piece = pl.ds(c, 64), pl.ds(d, WIDENED)
         x = plgpu.load(narrow_sm.at[piece], layout=plgpu.Layout.WGMMA_UPCAST_2X)
         kv_sm.at[piece][...] = (x if at_once else x.astype(jnp.float32)).astype(dtype)
     plgpu.commit_smem()

@@ -4,15 +4,20 @@ They share KV tiles: they hold 64 queries of two query heads of one KV head or, 
 is odd, 128 queries of one. Which queries comes from a table of ragged tiles, of `prepare`, that all
 layers of a step share.
 
-A tile in 8 bits would have to become one of 16 in shared memory, for which this ring leaves no
-room: the kernel of triton.py serves such a pool.
+As many thread blocks as the card holds go through the tiles, the longest first, as those of decode
+go through their items: how many tiles a step has depends on its rows, and a grid would have to
+be as large as the most that its padded shape can have. While one computes the end of a tile, its
+copies are those of the next.
+
+Keys and values in 8 bits become 16 in shared memory as in decode, by a warpgroup of their own.
+Smaller tiles leave it room and registers.
 
 Shapes: T packed tokens, S rows, M blocks a row, L layers, N pool blocks, P block size, H query
 heads, K KV heads, G = H/K, D head dim; C slots of a KV tile, Q rows of a product, A query tiles.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,28 +25,33 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas.paged_attention import triton
-from kernels_pallas.paged_attention.common import NEG, interpretation, rows_of
+from kernels_pallas.paged_attention.common import NEG, interpretation, multiprocessors, rows_of
 from kernels_pallas.paged_attention.interface import Options, Shapes, shapes_of
 from kernels_pallas.paged_attention.mosaic_gpu.pieces import (
+    DECODE_C,
     PREFILL_C,
     SMEM_BYTES,
     WGMMA,
     Q,
+    Ring,
     add_values,
+    along_slots,
     drain,
     fold,
     iota,
     launch,
     normalized,
-    ring,
+    rings_in_8_bits,
     scaled,
     scores,
     softmax_start,
     store_flat,
     stream_tiles,
     tiled_smem,
+    turns_of,
     unsupported,
+    widen_tiles,
+    work_item,
     zero_unseen,
 )
 from kernels_pallas.paged_attention.pool_layout import ScaledPool
@@ -49,6 +59,19 @@ from kernels_pallas.paged_attention.pool_layout import ScaledPool
 # Registers of a thread of the two computing warpgroups and of the copying one. 384 threads start
 # with 168, and a thread block gets no more than it started with: 65,536 at 32 would wait for ever.
 COMPUTING, COPYING = 240, 24
+# The same in 8 bits, where 512 threads start with 128, and of those that widen.
+COMPUTING_IN_8_BITS, WIDENING = 208, 72
+
+
+class Tiles(NamedTuple):
+    """The query tiles of a step.
+
+    table_A5 int32: row, first packed token, queries, position of the first, context. count_1: how
+    many of them there are; those after them have no queries.
+    """
+
+    table_A5: Array
+    count_1: Array
 
 
 def prepare(
@@ -58,18 +81,12 @@ def prepare(
     num_tokens: int,
     shapes: Shapes,
     window: int | None,
-) -> Any:
-    """Return the query tiles of a step, int32 [A, 5]: row, first packed token, queries, position of
-    the first, context.
+) -> Tiles:
+    """Return the Tiles of a step, the same for all layers.
 
-    The same for all layers. Tiles with the most work come first, so that the last ones to start are
-    short. Padding tokens make tiles of context 0, which write zeros. A is static: surplus tiles
-    have no queries. num_tokens is T. For a pool in 8 bits, the result of triton.prepare.
+    Those with the most work come first, so that the last ones to start are short. Padding tokens
+    make tiles of context 0, which write zeros. num_tokens is T.
     """
-    if shapes.scaled:
-        return triton.prepare(
-            query_start_loc_S1, context_lens_S, num_tokens=num_tokens, shapes=shapes, window=window
-        )
     del window
     S, B = context_lens_S.shape[0], 2 * Q // _tile_heads(shapes.num_heads, shapes.num_kv_heads)
     starts_R = query_start_loc_S1  # R = S + 1 rows: padding is the last
@@ -85,10 +102,12 @@ def prepare(
         [row_A, starts_R[row_A] + skip_A, count_A, position_A, contexts_R[row_A]], axis=1
     )
     work_A = jnp.minimum(position_A + count_A, contexts_R[row_A])
-    return table_A5[jnp.argsort(work_A, descending=True)].astype(jnp.int32)
+    order_A = jnp.argsort(jnp.where(count_A > 0, work_A, -1), descending=True)
+    count_1 = jnp.sum(count_A > 0, dtype=jnp.int32, keepdims=True)
+    return Tiles(table_A5[order_A].astype(jnp.int32), count_1)
 
 
-@functools.partial(jax.jit, static_argnames="options")
+@functools.partial(jax.jit, static_argnames=("options", "thread_blocks"))
 def prefill(
     q_THD: Array,
     pool: Array | ScaledPool,
@@ -96,166 +115,243 @@ def prefill(
     block_table_SM: Array,
     context_lens_S: Array,
     query_start_loc_S1: Array,
-    prepared: Any = None,
+    prepared: Tiles | None = None,
     *,
     options: Options,
     sinks_H: Array | None = None,
+    thread_blocks: int | None = None,
 ) -> Array:
     """Causal attention of packed queries, any number a row; see `reference.prefill`.
 
-    A pool in 8 bits is served by triton.prefill. Raises NotImplementedError with the reason that
-    `unsupported` gives.
+    thread_blocks: how many share the tiles; None chooses. Raises NotImplementedError with the
+    reason that `unsupported` gives.
     """
-    if isinstance(pool, ScaledPool):
-        rows = (block_table_SM, context_lens_S, query_start_loc_S1)
-        return triton.prefill(q_THD, pool, layer, *rows, prepared, options=options, sinks_H=sinks_H)
     T, H, D = q_THD.shape
     shapes, window = shapes_of(q_THD, pool, block_table_SM, options), options.attention.window
     interpret = interpretation("Mosaic GPU attention", unsupported, shapes, options)
-    P, K, dtype = pool.shape[1], pool.shape[2] // 2, pool.dtype
+    P, K, dtype = pool.shape[1], pool.shape[2] // 2, jnp.dtype(shapes.dtype)
+    in_8_bits = isinstance(pool, ScaledPool)
+    assert not in_8_bits or pool.slots_last, "as pool_layout has them"
     C, N = PREFILL_C if D < 256 else PREFILL_C // 2, pool.shape[0] // options.num_layers
+    C = DECODE_C if in_8_bits else C
+    # With 128 registers to start with, ptxas takes no product of more columns.
+    width = min(D, 128) if in_8_bits else D
+    columns = range(0, D, width)
     heads = _tile_heads(H, K)
-    stages = (SMEM_BYTES - 2048 - 2 * Q * D * dtype.itemsize) // (C * 2 * D * dtype.itemsize)
+    room = SMEM_BYTES - 2048 - 2 * Q * D * dtype.itemsize
+    if in_8_bits:
+        rings = rings_in_8_bits(room, C, D, pool.dtype, dtype, readers=2)
+    else:
+        stages, shape = room // (C * 2 * D * dtype.itemsize), (C, 2 * D)
+        rings = Ring.types(stages, shape, dtype, arrivals=C // P, readers=2), None
     tiles = prepared
     if tiles is None:
         tiles = prepare(
             query_start_loc_S1, context_lens_S, num_tokens=T, shapes=shapes, window=window
         )
+    parts = H // heads  # of a tile: pairs of heads, or heads
+    blocks = min(thread_blocks or multiprocessors(), tiles.table_A5.shape[0] * parts)
 
     def kernel(q_ref, pool_ref, table_ref, work_refs, layer_ref, o_ref, buffers, barriers):
-        tiles_ref, *sinks = work_refs
-        kv_sm, qo_sm = buffers
-        full, empty, zeroed, turn = barriers
-        group, tile, warpgroup = (lax.axis_index(name) for name in ("heads", "tile", "warpgroup"))
-        row, token, queries, position, context = (tiles_ref[tile, i] for i in range(5))
-        low = jnp.int32(0) if window is None else jnp.maximum(position - window + 1, 0)
-        begin = lax.div(low, jnp.int32(C))
-        end = pl.cdiv(jnp.minimum(position + queries, context), jnp.int32(C))
+        (tiles_ref, count_ref, *sinks), (ring, copied, qo_sm) = work_refs, buffers
+        pool_ref, scales_ref = pool_ref if in_8_bits else (pool_ref, None)
+        stages, (zeroed, turn_barrier) = ring.tiles.shape[0], barriers
+        block, warpgroup = (lax.axis_index(name) for name in ("block", "warpgroup"))
+        items = count_ref[0] * parts
+        my_turns = turns_of(block, items, blocks)
+
+        def tile_of(turn):
+            """Return a turn's row, first packed token, queries, position of the first and context,
+            its first head, the first slot that it sees, and its first KV tile and last + 1.
+            """
+            tile, part = tile_and_part(work_item(turn, block, blocks), parts)
+            row, token, queries, position, context = (tiles_ref[tile, i] for i in range(5))
+            low = jnp.int32(0) if window is None else jnp.maximum(position - window + 1, 0)
+            begin = lax.div(low, jnp.int32(C))
+            end = pl.cdiv(jnp.minimum(position + queries, context), jnp.int32(C))
+            return row, token, queries, position, context, part * heads, low, begin, end
+
+        # At a turn one warpgroup is a tile ahead, for which a single stage has no room.
+        take_turns = stages > 1
+
+        def meet():
+            plgpu.barrier_arrive(turn_barrier)
+            plgpu.barrier_wait(turn_barrier)
 
         def next_turn():
-            plgpu.barrier_arrive(turn)
-            plgpu.barrier_wait(turn)
+            if take_turns:
+                meet()
 
-        @pl.when((queries > 0) & (warpgroup < 2))
+        @pl.when(warpgroup < 2)
         def _():
-            plgpu.set_max_registers(COMPUTING, action="increase")
+            registers = COMPUTING_IN_8_BITS if in_8_bits else COMPUTING
+            plgpu.set_max_registers(registers, action="increase")
             q_sm, o_sm = (ref.at[warpgroup] for ref in qo_sm)
-            head = group * heads + (warpgroup if heads == 2 else 0)
             skip = jnp.int32(0) if heads == 2 else warpgroup * Q
-            # A warpgroup's rows are Q packed tokens that contain its queries, wherever the packed
-            # tokens end.
-            start = jnp.minimum(token + skip, q_ref.shape[0] - Q)
-            offset = token + skip - start
-            q_sm[...] = plgpu.load(q_ref.at[pl.ds(start, Q), head], layout=WGMMA, optimized=False)
-            plgpu.commit_smem()
 
-            pl.when(begin < end)(lambda: plgpu.barrier_wait(full.at[0]))
-            pl.when(warpgroup == 1)(next_turn)
-
-            def body(i, carry, masked):
-                acc, m, total = carry
-                stage = lax.rem(i - begin, jnp.int32(stages))
-                if masked:
-                    # Slots of the tile that hold something.
-                    first, last = low - i * C, context - i * C
-                    ragged = (first > 0) | (last < C)
-
-                    @pl.when(ragged & (warpgroup == 0))
-                    def _():
-                        zero_unseen(kv_sm.at[stage], first, last)
-                        plgpu.barrier_arrive(zeroed)
-
-                    pl.when(ragged & (warpgroup == 1))(lambda: plgpu.barrier_wait(zeroed))
-                s = scaled(scores(q_sm, kv_sm.at[stage], next_turn), options.attention)
-                if masked:
-                    key, query = (
-                        iota((Q, C), 1),
-                        iota((Q, C), 0) + (position + skip - offset - i * C),
-                    )
-                    seen = key <= query
-                    if window is not None:
-                        seen &= key > query - window
-                    s = jnp.where(seen, s, NEG)
-                p, acc, m, total = fold(s, acc, m, total, dtype)
-                if not interpret:
-                    p, acc, m, total = lax.optimization_barrier((p, acc, m, total))
-                next_turn()
-
-                def wait_for_next():
-                    following = lax.rem(i + 1 - begin, jnp.int32(stages))
-                    pl.when(i + 1 < end)(lambda: plgpu.barrier_wait(full.at[following]))
-
-                acc = add_values(acc, p, kv_sm.at[stage], interpret, wait_for_next)
-                plgpu.barrier_arrive(empty.at[stage])
-                return acc, m, total
-
-            state, masked_from = softmax_start(D, *(sinks_ref[head] for sinks_ref in sinks)), begin
-            # Tiles before the queries' own need no mask; but a second loop takes registers, which
-            # these cases lack.
-            if window is None and options.attention.soft_cap is None and D < 256:
-                masked_from = jnp.minimum(lax.div(position + 1, jnp.int32(C)), end)
-                state = lax.fori_loop(
-                    begin, masked_from, functools.partial(body, masked=False), state
+            def item(turn, done):
+                """Compute one tile. done: KV tiles of the turns before."""
+                _, token, queries, position, context, head, low, begin, end = tile_of(turn)
+                head += warpgroup if heads == 2 else 0
+                # A warpgroup's rows are Q packed tokens that contain its queries, wherever the
+                # packed tokens end.
+                start = jnp.minimum(token + skip, q_ref.shape[0] - Q)
+                offset = token + skip - start
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's results
+                if interpret:  # it takes the warpgroups' halves of these buffers for one
+                    meet()
+                q_sm[...] = plgpu.load(
+                    q_ref.at[pl.ds(start, Q), head], layout=WGMMA, optimized=False
                 )
-            acc, _, total = lax.fori_loop(
-                masked_from, end, functools.partial(body, masked=True), state
-            )
-            pl.when(warpgroup == 0)(next_turn)
+                plgpu.commit_smem()
 
-            store_flat(o_sm, normalized(acc, total).astype(dtype))
-            plgpu.commit_smem()
-            # A copy's size is static: the bits of the number of queries say which sizes add up to
-            # it.
-            rest = jnp.clip(queries - skip, 0, Q)
-            for size in (1 << bit for bit in range(Q.bit_length())):
+                def stage_of(i):
+                    return lax.rem(done + i - begin, jnp.int32(stages))
 
-                @pl.when((rest & size) != 0)
-                def _(size=size):
-                    done = rest & (size - 1)
-                    src, dst = (
-                        o_sm.at[pl.ds(offset + done, size)],
-                        pl.ds(start + offset + done, size),
+                def wait_for(i):
+                    pl.when(i < end)(lambda: plgpu.barrier_wait(ring.full.at[stage_of(i)]))
+
+                if take_turns:
+                    wait_for(begin)
+                pl.when(warpgroup == 1)(next_turn)
+
+                def body(i, carry, masked):
+                    acc, m, total = carry
+                    stage = stage_of(i)
+                    tile = ring.tiles.at[stage]
+                    if not take_turns:
+                        wait_for(i)
+                    if masked and not in_8_bits:
+                        # Slots of the tile that hold something.
+                        first, last = low - i * C, context - i * C
+                        ragged = (first > 0) | (last < C)
+
+                        @pl.when(ragged & (warpgroup == 0))
+                        def _():
+                            zero_unseen(tile, first, last)
+                            plgpu.barrier_arrive(zeroed)
+
+                        pl.when(ragged & (warpgroup == 1))(lambda: plgpu.barrier_wait(zeroed))
+                    s = scores(q_sm, tile, next_turn)
+                    if in_8_bits:
+                        s *= along_slots(ring.scales.at[stage, 0])
+                    s = scaled(s, options.attention)
+                    if masked:
+                        key, query = (
+                            iota((Q, C), 1),
+                            iota((Q, C), 0) + (position + skip - offset - i * C),
+                        )
+                        seen = key <= query
+                        if window is not None:
+                            seen &= key > query - window
+                        s = jnp.where(seen, s, NEG)
+                    of_values = along_slots(ring.scales.at[stage, 1]) if in_8_bits else None
+                    p, acc, m, total = fold(s, acc, m, total, dtype, of_values)
+                    if not interpret:
+                        p, acc, m, total = lax.optimization_barrier((p, acc, m, total))
+                    next_turn()
+
+                    def wait_for_next(first: int):
+                        if take_turns and first == columns[-1]:
+                            wait_for(i + 1)
+
+                    acc = tuple(
+                        add_values(
+                            *(part, p, tile, interpret),
+                            functools.partial(wait_for_next, first),
+                            first,
+                        )
+                        for part, first in zip(acc, columns, strict=True)
                     )
-                    plgpu.copy_smem_to_gmem(src, o_ref.at[dst, head])
+                    plgpu.barrier_arrive(ring.empty.at[stage])
+                    return acc, m, total
 
+                acc, *rest = softmax_start(width, *(sinks_ref[head] for sinks_ref in sinks))
+                state: Any = ((acc,) * len(columns), *rest)
+                masked_from = begin
+                # Tiles before the queries' own need no mask; but a second loop takes registers,
+                # which these cases lack.
+                if window is None and options.attention.soft_cap is None and D < 256:
+                    masked_from = jnp.minimum(lax.div(position + 1, jnp.int32(C)), end)
+                    state = lax.fori_loop(
+                        begin, masked_from, functools.partial(body, masked=False), state
+                    )
+                acc, _, total = lax.fori_loop(
+                    masked_from, end, functools.partial(body, masked=True), state
+                )
+                pl.when(warpgroup == 0)(next_turn)
+
+                for i, part in enumerate(acc):
+                    store_flat(o_sm.at[i], normalized(part, total).astype(dtype))
+                plgpu.commit_smem()
+                # A copy's size is static: the bits of the number of queries say which sizes add up
+                # to it.
+                rest = jnp.clip(queries - skip, 0, Q)
+                for size in (1 << bit for bit in range(Q.bit_length())):
+
+                    @pl.when((rest & size) != 0)
+                    def _(size=size):
+                        sent = offset + (rest & (size - 1))
+                        to = o_ref.at[pl.ds(start + sent, size), head]
+                        for i, first in enumerate(columns):
+                            src = o_sm.at[i, pl.ds(sent, size)]
+                            plgpu.copy_smem_to_gmem(src, to.at[:, pl.ds(first, width)])
+
+                return done + end - begin
+
+            lax.fori_loop(0, my_turns, item, jnp.int32(0))
             plgpu.wait_smem_to_gmem(0)
 
-        @pl.when((queries > 0) & (warpgroup == 2))
+        @pl.when(warpgroup == 2)
         def _():
             plgpu.set_max_registers(COPYING, action="decrease")
-            head, count = lax.div(group * heads, jnp.int32(H // K)), end - begin
-            stream_tiles(
-                pool_ref,
-                layer_ref[0] * N,
-                table_ref.at[row],
-                context,
-                head,
-                begin,
-                count,
-                jnp.int32(0),
-                kv_sm,
-                full,
-                empty,
-            )
-            drain(count, stages, empty)
+            into = copied if in_8_bits else ring
+
+            def item(turn, done):
+                row, _, _, _, context, head, _, begin, end = tile_of(turn)
+                source = (pool_ref, layer_ref[0] * N, table_ref.at[row], context)
+                kv_head = lax.div(head, jnp.int32(H // K))
+                stream_tiles(*source, kv_head, begin, end - begin, done, into, scales_ref)
+                return done + end - begin
+
+            done = lax.fori_loop(0, my_turns, item, jnp.int32(0))
+            drain(done, into.tiles.shape[0], into.empty)
+
+        if not in_8_bits:
+            return
+
+        @pl.when(warpgroup == 3)
+        def _():
+            plgpu.set_max_registers(WIDENING, action="decrease")
+
+            def item(turn, done):
+                _, _, _, _, context, _, low, begin, end = tile_of(turn)
+                widen_tiles(begin, end - begin, done, low, context, copied, ring)
+                return done + end - begin
+
+            done = lax.fori_loop(0, my_turns, item, jnp.int32(0))
+            drain(done, stages, ring.empty)
 
     padding = max(0, Q - T)
-    q_and_o = plgpu.RefUnion(tiled_smem((2, Q, D), dtype), plgpu.SMEM((2, Q, D), dtype))
+    # Results have a buffer for each part of their columns: a part of a buffer that TMA swizzles is
+    # stored where its copy does not look (in jax 0.12, by the emulator of tests/kernels/hopper).
+    results = plgpu.SMEM((2, len(columns), Q, width), dtype)
+    q_and_o = plgpu.RefUnion(tiled_smem((2, Q, D), dtype), results)
     q = jnp.pad(q_THD.astype(dtype), ((0, padding), (0, 0), (0, 0)))
     o = launch(
         kernel,
         q,
         pool,
         block_table_SM,
-        (tiles,) if sinks_H is None else (tiles, jnp.asarray(sinks_H, jnp.float32)),
+        (*tiles, *(() if sinks_H is None else (jnp.asarray(sinks_H, jnp.float32),))),
         layer,
         interpret=interpret,
-        warpgroups=3,
-        grid={"tile": tiles.shape[0], "heads": H // heads},
+        warpgroups=4 if in_8_bits else 3,
+        grid={"block": blocks},
         out_type=jax.ShapeDtypeStruct((T + padding, H, D), dtype),
         scratch_types=(
-            (tiled_smem((stages, C, 2 * D), dtype), q_and_o),
-            (*ring(stages, C // P, 2), plgpu.Barrier(), plgpu.Barrier(num_arrivals=2)),
+            (*rings, q_and_o),
+            (plgpu.Barrier(), plgpu.Barrier(num_arrivals=2)),
         ),
     )
     return o[:T].astype(q_THD.dtype)
@@ -266,3 +362,10 @@ def _tile_heads(num_heads: int, num_kv_heads: int) -> int:
     the group is odd, share one.
     """
     return 1 if num_heads // num_kv_heads % 2 else 2
+
+
+def tile_and_part(item, parts: int):
+    """Return an item's tile, and which part of its heads: those of a tile are side by side, since
+    they read the same tokens' keys and values.
+    """
+    return lax.div(item, jnp.int32(parts)), lax.rem(item, jnp.int32(parts))

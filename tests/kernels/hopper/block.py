@@ -135,6 +135,7 @@ class ThreadBlock:
         self.barriers: dict[int, Barrier] = {}
         self.named: dict[int, list[Warp]] = {}
         self.work: list[Work] = []
+        self.started: set[str] = set()  # kinds of work, so far
         self.free_registers = 0  # of the block's, a thread's at a time
         self.leader = self.rng.randrange(LANES)  # that elect.sync chooses
         self.warps = [
@@ -203,6 +204,7 @@ class ThreadBlock:
 
     def _start(self, kind: str, warp: Warp, do: Callable[[], None]) -> None:
         self.work.append(Work(kind, warp, do))
+        self.started.add(kind)
 
     def _commit(self, warp: Warp, kind: str) -> None:
         for work in self.work:
