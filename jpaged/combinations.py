@@ -463,15 +463,15 @@ def states_are_of_models_that_keep_them(config: EngineConfig, has_state: bool) -
     return None
 
 
-@_rule("submit", "as_completed", "AsyncLLM", "processes")
+@_rule("submit", "as_completed", "rollout", "AsyncLLM", "processes")
 def threads_of_an_engine_step_in_one_process(processes: int, has_thread: bool) -> str | None:
     """A model over several processes has no thread that steps by itself: its steps would differ
     from those of the other processes; `generate` runs there, called in each process alike.
     """
     if processes > 1 and has_thread:
         return (
-            f"submit, as_completed and AsyncLLM over {processes} processes: their thread would "
-            "step at other moments than those of the other processes; call generate in each"
+            f"submit, as_completed, rollout and AsyncLLM over {processes} processes: their thread "
+            "would step at other moments than those of the other processes; call generate in each"
         )
     return None
 

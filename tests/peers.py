@@ -132,11 +132,19 @@ def renewed(settings: Any) -> list[Any]:
     """Tokens and spans of versions of what runs on under new weights in both modes, of which one is
     cut and goes on.
     """
-    from jpaged import LLM, SamplingParams
+    from jpaged import LLM, ConfigError, SamplingParams
+    from jpaged.runtime.processes import count_of
     from tests.features import PARAMS
     from tests.tiny import make_params, make_prompts
 
     llm, fresh = LLM(PARAMS, **vars(settings)), make_params(1, PARAMS.config)
+    if count_of(llm.session.served.placement.mesh) > 1:
+        refused = ""
+        try:
+            llm.rollout(make_prompts(3), enough=1)
+        except ConfigError as e:
+            refused = str(e)
+        assert "processes" in refused, refused
     asked = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     found: list[Any] = []
     for mode in ("keep", "recompute"):

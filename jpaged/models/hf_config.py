@@ -22,10 +22,15 @@ def read_hf(raw: Mapping[str, Any]) -> dict[str, Any]:
     Raises ConfigError for any architecture or option outside the families, by name.
     """
     raw = _text_part(raw)
-    model_type = str(raw.get("model_type"))
+    named = raw.get("architectures")
+    architecture = named[0] if isinstance(named, list | tuple) and named else named
+    if raw.get("model_type") is None:
+        like = [f.model_type for f in FAMILIES.values() if f.architecture == architecture]
+        meant = " or ".join(map(repr, like)) or "such as 'qwen3'"
+        raise ConfigError(f"the Hugging Face config has no 'model_type': its family, {meant}")
+    model_type = str(raw["model_type"])
     family = FAMILIES.get(model_type)
-    named = raw.get("architectures") or (family.architecture if family else model_type)
-    architecture = named[0] if isinstance(named, list | tuple) else named
+    architecture = architecture or (family.architecture if family else model_type)
     if family is None or architecture != family.architecture:
         named = [(f.architecture, *(f.text_of or ())[1:]) for f in FAMILIES.values()]
         built = ", ".join(sorted({name for names in named for name in names}))
