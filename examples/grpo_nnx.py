@@ -22,29 +22,26 @@ VOCAB, EMBED, FFN, HEADS, LAYERS = 32, 32, 64, 4, 2
 GROUPS, SAMPLES, PROMPT_LEN, NEW_TOKENS = 8, 8, 4, 24
 
 # What jpaged must know of the module below: its shape, as a Hugging Face config, and its names.
+# What the config leaves out is Llama's default: norms' eps 1e-6, RoPE's theta 10,000, an own head.
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": VOCAB,
     "hidden_size": EMBED,
     "intermediate_size": FFN,
     "num_hidden_layers": LAYERS,
     "num_attention_heads": HEADS,
-    "num_key_value_heads": HEADS,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
     "eos_token_id": 0,
 }
 NAMES = {
     "embed.weight": ("embed.embedding", "V E"),
     "layers.{i}.input_norm.scale": ("layers.{i}.before.scale", "E"),
-    **{f"layers.{{i}}.attention.{x}": (f"layers.{{i}}.{x}.kernel", "E (K G D)") for x in "q"},
-    **{f"layers.{{i}}.attention.{x}": (f"layers.{{i}}.{x}.kernel", "E (K D)") for x in "kv"},
+    "layers.{i}.attention.q": ("layers.{i}.q.kernel", "E (K G D)"),
+    "layers.{i}.attention.k": ("layers.{i}.k.kernel", "E (K D)"),
+    "layers.{i}.attention.v": ("layers.{i}.v.kernel", "E (K D)"),
     "layers.{i}.attention.out": ("layers.{i}.out.kernel", "(K G D) E"),
     "layers.{i}.post_norm.scale": ("layers.{i}.between.scale", "E"),
-    **{f"layers.{{i}}.mlp.{x}": (f"layers.{{i}}.{x}.kernel", "E F") for x in ("gate", "up")},
+    "layers.{i}.mlp.gate": ("layers.{i}.gate.kernel", "E F"),
+    "layers.{i}.mlp.up": ("layers.{i}.up.kernel", "E F"),
     "layers.{i}.mlp.down": ("layers.{i}.down.kernel", "F E"),
     "norm.scale": ("norm.scale", "E"),
     "lm_head.weight": ("head.kernel", "E V"),

@@ -47,6 +47,9 @@ SPECIAL = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 # Like Qwen's, but every newline is a piece of its own, so that a prompt may end just before one or
 # just after it.
 PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|[\r\n]|[^\S\r\n]+(?!\S)|[^\S\r\n]+"
+# The file of a folder that says how long it was trained, and to what losses in nats a token; README
+# is held to it.
+TRAINING = "training.json"
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + "
     "message['content'] + '<|im_end|>\\n' }}"
@@ -328,9 +331,9 @@ def with_spread_decays(tree: Any, seed: int) -> Any:
     return tree
 
 
-def train(tokens: np.ndarray, s: Settings) -> Any:
-    """The trained canonical tree, f32. AdamW, warm-up then cosine to a hundredth, gradients clipped
-    at norm 1.
+def train(tokens: np.ndarray, s: Settings) -> tuple[Any, dict[str, Any]]:
+    """The trained canonical tree, f32, and what TRAINING says of the training. AdamW, warm-up then
+    cosine to a hundredth, gradients clipped at norm 1.
     """
     config = s.model()
     tree = with_spread_decays(to_tree(Decoder(config, rngs=nnx.Rngs(s.seed))), s.seed)
@@ -356,7 +359,7 @@ def train(tokens: np.ndarray, s: Settings) -> Any:
     rng = np.random.default_rng(s.seed)
     short = batches(tokens, max(1, s.batch_tokens // s.seq), s.seq, rng)
     long = batches(tokens, max(1, s.batch_tokens // s.long_seq), s.long_seq, rng)
-    seen, recent, mark = 0, [], time.perf_counter()
+    seen, recent, mean, mark = 0, [], np.inf, time.perf_counter()
     every = max(1, min(100, s.steps // 6))
     for i in range(s.steps):
         batch = next(short if i % s.long_every else long)
@@ -375,7 +378,8 @@ def train(tokens: np.ndarray, s: Settings) -> Any:
                 flush=True,
             )
             recent = []
-    return tree
+    told = {"steps": s.steps, "planned_steps": s.steps, "batch_tokens": s.batch_tokens}
+    return tree, told | {"training_loss": round(mean, 4)}
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -523,12 +527,14 @@ def main(argv: list[str] | None = None) -> float:
         flush=True,
     )
 
-    tree = train(np.concatenate([text, talk]), s)
+    tree, told = train(np.concatenate([text, talk]), s)
     save(args.out, tree, s, tokenizer)
     tree = load_params(args.out, dtype="float32", dequantize=True)  # as it ships
     held_loss = evaluate(tree, held_ids, s)
     size = sum(p.stat().st_size for p in args.out.iterdir())
     per_byte = held_loss * len(held_ids) / held_bytes
+    told |= {"held_out_loss": round(held_loss, 4), "nats_a_byte": round(per_byte, 4)}
+    (args.out / TRAINING).write_text(json.dumps(told, indent=2) + "\n")
     print(
         f"held-out loss {held_loss:.4f} nats a token, {per_byte:.4f} a byte "
         f"({per_byte / np.log(2):.3f} bits a byte)"

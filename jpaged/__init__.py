@@ -10,6 +10,7 @@ from jpaged.api import beam_search, generate, hidden, logits, release, score, wa
 from jpaged.async_llm import AsyncLLM
 from jpaged.checkpoint import load_params, lora_from, params_from, save_params
 from jpaged.config import EngineConfig
+from jpaged.dialog import Dialog, Turn, dialog_arrays
 from jpaged.errors import (
     CapacityError,
     CheckpointError,
@@ -50,6 +51,7 @@ __all__ = [
     "CompletionChunk",
     "CompletionOutput",
     "ConfigError",
+    "Dialog",
     "EngineConfig",
     "GenerationError",
     "JpagedError",
@@ -64,10 +66,12 @@ __all__ = [
     "SamplingParams",
     "Scores",
     "Snapshot",
+    "Turn",
     "UnsupportedError",
     "WeightSpan",
     "beam_search",
     "broadcast",
+    "dialog_arrays",
     "generate",
     "hidden",
     "initial_lora",

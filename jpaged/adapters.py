@@ -4,6 +4,7 @@ served.
 
 import dataclasses
 import itertools
+import threading
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
@@ -35,8 +36,8 @@ class Adapters:
     """What add_adapter was given, and the trees of the latest call.
 
     Those are known by the identity of their leaves, as weights are: equal objects are the same
-    version, anything else is a new one. devices: of the tensor axis. dtype: that they are served
-    in.
+    version, anything else is a new one, also for threads whose calls join one batch. devices: of
+    the tensor axis. dtype: that they are served in.
     """
 
     def __init__(self, model: ModelConfig, devices: int, dtype: DTypeLike):
@@ -44,6 +45,7 @@ class Adapters:
         self.dtype = jnp.dtype(dtype)
         self.named: dict[str, AdapterVersion] = {}
         self._versions = itertools.count(1)
+        self._reading = threading.Lock()  # of `_known`, held while trees are read
         self._known: list[tuple[Leaves, AdapterVersion]] = []
 
     def add(self, name: object, source: PyTree, config: EngineConfig) -> int:
@@ -74,14 +76,16 @@ class Adapters:
 
     def of_call(self, sources: list[PyTree]) -> list[AdapterVersion | None]:
         """Return the version of each tree, folder or None; equal objects are read once."""
-        kept, self._known = self._known, []
+        known: list[tuple[Leaves, AdapterVersion]] = []
         by_source: dict[int, AdapterVersion] = {}
-        for source in sources:
-            if source is not None and id(source) not in by_source:
-                leaves = _leaves(source)
-                same = (made for other, made in kept if _is_same(leaves, other))
-                by_source[id(source)] = made = next(same, None) or self.made(source)
-                self._known.append((leaves, made))
+        with self._reading:
+            for source in sources:
+                if source is not None and id(source) not in by_source:
+                    leaves = _leaves(source)
+                    same = (made for other, made in self._known if _is_same(leaves, other))
+                    by_source[id(source)] = made = next(same, None) or self.made(source)
+                    known.append((leaves, made))
+            self._known = known
         return [None if source is None else by_source[id(source)] for source in sources]
 
     def report(self) -> Report:

@@ -19,7 +19,7 @@ from jpaged.models.forward import bind
 from jpaged.models.params import Params
 from jpaged.request.inputs import CallKeys, PromptsLike, SamplingParamsLike
 from jpaged.request.outputs import RequestOutput
-from jpaged.request.scores import ScoreOptions, ScoreResult, Scores
+from jpaged.request.scores import ScoreCalls, ScoreOptions, ScoreResult, Scores
 from jpaged.runtime.weights import as_params
 from jpaged.search.beam import EarlyStopping
 from jpaged.session import OnError
@@ -268,22 +268,23 @@ def warmup(
     mesh: Mesh | None = None,
     engine_config: EngineConfig | None = None,
     draft: PyTree = None,
+    score: ScoreCalls | None = None,
     use_tqdm: bool = False,
 ) -> float:
     """Compile ahead all that generate and score will need, and size the pool; returns the seconds
-    that it took. Not so `hidden`, and `score` with top_k, at, entropy or start: a first call
-    compiles its own.
+    that it took. Not so `hidden`, whose first call compiles its own.
 
     batch: completions of one call, `n` of each prompt. Later calls with as many, of prompts and
     max_tokens up to these, with params of these shapes and the same keyword arguments, compile
-    nothing. Raises CapacityError or ConfigError.
+    nothing. score: how `score` will be called if that is with top_k, at, entropy or start, as in
+    LLM.warmup: {"top_k": 256, "start": True}. Raises CapacityError or ConfigError.
     """
     sizes = {"max_prompt_len": max_prompt_len, "max_tokens": max_tokens, "batch": batch}
     for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{name}={value!r}: must be an integer of at least 1")
     with kept.session(params, config, mesh, engine_config, tokenizer, draft=draft) as s:
-        return s.warmup_for(max_prompt_len, max_tokens, batch, use_tqdm=use_tqdm)
+        return s.warmup_for(max_prompt_len, max_tokens, batch, score, use_tqdm=use_tqdm)
 
 
 def release(compiled: bool = False) -> None:

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jpaged.checks import check_whole
 from jpaged.config import EngineConfig, EngineFields
 from jpaged.engine.keys import fold_in
 from jpaged.engine.origin import Origin
@@ -27,8 +28,9 @@ from jpaged.request.inputs import (
 )
 from jpaged.request.outputs import CompletionChunk, LiveCompletions, RequestOutput
 from jpaged.request.scores import ScoreOptions, ScoreResult
+from jpaged.rollout import AsyncRollout
 from jpaged.sampling_params import SamplingParams
-from jpaged.session import OnPause, OnUnfinished, OnUpdate
+from jpaged.session import OnError, OnPause, OnUnfinished, OnUpdate
 from jpaged.types import IntArrays, Messages, ModelLike, PyTree, Structured, Tokenizer
 
 PROMPT_THREADS = 4  # that render and tokenize; the tokenizer lets go of Python's lock meanwhile
@@ -140,6 +142,38 @@ class AsyncLLM:
             yield inbox
         finally:
             self._thread.abort(jobs)
+
+    @contextlib.asynccontextmanager
+    async def rollout(
+        self,
+        prompts: PromptsLike,
+        sampling_params: SamplingParamsLike = None,
+        *,
+        enough: int,
+        seed: int | jax.Array | None = None,
+        on_error: OnError = "raise",
+    ) -> AsyncIterator[AsyncRollout]:
+        """Complete prompts until `enough` of them have ended, each with all of its samples; with
+        the tokens of LLM.rollout, and to be used as that is:
+
+            async with llm.rollout(prompts, sampling, enough=64) as done:
+                async for group in done:
+                    ...
+
+        `done.rest` has the outputs of the other prompts, which as prompts of a later call go on.
+        """
+        self._thread.check()
+        session, key = self._llm.session, self._llm.keys.of(seed)
+        make = partial(session.completions, prompts, sampling_params, key, on_error)
+        jobs = await asyncio.get_running_loop().run_in_executor(self._prompts, make)
+        check_whole("enough", enough, 1, len(jobs))
+        raises = on_error == "raise"
+        done = AsyncRollout(session, self._thread, jobs, enough=int(enough), raises=raises)
+        try:
+            done.start()
+            yield done
+        finally:
+            await done.close()
 
     def expect(self) -> Coming:
         """Have a step after a pause, or behind prompts, wait a moment for a request that is on its

@@ -463,39 +463,15 @@ def states_are_of_models_that_keep_them(config: EngineConfig, has_state: bool) -
     return None
 
 
-@_rule("speculative.model", "draft", error=UnsupportedError)
-def drafts_keep_no_states(draft: ModelConfig) -> str | None:
-    """A draft model keeps no state a sequence: what it guesses would change its states, which no
-    step writes again. The model that it guesses for may keep them.
-    """
-    if draft.has_state:
-        return (
-            f"speculative: a draft model of {draft.family} keeps a state a sequence, which its own "
-            "guesses would change: method='ngram' or 'mtp' guesses for such models"
-        )
-    return None
-
-
-@_rule("speculative.method", "processes")
-def draft_models_run_in_one_process(config: EngineConfig, processes: int) -> str | None:
-    """A model over several processes has no draft model or head; `method="ngram"` guesses there."""
-    if processes > 1 and config.speculative is not None and config.speculative.has_model:
-        return (
-            f"speculative: method={config.speculative.method!r} over {processes} processes: a "
-            "draft model only in one process; method='ngram' runs there"
-        )
-    return None
-
-
-@_rule("submit", "as_completed", "AsyncLLM", "processes")
+@_rule("submit", "as_completed", "rollout", "AsyncLLM", "processes")
 def threads_of_an_engine_step_in_one_process(processes: int, has_thread: bool) -> str | None:
     """A model over several processes has no thread that steps by itself: its steps would differ
     from those of the other processes; `generate` runs there, called in each process alike.
     """
     if processes > 1 and has_thread:
         return (
-            f"submit, as_completed and AsyncLLM over {processes} processes: their thread would "
-            "step at other moments than those of the other processes; call generate in each"
+            f"submit, as_completed, rollout and AsyncLLM over {processes} processes: their thread "
+            "would step at other moments than those of the other processes; call generate in each"
         )
     return None
 
@@ -510,17 +486,15 @@ def guesses_over_processes_are_not_adaptive(config: EngineConfig, processes: int
     return None
 
 
-@_rule("speculative.method", "tensor_parallel_size", error=UnsupportedError)
-def heads_guess_on_one_device(config: EngineConfig, devices: int) -> str | None:
-    """`method="eagle"` and `method="mtp"` take a model that is on one device; replicas may be
-    many.
+@_rule("speculative.model", "draft", "tensor_parallel_size")
+def hidden_states_of_heads_split(draft: ModelConfig, devices: int) -> str | None:
+    """The devices that share a model divide the hidden_size of a head that guesses for it, since
+    each stores a share of the hidden states.
     """
-    asked = config.speculative
-    if devices > 1 and asked is not None and asked.method in ("eagle", "mtp"):
+    if draft.is_head and draft.hidden_size % devices:
         return (
-            f"speculative: method={asked.method!r} on {devices} devices that share the model: a "
-            "head's layer and its cache are not split over devices; method='draft' or 'ngram' runs "
-            "there"
+            f"{draft.draft_head.title} of hidden_size={draft.hidden_size}: does not divide over "
+            f"{devices} devices that share the model"
         )
     return None
 

@@ -104,7 +104,8 @@ def draft_model(
             draft = load_params(folder, dtype=config.dtype, mesh=mesh, mtp=True, dequantize=True)
         else:
             draft = load_params(folder, dtype=config.dtype, mesh=mesh)
-    check_combination(Facts(config=config, model=target, draft=draft.config))
+    facts = Facts(config=config, model=target, draft=draft.config, devices=devices)
+    check_combination(facts)
     if draft.config.is_head:
         # A head joins its hidden states with the model's: it is served in their dtype, and plain.
         weights = ServingWeights(placement, str(dtype))

@@ -1,4 +1,4 @@
-"""EngineThread: steps an engine for tasks of event loops and for futures, and hands each its
+"""EngineThread: steps an engine for tasks of event loops, futures and rollouts, and hands each its
 results.
 """
 
@@ -84,7 +84,7 @@ class Answer:
 
 
 class Taker(Protocol):
-    """What takes results where they come from: in the thread that stepped, between two steps."""
+    """What takes results where they come from: in the engine's thread, between two steps."""
 
     def put(self, news: list[News]) -> None:
         """Take these results of a step."""
@@ -129,8 +129,12 @@ class Coming:
 
 class EngineThread(threading.Thread):
     """Steps the engine of a session from `start` to `close`, while it has jobs and no other thread
-    has the role (see Stepping, whose Waiter it is); the Owner of what it runs. What the steps of
-    others bring is delivered all the same. `_jobs` and `_results` are touched at rest only.
+    has the role (see Stepping, whose Waiter it is); the Owner of what it runs.
+
+    What the steps of others bring is delivered all the same, and by this thread: no signal is
+    handled in it, so that a KeyboardInterrupt, wherever it falls, loses no result and brings none
+    twice. A thread that steps only notes what has ended, in one store into a dict; `_jobs` and
+    `_results` are this thread's own.
 
     error: what it died of, None while it lives. stats: the session's report, a moment old.
     """
@@ -140,6 +144,9 @@ class EngineThread(threading.Thread):
         self._session, self._face = session, face
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._jobs: dict[Request, Delivery] = {}  # those that have not ended
+        # Jobs that have ended and are not passed on yet, and the errors of those that were lost.
+        self._over: dict[Request, Exception | None] = {}
+        self._is_behind = False  # whether others have stepped since pieces were last passed on
         self._held: list[Delivery] = []  # until new requests are admitted again
         self._lock = threading.Lock()  # of _ended and _coming
         self._ended: BaseException | None = None
@@ -214,8 +221,9 @@ class EngineThread(threading.Thread):
 
     def cut(self, taker: Taker, jobs: list[Delivery]) -> list[News]:
         """End those of a taker's jobs that have not ended; return what it was not given yet: the
-        output of each of them, with what it had drawn. Called at rest.
+        output of each of them, with what it had drawn. Called at rest, in this thread.
         """
+        self._conclude_all()
         news = self._results.pop(taker, [])
         ended = {index for index, _ in news}
         for job in jobs:
@@ -244,9 +252,9 @@ class EngineThread(threading.Thread):
         self._commands.put(run)
 
     @property
-    def requests(self) -> object:
-        """What runs for others."""
-        return self._jobs
+    def requests(self) -> bool:
+        """Whether anything runs for others."""
+        return len(self._jobs) > len(self._over)
 
     def wake(self) -> None:
         self._commands.put(_nothing)
@@ -264,9 +272,9 @@ class EngineThread(threading.Thread):
         try:
             while not self._is_closing:
                 self._obey(wait=not self._jobs)
+                self._publish()
                 if self._jobs:
                     self._work()
-                self._publish()
         except BaseException as e:
             log.exception("the engine's thread has died")
             self.error = ending = e
@@ -276,13 +284,12 @@ class EngineThread(threading.Thread):
         while not self._commands.empty():
             self._commands.get()(ending)
         with self._session.at_rest():
+            self._conclude_all()
             for job in self._held:
                 self._keep(job, [(job.index, ending)])
             if self.error is None:
-                self._fail(ending)
-            for job in self._jobs.values():
-                self._keep(job, [(job.index, ending)])
-            self._jobs.clear()
+                self._session.discard(self._jobs)
+            self._fail(ending)
             self._deliver()
 
     def _work(self) -> None:
@@ -298,14 +305,14 @@ class EngineThread(threading.Thread):
 
     def _publish(self) -> None:
         with self._session.at_rest():
-            self._deliver()
+            self._pass_on()
             self._look(often=bool(self._jobs))
 
     def _obey(self, *, wait: bool) -> None:
         """Run the commands that are there; with nothing else to do, wait for one."""
-        if self._held and self._session.is_open:
-            held, self._held = self._held, []
-            for job in held:
+        if self._session.is_open:
+            for job in list(self._held):
+                self._held.remove(job)
                 self._add(job, None)
         with self._session.at_rest():
             may_gather = not self._jobs or self._session.is_at_prompts()
@@ -352,35 +359,67 @@ class EngineThread(threading.Thread):
             log.exception("a step failed, %d in a row", self._failures)
             if self._failures > RETRIES:
                 with self._session.at_rest():
+                    self._conclude_all()
+                    self._session.discard(self._jobs)
                     self._fail(e)
             return
         self._failures = 0
 
     def _after_step(self) -> None:
-        """Pass on the new pieces, whoever took the step."""
-        for job in self._jobs.values():
-            if news := job.take():
-                self._keep(job, news)
-        self._deliver()
+        """Pass on what a step has brought; that of another thread's when this one comes to it."""
+        if threading.get_ident() != self.ident:
+            if not self._is_behind:
+                self._commands.put(_nothing)
+            self._is_behind = True
+        else:
+            self._is_behind = True
+            self._pass_on()
 
     def ended(self, request: Request) -> None:
-        """Pass on the last pieces of a request, and its output."""
-        if (job := self._jobs.pop(request, None)) is not None:
-            news = job.take()
-            output = collect(request, self._session.inputs.tokenizer)
-            self._keep(job, [*news, (job.index, output)])
-            request.sequences = []  # each knows its request: without the cycle they are freed now
+        """Note that a request has ended, whose last pieces and output are to be passed on."""
+        self._note(request, None)
 
     def lost(self, request: Request, error: Exception) -> None:
-        """End a request that has left the engine with an error."""
-        if (job := self._jobs.pop(request, None)) is not None:
-            self._keep(job, [(job.index, error)])
+        """Note that a request has left the engine with an error."""
+        self._note(request, error)
+
+    def _note(self, request: Request, error: Exception | None) -> None:
+        if request not in self._jobs:
+            return  # it is passed on already, or nobody's any more
+        self._over[request] = error
+        if threading.get_ident() != self.ident:
+            self._commands.put(_nothing)  # it may wait for a command
+
+    def _pass_on(self) -> None:
+        """Hand over what the steps of any thread have brought."""
+        self._conclude_all()
+        if self._is_behind:
+            self._is_behind = False
+            for job in self._jobs.values():
+                if news := job.take():
+                    self._keep(job, news)
+        self._deliver()
+
+    def _conclude_all(self) -> None:
+        """Take up the last pieces and the outputs of the requests that have ended."""
+        for request, error in list(self._over.items()):
+            job = self._jobs.pop(request)
+            del self._over[request]
+            if error is not None:
+                self._keep(job, [(job.index, error)])
+                continue
+            try:
+                self._keep(job, job.take())
+                output = collect(request, self._session.inputs.tokenizer)
+                self._keep(job, [(job.index, output)])
+            except Exception as e:  # of its tokenizer, say: it is this request's own
+                self._keep(job, [(job.index, e)])
+            request.sequences = []  # each knows its request: without the cycle they are freed now
 
     def _fail(self, error: BaseException) -> None:
-        """End all that runs with an error."""
-        jobs, self._jobs = self._jobs, {}
-        self._session.discard(jobs)
-        for job in jobs.values():
+        """End all jobs with an error; those that the engine has are left to it."""
+        for request in list(self._jobs):
+            job = self._jobs.pop(request)
             self._keep(job, [(job.index, error)])
 
     def _drop(self, requests: list[Request]) -> None:
@@ -391,18 +430,18 @@ class EngineThread(threading.Thread):
             self._session.discard(running)
             for request in running:
                 del self._jobs[request]
+                self._over.pop(request, None)
 
     def _keep(self, job: Delivery, news: list[News]) -> None:
         """Keep results for `_deliver`."""
         self._results.setdefault(job.inbox, []).extend(news)
-        if threading.current_thread() is not self:  # which may wait for a command
-            self._commands.put(_nothing)
 
     def _deliver(self) -> None:
-        """Hand over the results of a step, those of each event loop in one call."""
+        """Hand over the results that were kept, those of each event loop in one call."""
         loops: dict[asyncio.AbstractEventLoop, list[tuple[Inbox, list[News]]]] = {}
-        results, self._results = self._results, {}
-        for inbox, news in results.items():
+        while self._results:  # one at a time: what one of them raises is not the others'
+            inbox = next(iter(self._results))
+            news = self._results.pop(inbox)
             if isinstance(inbox, Inbox):
                 loops.setdefault(inbox.loop, []).append((inbox, news))
             else:

@@ -33,7 +33,7 @@ from jpaged.request.inputs import (
     as_chats,
 )
 from jpaged.request.outputs import CompletionChunk, RequestOutput
-from jpaged.request.scores import ScoreOptions, ScoreResult, Scores
+from jpaged.request.scores import ScoreCalls, ScoreOptions, ScoreResult, Scores
 from jpaged.rollout import Rollout
 from jpaged.runtime.mesh import serving_mesh
 from jpaged.runtime.processes import count_of
@@ -490,12 +490,14 @@ class LLM:
         """Return every shape of a step: how often it ran, its padding, and its cost to compile."""
         return self.session.buckets()
 
-    def warmup(self, *, use_tqdm: bool = True) -> float:
-        """Compile every shape of `buckets` now, in parallel threads; returns seconds. Steps of
-        `hidden`, and of `score` with top_k, at, entropy or start, are not among them: a first call
-        compiles its own.
+    def warmup(self, *, score: ScoreCalls | None = None, use_tqdm: bool = True) -> float:
+        """Compile every shape of `buckets` now, in parallel threads; returns seconds.
+
+        score: how `score` will be called if that is with top_k, at, entropy or start, whose steps
+        are no shapes of `buckets`: {"top_k": 256, "start": True}, or {"at": 32}, the number of
+        candidates a row. Else its first call compiles its own, as `hidden` always does.
         """
-        return self.session.warmup(use_tqdm=use_tqdm)
+        return self.session.warmup(score, use_tqdm=use_tqdm)
 
     def close(self) -> None:
         """End every request and free pool, weights and executables; of no use afterwards."""

@@ -1,7 +1,10 @@
-"""Rollout: the completions of many prompts as they end, until enough have; the rest goes on another
-time.
+"""Rollout and AsyncRollout: the completions of many prompts as they end, until enough have; the
+rest goes on another time.
 """
 
+import asyncio
+from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 from typing import Self
 
@@ -11,16 +14,108 @@ from jpaged.errors import RequestError
 from jpaged.request.outputs import RequestOutput
 from jpaged.session import Job, Session
 
+NO_REST = "rest: there once the rollout's loop, or its block, has ended"
+
+
+class Groups:
+    """The requests of a rollout, and what became of each. Once `enough` have ended without an
+    error, the others are cut between two steps, whatever the consumer is at.
+
+    A Taker: the engine's thread alone writes what is here, and calls `ring` after it. Nothing is
+    taken away, so that an interrupt of who reads loses nothing.
+
+    ended: outputs, or the errors that came in their place, in order. cut: outputs of the others.
+    was_cut: nothing runs any more, and both are complete.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        thread: EngineThread,
+        jobs: list[Job],
+        *,
+        enough: int,
+        ring: Callable[[], None],
+    ):
+        self._session, self._thread, self._ring = session, thread, ring
+        self._enough = enough
+        self.ended: list[News] = []
+        self.cut: list[News] = []
+        self.was_cut = False
+        self._left: dict[int, Delivery] = {}  # those that run
+        for index, job in enumerate(jobs):
+            if isinstance(job, Request):
+                self._left[index] = Delivery(job, self, index, None)
+            else:
+                self.ended.append((index, job))
+
+    def start(self) -> None:
+        """Run them; if this is interrupted, none is left behind."""
+        running = list(self._left.values())
+        if not running:
+            self.was_cut = True
+            return
+        try:
+            self._thread.add(running)
+        except BaseException:
+            self._thread.abort(running)
+            raise
+
+    def put(self, news: list[News]) -> None:
+        """Take what has ended in a step; leave off once it is enough."""
+        for index, item in news:
+            self._left.pop(index, None)
+            if self.was_cut or not self._enough:
+                self.cut.append((index, item))
+                continue
+            self._enough -= isinstance(item, RequestOutput) and item.error is None
+            self.ended.append((index, item))
+        if not self._enough or not self._left:
+            self.leave_off()
+        else:
+            self._ring()
+
+    def leave_off(self) -> None:
+        """Cut what still runs. Called in the engine's thread."""
+        with self._session.at_rest():
+            if self.was_cut:
+                return
+            left, self._left = list(self._left.values()), {}
+            try:
+                self.cut += self._thread.cut(self, left)
+            finally:  # who waits must not wait for ever
+                self.was_cut = True
+        self._ring()
+
+    def rest(self, num_yielded: int) -> list[RequestOutput]:
+        """Return the outputs but for the first of those that ended, in the order of their prompts;
+        none of those that failed.
+        """
+        rest: dict[int, RequestOutput] = {}
+        for index, item in [*self.ended[num_yielded:], *self.cut]:
+            if isinstance(item, RequestOutput) and item.error is None:
+                item.index = index
+                rest[index] = item
+        return [rest[index] for index in sorted(rest)]
+
+
+def _outcome(news: News, *, raises: bool) -> RequestOutput | BaseException:
+    """Return an output, or the error that is to be raised in its place."""
+    index, item = news
+    if isinstance(item, BaseException):
+        return item
+    assert isinstance(item, RequestOutput)
+    item.index = index
+    return item.error if raises and item.error is not None else item
+
 
 class Rollout:
     """Prompts that run inside a `with` block, and an iterator over their outputs in the order in
     which they end, each with all of its samples: see LLM.rollout. Made by it.
 
-    Requests run from the block's beginning on, in the LLM's thread. Once `enough` have ended
-    without an error the others are cut between two steps, whatever the consumer is at. Leaving the
-    block cuts them too.
-
-    A Taker: what it has beside the queue is touched at rest only.
+    Requests run from the block's beginning on, in the LLM's thread. Leaving the block cuts those
+    that still run. An interrupt, wherever it falls, loses nothing: what the loop did not get is in
+    `rest`.
     """
 
     def __init__(
@@ -32,36 +127,28 @@ class Rollout:
         enough: int,
         raises: bool,
     ):
-        self._session, self._thread = session, thread
-        self._jobs, self._enough, self._raises = jobs, enough, raises
-        self._ended: SimpleQueue[News | None] = SimpleQueue()  # None comes after the last one
-        self._left: dict[int, Delivery] = {}  # those that run
-        self._unused: dict[int, RequestOutput] = {}  # that are for `rest`
-        self._was_entered = self._was_cut = self._is_over = False
+        self._thread, self._raises = thread, raises
+        self._bell: SimpleQueue[None] = SimpleQueue()  # rung when there is something new
+        ring = partial(self._bell.put, None)
+        self._groups = Groups(session, thread, jobs, enough=enough, ring=ring)
+        self._num_yielded = 0
+        self._was_entered = self._is_over = False
 
     def __enter__(self) -> Self:
         if self._was_entered:
             raise RequestError("a rollout runs once: call LLM.rollout again")
         self._was_entered = True
-        with self._session.at_rest():
-            for index, job in enumerate(self._jobs):
-                if isinstance(job, Request):
-                    self._left[index] = Delivery(job, self, index, None)
-                else:
-                    self._ended.put((index, job))
-            running = list(self._left.values())
-            if not running:
-                self._leave_off()
-        self._thread.add(running)
+        self._groups.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        if not self._was_cut:
-            self._thread.call(self._leave_off).result()
-        while not self._ended.empty():
-            if (news := self._ended.get()) is not None:
-                self._keep(*news)
+        self.close()
+
+    def close(self) -> None:
+        """Cut what still runs, as the block's end does, and return once it is cut."""
         self._is_over = True
+        if not self._groups.was_cut:
+            self._thread.call(self._groups.leave_off).result()
 
     def __iter__(self) -> Self:
         if not self._was_entered:
@@ -69,10 +156,20 @@ class Rollout:
         return self
 
     def __next__(self) -> RequestOutput:
-        if not self._is_over:
-            if (news := self._ended.get()) is not None:
-                return self._yielded(*news)
-            self._is_over = True
+        groups = self._groups
+        while not self._is_over:
+            was_cut = groups.was_cut  # asked first: nothing ends after it
+            if len(groups.ended) > self._num_yielded:
+                item = _outcome(groups.ended[self._num_yielded], raises=self._raises)
+                if isinstance(item, BaseException):
+                    self._num_yielded += 1
+                    raise item
+                self._num_yielded += 1
+                return item  # no interrupt falls between these two and the loop's variable
+            if was_cut:
+                self._is_over = True
+            else:
+                self._bell.get()
         raise StopIteration
 
     @property
@@ -82,45 +179,71 @@ class Rollout:
         come to its end, or the block was left; RequestError before.
         """
         if not self._is_over:
-            raise RequestError("rest: there once the rollout's loop, or its block, has ended")
-        return [self._unused[index] for index in sorted(self._unused)]
+            raise RequestError(NO_REST)
+        self.close()  # where an interrupt fell into it
+        return self._groups.rest(self._num_yielded)
 
-    def put(self, news: list[News]) -> None:
-        """Take what has ended in a step; leave off once it is enough."""
-        for index, item in news:
-            self._left.pop(index, None)
-            if self._was_cut or not self._enough:
-                self._keep(index, item)
-                continue
-            self._enough -= isinstance(item, RequestOutput) and item.error is None
-            self._ended.put((index, item))
-        if not self._enough or not self._left:
-            self._leave_off()
 
-    def _leave_off(self) -> None:
-        """Cut what still runs."""
-        with self._session.at_rest():
-            if self._was_cut:
-                return
-            self._was_cut = True
-            left, self._left = list(self._left.values()), {}
-            try:
-                for index, item in self._thread.cut(self, left):
-                    self._keep(index, item)
-            finally:  # an interrupt may fall here, and who waits must not wait for ever
-                self._ended.put(None)
+class AsyncRollout:
+    """The same for a task: an async iterator over the outputs of prompts in the order in which they
+    end. Yielded by AsyncLLM.rollout, whose block's end closes it; made in an event loop.
+    """
 
-    def _keep(self, index: int, item: object) -> None:
-        if isinstance(item, RequestOutput) and item.error is None:
-            item.index = index
-            self._unused[index] = item
+    def __init__(
+        self,
+        session: Session,
+        thread: EngineThread,
+        jobs: list[Job],
+        *,
+        enough: int,
+        raises: bool,
+    ):
+        self._thread, self._raises = thread, raises
+        self._loop, self._bell = asyncio.get_running_loop(), asyncio.Event()
+        self._groups = Groups(session, thread, jobs, enough=enough, ring=self._ring)
+        self._num_yielded = 0
+        self._is_over = False
 
-    def _yielded(self, index: int, item: object) -> RequestOutput:
-        """Return an output, or raise the error that came in its place."""
-        if isinstance(item, BaseException):
-            raise item
-        assert isinstance(item, RequestOutput)
-        if self._raises and item.error is not None:
-            raise item.error
-        item.index = index
-        return item
+    def start(self) -> None:
+        """Run its requests."""
+        self._groups.start()
+
+    def _ring(self) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._bell.set)
+        except RuntimeError:  # the loop is closed: nobody waits there any more
+            self._groups.leave_off()
+
+    async def close(self) -> None:
+        """Cut what still runs, as the block's end does, and return once it is cut."""
+        self._is_over = True
+        if not self._groups.was_cut:
+            cut = asyncio.wrap_future(self._thread.call(self._groups.leave_off))
+            await asyncio.shield(cut)  # a task that is cancelled here leaves nothing running
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        groups = self._groups
+        while not self._is_over:
+            self._bell.clear()
+            was_cut = groups.was_cut  # asked first: nothing ends after it
+            if len(groups.ended) > self._num_yielded:
+                item = _outcome(groups.ended[self._num_yielded], raises=self._raises)
+                self._num_yielded += 1
+                if isinstance(item, BaseException):
+                    raise item
+                return item
+            if was_cut:
+                self._is_over = True
+            else:
+                await self._bell.wait()
+        raise StopAsyncIteration
+
+    @property
+    def rest(self) -> list[RequestOutput]:
+        """As that of Rollout."""
+        if not self._is_over or not self._groups.was_cut:
+            raise RequestError(NO_REST)
+        return self._groups.rest(self._num_yielded)

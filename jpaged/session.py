@@ -18,11 +18,13 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from jpaged.checks import check_choice, check_whole
+from jpaged.combinations import Facts, check_combination
 from jpaged.config import EngineConfig
 from jpaged.engine.adapters import AdapterVersion
 from jpaged.engine.engine import Engine, EngineState
 from jpaged.engine.keys import Key, fold_in
 from jpaged.engine.origin import Origin
+from jpaged.engine.scoring import Scoring
 from jpaged.engine.sequence import Request
 from jpaged.engine.types import Report
 from jpaged.errors import CapacityError, ConfigError, GenerationError, RequestError
@@ -45,7 +47,7 @@ from jpaged.request.outputs import (
     collect,
     failed,
 )
-from jpaged.request.scores import ScoreOptions, ScoreResult, scores_of
+from jpaged.request.scores import ScoreCalls, ScoreOptions, ScoreResult, scores_of, scoring_of
 from jpaged.runtime.runner import Runner
 from jpaged.runtime.step_table import BucketReport, bucket_reports
 from jpaged.runtime.step_table import warmup as compile_steps
@@ -176,7 +178,10 @@ class Session:
         self._needs: dict[int, list[int]] = {}
         self.stepping = Stepping()
         self._owners: dict[Request, Owner] = {}  # of every request in the engine
-        self._is_settled = True  # whether `_owners` and the engine are known to agree
+        # Whether `_owners` and the engine are known to agree, and what runs knows its weights.
+        self._is_settled = True
+        # While weights are bound under what runs: the version before, and whether to recompute.
+        self._renewal: tuple[int, bool] | None = None
         self._abandoned: deque[Request] = deque()  # of streams that were closed
 
     @property
@@ -637,17 +642,26 @@ class Session:
         check_choice("mode", mode, OnUpdate)
         fresh, guesses = self.served.accept(params), self.served.accept_draft(draft)
         with self._between_requests(mode):
-            served, weights = self.served, self.served.weights
             if mode in ("keep", "recompute"):
                 self._advance(drain=True)  # all that was drawn so far is of the old weights
-            before = weights.version
-            served.bind(fresh, donate=donate, draft=guesses)
-            engine = self.pool.engine
-            if weights.version != before and engine.requests:
-                engine.renew(recompute=mode == "recompute")
-                for request in engine.requests.values():
-                    if not request.has_drawn:
-                        request.weight_version = weights.version
+            self._renewal = self.served.weights.version, mode == "recompute"
+            self._is_settled = False  # until what runs knows of them
+            self.served.bind(fresh, donate=donate, draft=guesses)
+            self._renew()
+            self._is_settled = True
+
+    def _renew(self) -> None:
+        """Have what runs go on under the weights that were bound since `_renewal` was noted."""
+        if self._renewal is None:
+            return
+        (before, recompute), version = self._renewal, self.served.weights.version
+        engine = self.pool.engine
+        if version != before and engine.requests:
+            engine.renew(recompute=recompute)
+            for request in engine.requests.values():
+                if not request.has_drawn:
+                    request.weight_version = version
+        self._renewal = None
 
     @contextlib.contextmanager
     def _between_requests(self, mode: OnUpdate | OnPause) -> Iterator[None]:
@@ -746,18 +760,29 @@ class Session:
         with self.at_rest():
             self.pool.engine.reset_prefix_cache()
 
-    def warmup(self, *, use_tqdm: bool) -> float:
-        """Compile every step of the table; return the seconds that it took."""
+    def warmup(self, score: ScoreCalls | None, *, use_tqdm: bool) -> float:
+        """Compile every step of the table; return the seconds that it took. score: also those of
+        such calls.
+        """
+        scoring = self._scoring(score)
         with self.whole_call():
             self.served.check_awake()
-            return compile_steps(self.pool.runner.compiled, use_tqdm=use_tqdm)
+            compiled = self.pool.runner.compiled
+            return compile_steps(compiled, scoring=scoring, use_tqdm=use_tqdm)
 
     def warmup_for(
-        self, max_prompt_len: int, max_tokens: int, batch: int, *, use_tqdm: bool
+        self,
+        max_prompt_len: int,
+        max_tokens: int,
+        batch: int,
+        score: ScoreCalls | None,
+        *,
+        use_tqdm: bool,
     ) -> float:
         """Size the pool for calls of so many completions, and compile what they need: see
         jpaged.warmup.
         """
+        scoring = self._scoring(score)
         began, length = time.perf_counter(), max_prompt_len + max_tokens
         if length > (limit := self.inputs.max_model_len):
             raise CapacityError(
@@ -766,10 +791,22 @@ class Session:
         with self.whole_call(), self.drained():
             self.pool.reserve([-(-length // self.engine_config.block_size)] * batch)
             runner = self.pool.runner
-            compile_steps(runner.compiled, tokens=batch * length, rows=batch, use_tqdm=use_tqdm)
+            compile_steps(
+                runner.compiled,
+                tokens=batch * length,
+                rows=batch,
+                scoring=scoring,
+                use_tqdm=use_tqdm,
+            )
             runner.allocate(full=True)
             runner.adapters.allocate()
         return time.perf_counter() - began
+
+    def _scoring(self, score: ScoreCalls | None) -> Scoring | None:
+        if score is None:
+            return None
+        check_combination(Facts(config=self.engine_config, scores_more=True))
+        return scoring_of(score)
 
     # The session is the owner of the requests that no call waits for
 
@@ -820,20 +857,23 @@ class Session:
             raise RequestError(
                 f"{len(unfinished)} requests are unfinished: finish them, or pass mode='abort'"
             )
+        self._is_settled = False  # until the owners know
         for request in unfinished:
             self.pool.engine.remove(request)
             self._deliver(request)
+        self._is_settled = True
 
     def _settle(self) -> None:
-        """End what closed streams have left; after a restore or an interrupt, deliver what owners
-        have not got yet.
+        """End what closed streams have left; after a restore or an interrupt, finish an update of
+        the weights, and deliver what owners have not got yet.
         """
         while self._abandoned:
             self._discard([self._abandoned[0]])
             self._abandoned.popleft()
         if self._is_settled:
             return
-        has_engine = self.pool.has_engine
+        if has_engine := self.pool.has_engine:
+            self._renew()
         for request, owner in list(self._owners.items()):
             if has_engine and self.pool.engine.holds(request):
                 continue

@@ -18,7 +18,8 @@ type ModelLike = ModelConfig | Mapping[str, Any] | str | os.PathLike[str]
 type Structured = Mapping[str, Any]
 
 # The messages of one conversation, each {"role", "content"} and what a chat template knows.
-type Messages = Sequence[Mapping[str, Any]]
+type Message = Mapping[str, Any]
+type Messages = Sequence[Message]
 
 # An array of integers for each sequence: numpy, jax, or nested lists.
 type IntArrays = Sequence[Any]

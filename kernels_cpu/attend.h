@@ -23,7 +23,7 @@
 
 namespace jpaged {
 
-// The slots of a tile, and those of the tile that comes next, by where their keys begin; a value follows its key, D later.
+// The slots of a tile, and those of the tile that comes next, by where their keys begin; a value is p.ValueAt() later.
 template <typename Slot>
 struct Tile {
   const Slot *keys[kTile], *next[kTile];
@@ -38,10 +38,10 @@ inline void Locate(const Problem& p, const Item& item, int64_t head, int64_t fir
   int64_t begin = std::max(first, item.begin) - first, end = std::min(first + kTile, item.end) - first;
   std::fill(keys, keys + begin, zeros);
   std::fill(keys + end, keys + kTile, zeros);
-  int64_t stride = p.K * (p.D + p.V), block = (first + begin) / p.P, inside = (first + begin) % p.P;
+  int64_t stride = p.Stride(), block = (first + begin) / p.P, inside = (first + begin) % p.P;
   for (int64_t i = begin; i < end; ++block, inside = 0) {
     int64_t index = p.first_block + p.table[item.row * p.M + block];
-    const Slot* slot = static_cast<const Slot*>(p.pool) + (index * p.P + inside) * stride + head * (p.D + p.V);
+    const Slot* slot = static_cast<const Slot*>(p.pool) + (index * p.P + inside) * stride + head * p.Apart();
     for (int64_t n = std::min(end, i + p.P - inside); i < n; ++i, slot += stride) keys[i] = slot;
   }
 }
@@ -119,7 +119,7 @@ void AttendBy(const Problem& p, const Item& item, const Item* after) {
   using Slot = typename Tiles::Slot;
   static thread_local ItemState<Tiles> state;
   int64_t of_head = item.count * p.G, rows = item.heads * of_head, V = p.V;
-  state.Reset(rows, V, item.heads * (p.D + V));
+  state.Reset(rows, V, item.heads * p.Width());
   Tiles tiles(p, item);
   auto place = [&](int64_t head, int64_t token, int64_t g) {  // among the heads of q and o
     return (item.token + token) * p.H + (item.head + head) * p.G + g;

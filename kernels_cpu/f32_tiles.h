@@ -19,7 +19,7 @@ class F32Tiles {
   F32Tiles(const Problem& p, const Item& item) : p_(p), item_(item), D_(p.D), V_(p.V), rows_(item.count * p.G) {
     static thread_local Memory q, k, v;
     q_ = Scratch<float>(q, item.heads * rows_ * D_);
-    k_ = Scratch<float>(k, kTile * D_), v_ = Scratch<float>(v, kTile * V_);
+    k_ = Scratch<float>(k, kTile * D_), v_ = p.latent ? k_ : Scratch<float>(v, kTile * V_);
   }
 
   void SetQuery(int64_t row, const bf16* q) { Widen(q, D_, q_ + row * D_); }
@@ -28,7 +28,7 @@ class F32Tiles {
     if constexpr (sizeof(Slot) == 1) {
       for (int64_t slot = 0; slot < kTile; ++slot) {  // null where the slot is not seen
         bool is_seen = tile.keys[slot] != tile.zeros;
-        int64_t head = (tile.keys[slot] - static_cast<const Slot*>(p_.pool)) / (D_ + V_);  // of all in the pool
+        int64_t head = (tile.keys[slot] - static_cast<const Slot*>(p_.pool)) / p_.Width();  // of all in the pool
         scales_[slot] = is_seen ? p_.scales + 2 * head : nullptr;
       }
     }
@@ -50,7 +50,7 @@ class F32Tiles {
     for (int64_t r = 0, n; r < rows_; r += n) {
       n = std::min<int64_t>(6, rows_ - r);
       for (int64_t d = 0, width = n <= 2 ? 4 * L::kCount : 2 * L::kCount; d < V_; d += width) {
-        kBySize[n - 1](weights + r * kTile, v_ + d, V_, tile.slots, o + r * V_ + d, alpha + r);
+        kBySize[n - 1](weights + r * kTile, v_ + d, p_.latent ? D_ : V_, tile.slots, o + r * V_ + d, V_, alpha + r);
       }
     }
   }
@@ -97,15 +97,21 @@ class F32Tiles {
   void WidenTile(const Tile<Slot>& tile, int64_t head) {
     bool is_last = head + 1 == item_.heads;
     const Slot* const* next = is_last ? tile.next : tile.keys;
-    int64_t size = D_ + V_, offset = head * size, next_offset = is_last ? 0 : (head + 1) * size;
+    int64_t size = p_.Width(), offset = head * p_.Apart(), next_offset = is_last ? 0 : (head + 1) * p_.Apart();
     for (int64_t slot = 0; slot < tile.slots; ++slot) {
       for (int64_t i = 0; i < size; i += kCacheLine / sizeof(Slot)) PrefetchL2(next[slot] + next_offset + i);
       const Slot* key = tile.keys[slot] + offset;
       if constexpr (sizeof(Slot) == 1) {
-        const float *of_slot = scales_[slot], zero[2] = {0.0f, 0.0f}, *pair = of_slot == nullptr ? zero : of_slot + 2 * head;
+        const float *of_slot = scales_[slot], zero[2] = {0.0f, 0.0f}, *pair = of_slot == nullptr ? zero : of_slot;
+        if (p_.latent) {
+          Widen(key, V_, pair[0], k_ + slot * D_), Widen(key + V_, D_ - V_, pair[1], k_ + slot * D_ + V_);
+          continue;
+        }
+        if (of_slot != nullptr) pair += 2 * head;
         Widen(key, D_, pair[0], k_ + slot * D_), Widen(key + D_, V_, pair[1], v_ + slot * V_);
       } else {
-        Widen(key, D_, k_ + slot * D_), Widen(key + D_, V_, v_ + slot * V_);
+        Widen(key, D_, k_ + slot * D_);
+        if (!p_.latent) Widen(key + D_, V_, v_ + slot * V_);
       }
     }
   }
@@ -138,16 +144,18 @@ class F32Tiles {
     }
   }
 
-  // o[R][8 C] = alpha * o + weights . v over the first `slots` slots of a tile. V: the width of a value.
+  // o[R][8 C] = alpha * o + weights . v over the first `slots` slots of a tile, whose values are `apart` numbers apart. V: the
+  // width of a value.
   template <int R, int C>
-  static void WeighRows(const float* weights, const float* v, int64_t V, int64_t slots, float* o, const float* alpha) {
+  static void WeighRows(const float* weights, const float* v, int64_t apart, int64_t slots, float* o, int64_t V,
+                        const float* alpha) {
     Floats acc[R][C];
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
       for (int i = 0; i < C; ++i) acc[r][i] = L::Mul(L::Load(o + r * V + L::kCount * i), L::Set(alpha[r]));
     }
-    for (int64_t slot = 0; slot < slots; ++slot, v += V) {
+    for (int64_t slot = 0; slot < slots; ++slot, v += apart) {
       Floats values[C];
 #pragma GCC unroll 4
       for (int i = 0; i < C; ++i) values[i] = L::Load(v + L::kCount * i);

@@ -7,26 +7,36 @@
 namespace jpaged {
 namespace {
 
+// Into how many equal parts H query heads of latents are cut: at least `least` if that can be, none of more heads than an item
+// has.
+int64_t Parts(int64_t H, int64_t least) {
+  int64_t parts = std::clamp<int64_t>(std::max(least, (H + kQueries - 1) / kQueries), 1, H);
+  while (H % parts != 0) ++parts;
+  return parts;
+}
+
 ffi::Error PagedAttention(ffi::ThreadPool pool, Bf16<3> q, ffi::AnyBuffer kv, Float32<3> scales, Int32<0> layer, Int32<2> table,
                           Int32<1> contexts, Int32<1> starts, Float32<1> sinks, ffi::Result<Bf16<3>> o, int64_t num_layers,
-                          float scale, int64_t window, float soft_cap, bool decode) {
+                          float scale, int64_t window, float soft_cap, bool decode, bool latent) {
   auto q_shape = q.dimensions(), kv_shape = kv.dimensions();
   Problem p{.q = Data(q), .pool = kv.untyped_data(), .scales = scales.typed_data(), .o = Data(*o)};
   auto attend = kv.element_type() == ffi::S8 ? &AttendInt8 : kv.element_type() == ffi::F8E4M3FN ? &AttendE4m3 : &Attend;
   p.table = table.typed_data(), p.contexts = contexts.typed_data(), p.starts = starts.typed_data();
   p.sinks = sinks.element_count() > 0 ? sinks.typed_data() : nullptr;
   p.T = q_shape[0], p.H = q_shape[1], p.D = q_shape[2], p.S = table.dimensions()[0], p.M = table.dimensions()[1];
-  p.P = kv_shape[1], p.V = o->dimensions()[2];
-  p.K = kv_shape[2] * kv_shape[3] / (p.D + p.V), p.G = p.H / p.K;
+  p.P = kv_shape[1], p.V = o->dimensions()[2], p.latent = latent;
   p.first_block = layer.typed_data()[0] * (kv_shape[0] / num_layers);
   p.window = window, p.scale = scale, p.soft_cap = soft_cap, p.decode = decode;
 
-  int64_t rows = 0, served = 0;
+  int64_t rows = 0, served = 0, threads = pool.num_threads();
   for (int64_t s = 0; s < p.S; ++s) rows += p.contexts[s] > 0;
+  p.K = latent ? Parts(p.H, decode ? 2 * threads / std::max<int64_t>(1, rows) : 1)
+               : kv_shape[2] * kv_shape[3] / (p.D + p.V);
+  p.G = p.H / p.K;
   // Decode takes heads of a row together, which lie together, as long as each thread has four items; of one row two.
-  int64_t most = std::max<int64_t>(1, kQueries / p.G), threads = pool.num_threads();
+  int64_t most = std::max<int64_t>(1, kQueries / p.G);
   int64_t parts = rows <= 1 ? 2 * threads : (4 * threads + rows - 1) / rows;
-  int64_t heads = decode ? std::max<int64_t>(1, p.K / parts) : 1;
+  int64_t heads = decode && !latent ? std::max<int64_t>(1, p.K / parts) : 1;
   std::vector<Item> items;
   for (int64_t s = 0; s < p.S; ++s) {
     int64_t token = p.starts[s], count = p.starts[s + 1] - token;
@@ -71,4 +81,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_paged_attention, jpaged::PagedAttention,
                                   .Attr<float>("scale")
                                   .Attr<int64_t>("window")
                                   .Attr<float>("soft_cap")
-                                  .Attr<bool>("decode"));
+                                  .Attr<bool>("decode")
+                                  .Attr<bool>("latent"));

@@ -5,7 +5,8 @@
 // in one order, and a tile that it does not see leaves its state as it is.
 //
 // Shapes: q [T, H, D] and o [T, H, V], pool [L*N, P, K, D + V] (K0, V0, K1, V1, ...), its scales [L*N, P, 2K], block table
-// [S, M], G = H / K. D and V are multiples of 32.
+// [S, M], G = H / K. D and V are multiples of 32. A pool of latents is [L*N, P, D], of a latent of V numbers, which is the
+// value, and a rotated key; its scales are [L*N, P, 2]. K is then a number of parts of the query heads, which all read it.
 #pragma once
 
 #include "kernels.h"
@@ -27,6 +28,13 @@ struct Problem {
   int64_t window = 0;             // 0: none
   float scale = 1, soft_cap = 0;  // soft_cap 0: none
   bool decode = false;            // one query a row
+  bool latent = false;
+
+  // Of what the pool holds of a slot: numbers of a head, from one head to the next, before a head's value, of all heads.
+  int64_t Width() const { return latent ? D : D + V; }
+  int64_t Apart() const { return latent ? 0 : D + V; }
+  int64_t ValueAt() const { return latent ? 0 : D; }
+  int64_t Stride() const { return latent ? D : K * (D + V); }
 };
 
 // Consecutive queries of a row, the slots [begin, end) that any of them sees, and the KV heads that one thread works

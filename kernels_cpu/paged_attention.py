@@ -21,7 +21,7 @@ from kernels_pallas.paged_attention.interface import (
 )
 from kernels_pallas.paged_attention.pool_layout import ScaledPool, plain_pool_layout
 
-OPTIONS = ("scale", "soft_cap", "window", "value_dim", "sinks")
+OPTIONS = ("scale", "soft_cap", "window", "value_dim", "sinks", "latent")
 
 pool_layout, prepare = plain_pool_layout, prepare_nothing
 
@@ -104,6 +104,7 @@ def _call(
         "num_layers": np.int64(options.num_layers),
         "window": np.int64(options.attention.window or 0),
         "decode": decode,
+        "latent": options.attention.latent,
     }
     sinks = jnp.asarray(() if sinks_H is None else sinks_H, jnp.float32)
     values, scales = pool, jnp.zeros((0, 0, 0), jnp.float32)

@@ -17,7 +17,8 @@ class Case:
     """One call of `prefill`, or of `decode` if `queries` is None.
 
     Row r has `contexts[r]` tokens, and its last `queries[r]` tokens are the queries. A context of 0
-    is a padding row. V: where it is not D. kv_dtype: int8 or float8_e4m3fn for a pool with scales.
+    is a padding row. V: where it is not D. latent: as of AttentionOptions. kv_dtype: int8 or
+    float8_e4m3fn for a pool with scales.
     extra_tokens, extra_blocks: padding of the packed tokens and of the block table.
     """
 
@@ -33,6 +34,7 @@ class Case:
     sliding_window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    latent: bool = False
     kv_dtype: str | None = None
     num_layers: int = 2
     layer: int = 1
@@ -55,8 +57,16 @@ class Case:
             window=self.sliding_window,
             value_dim=self.V,
             sinks=self.sinks,
+            latent=self.latent,
         )
         return Options(attention=attention, num_layers=self.num_layers)
+
+    @property
+    def vectors(self) -> tuple[int, int | None]:
+        """Return the widths of the two vectors that a pool holds of a KV head."""
+        if self.latent and self.V is not None:
+            return self.V, self.D - self.V
+        return self.D, self.V
 
     @property
     def shapes(self) -> Shapes:
@@ -128,6 +138,18 @@ DECODE = (
         dtype=_BF16,
     ),
     Case(name="decode_d24_v40", contexts=_EDGES, D=24, V=40, sliding_window=9),
+    Case(name="decode_latent_d40_v32", contexts=_EDGES, H=6, K=1, D=40, V=32, latent=True),
+    Case(
+        name="decode_latent_d576_v512_bf16",
+        contexts=(1, 17, 0, 66, 200),
+        P=16,
+        H=16,
+        K=1,
+        D=576,
+        V=512,
+        latent=True,
+        dtype=_BF16,
+    ),
     Case(
         name="decode_many_rows",
         contexts=tuple(37 * i % 90 for i in range(40)),
@@ -180,6 +202,28 @@ PREFILL = (
         dtype=_BF16,
     ),
     Case(name="prefill_d40_v24", contexts=_EDGES, queries=_EDGES, D=40, V=24),
+    Case(
+        name="prefill_latent_d40_v32",
+        contexts=(9, 16, 0, 28, 72, 135),
+        queries=(1, 8, 0, 5, 71, 130),
+        H=6,
+        K=1,
+        D=40,
+        V=32,
+        latent=True,
+    ),
+    Case(
+        name="prefill_latent_d128_v64_bf16",
+        contexts=(5, 66),
+        queries=(5, 18),
+        P=16,
+        H=56,
+        K=1,
+        D=128,
+        V=64,
+        latent=True,
+        dtype=_BF16,
+    ),
     Case(
         name="prefill_sinks_window",
         contexts=(9, 0, 72, 135),
@@ -381,6 +425,15 @@ NARROW_IN_8_BITS = (
         name="prefill_d192_v128_window_fp8",
         kv_dtype="float8_e4m3fn",
     ),
+)
+
+# Latents in 8 bits: a latent and its rotated key have a scale each.
+LATENT_IN_8_BITS = tuple(
+    dataclasses.replace(case, name=f"{case.name}_{kv_dtype}", kv_dtype=kv_dtype)
+    for case, kv_dtype in (
+        *((x, "int8") for x in DECODE if x.name == "decode_latent_d40_v32"),
+        *((x, "float8_e4m3fn") for x in PREFILL if x.name == "prefill_latent_d128_v64_bf16"),
+    )
 )
 
 # ---- Cases that only a device is quick enough for, and the cases that are timed there ----

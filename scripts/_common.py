@@ -108,6 +108,16 @@ LARGE = {
         rope_scaling=RopeScaling(kind="llama3", factor=8.0, original_max_position=8192),
     ),
 }
+
+
+def _deepseek(**fields: Any) -> dict[str, Any]:
+    """Return the config.json of a model of DeepSeek V3's widths and depth, its class's defaults."""
+    base = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
+    base |= {"tie_word_embeddings": False, "max_position_embeddings": 163840}
+    heads = {"num_key_value_heads": fields["num_attention_heads"]}
+    return {**base, **heads, **fields}
+
+
 # The same of models whose layers differ, as their config.json has them.
 LARGE_FILES: dict[str, dict[str, Any]] = {
     "Qwen3.6-35B-A3B": {
@@ -129,6 +139,26 @@ LARGE_FILES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512,
         "max_position_embeddings": 262144,
+        "tie_word_embeddings": False,
+    },
+    "DeepSeek-V3": _deepseek(num_attention_heads=128, vocab_size=129280),
+    "Kimi-K2.6": _deepseek(
+        num_attention_heads=64,
+        vocab_size=163840,
+        n_routed_experts=384,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        max_position_embeddings=262144,
+    ),
+    "Mistral-Small-4": {
+        "architectures": ["Mistral4ForCausalLM"],
+        "model_type": "mistral4",  # sizes are its class's defaults
+        "tie_word_embeddings": False,
+    },
+    "GLM-4.7-Flash": {
+        "architectures": ["Glm4MoeLiteForCausalLM"],
+        "model_type": "glm4_moe_lite",  # likewise
         "tie_word_embeddings": False,
     },
     "Gemma-4-31B": {

@@ -1,4 +1,4 @@
-"""Check, then time, what there is for the GPU at hand: six calls, each of use alone.
+"""Check, then time, what there is for the GPU at hand. Each of the six calls is of use alone.
 
     python scripts/gpu_check.py marks FOLDER      # 5 minutes: an engine with the defaults, copy
                                                   # bandwidth and matmul rate, every kernel against
@@ -58,7 +58,7 @@ OF_ALLOCATOR = ("bytes_limit", "bytes_in_use", "pool_bytes", "largest_free_block
 
 
 def jobs(part: str, out: Path, dry: bool) -> list[Job]:
-    """What a part runs, in order."""
+    """Return the jobs of a part, in the order in which they run."""
     flags = ["--out", str(out), *(["--dry"] if dry else [])]
     slow = 10 if dry else 1  # what is interpreted
 
@@ -125,7 +125,7 @@ def flops(case: Case) -> int:
 
 
 def report(out: Path) -> str:
-    """All that a folder has."""
+    """Return the tables and lines of all that a folder has."""
     jobs = {file.stem: read(file) for file in sorted(out.glob("*.jsonl"))}
     marks = jobs.get("marks", {})
     limits = {
@@ -152,7 +152,7 @@ def report(out: Path) -> str:
 
 
 def program_lines(job: str, records: dict[str, dict[str, Any]]) -> list[str]:
-    """Return a line for each case: its figures, of an allocator those that bound a pool."""
+    """Return a line for each case with its figures; an allocator's are those that bound a pool."""
     lines = []
     for name, record in records.items():
         told = []
@@ -204,7 +204,9 @@ def kernel_rows(jobs: dict[str, Any], limits: dict[str, float]) -> list[list[str
 
 
 def case_cells(case: Case, record: dict[str, Any], limits: dict[str, float]) -> list[str]:
-    """From "call us" to "share", which is of the kernel's own time where that is known."""
+    """Return the cells from "call us" to "share". The share is that of the kernel's own time where
+    that is known.
+    """
     if "seconds" not in record:
         return ["-", "-", "-", "-", record.get("not_taken") or record.get("error", "")]
     seconds, inside = record["seconds"], record.get("kernel_seconds")

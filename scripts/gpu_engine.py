@@ -1,5 +1,5 @@
-"""An engine on the device at hand, as a program that gpu_programs.py starts. It prints a line of
-JSON at each stage.
+"""Run an engine on the device at hand, as a program that gpu_programs.py starts. It prints a line
+of JSON at each stage.
 
     python scripts/gpu_engine.py start --cache FOLDER [--sleep]    # defaults; compiled steps kept
     python scripts/gpu_engine.py steps --steps 50                  # greedy decode steps
@@ -42,7 +42,7 @@ def model(dry: bool) -> Any:
 
 
 def start(args: argparse.Namespace) -> None:
-    """Start with the defaults; then sleep, and wake with other arrays in between."""
+    """Start an engine with the defaults. Put it to sleep, and wake it beside other arrays."""
     gpu_share.take_most()
     tell(**common.environment(), share=gpu_share.share(), allocator_before=allocator())
     params = random_params(model(args.dry), dtype="float32" if args.dry else "bfloat16")

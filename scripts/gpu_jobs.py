@@ -1,4 +1,4 @@
-"""Jobs of gpu_check: each a process of its own that writes down what it finds, case by case.
+"""The jobs of gpu_check. Each is a process of its own that writes down what it finds, case by case.
 
 A file of a job has a line {"begun": case} before each case and a line {"case": ..., ...} after it.
 What the file has is not done again, so that a job which hung or crashed goes on after that case.
@@ -54,14 +54,14 @@ def reason(error: Exception) -> str:
 
 
 def read(file: Path) -> dict[str, dict[str, Any]]:
-    """What a job found, by case; the last word counts."""
+    """Return what a job found, by case. Where a case has several lines, the last one counts."""
     lines = file.read_text().splitlines() if file.exists() else []
     records = [json.loads(line) for line in lines if line.endswith("}")]
     return {record["case"]: record for record in records if "case" in record}
 
 
 def unfinished(file: Path) -> str | None:
-    """The case that had begun when the job ended, and did not end."""
+    """Return the case that was running when the job ended; None if there is none."""
     lines = file.read_text().splitlines() if file.exists() else []
     last = json.loads(lines[-1]) if lines else {}
     return last.get("begun")
@@ -104,7 +104,7 @@ def run_cases(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """A program that writes `file` by run_cases, and the seconds that it may take."""
+    """A program that writes `file` by run_cases, with the seconds that it may take."""
 
     file: str
     command: Sequence[str]

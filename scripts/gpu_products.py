@@ -1,5 +1,5 @@
-"""What gpu_timed times of products beside attention: those with weights in 8 and 4 bits, experts,
-adapters.
+"""The products that gpu_timed times beside attention: those with weights in 8 and 4 bits, those of
+experts and those of adapters.
 """
 
 import functools
@@ -25,7 +25,9 @@ def noise(shape: tuple[int, ...]) -> Any:
 
 
 def in_fp8(dry: bool) -> Cases:
-    """Products of an FFN of 8B with fp8 weights, x in bf16 and in fp8, beside bf16's."""
+    """Return what times an 8B model's FFN with fp8 weights, for x in bf16 and in fp8, and with bf16
+    weights beside them.
+    """
     rows, ways = (16,) if dry else (64, 256, 1024, 8192), ("x in bf16", "x in fp8", "bf16")
     return {
         f"fp8, {n} rows, {way}": functools.partial(product, dry, n, way)
@@ -46,7 +48,7 @@ def product(dry: bool, rows: int, way: str) -> Found:
 
 
 def mixtures(dry: bool) -> Cases:
-    """The experts of a layer of GPT-OSS 20B, by Triton and in tiles by XLA."""
+    """Return what times the experts of a layer of GPT-OSS 20B, by Triton and in tiles by XLA."""
     forms, rows = ("int4", "int8", "bf16"), (16,) if dry else (32, 2048)
     return {
         f"experts, {n} rows, {form}, {way}": functools.partial(mixture, dry, n, form, way)
@@ -71,8 +73,8 @@ def mixture(dry: bool, rows: int, form: str, way: str) -> Found:
 
 
 def adapters(dry: bool) -> Cases:
-    """What adapters of every slot add to one product, in each way: `all` slots, a `copy` of each
-    row's own pair, jax's ragged_dot; beside the product alone.
+    """Return what times a product alone, and with the adapters of its rows added in each way: `all`
+    slots are multiplied, a `copy` of each row's pair is made, or jax's ragged_dot is called.
     """
     inputs, outputs, slots, rank = (64, 64, 8, 4) if dry else (1024, 3072, 64, 16)
 

@@ -1,4 +1,4 @@
-"""What gpu_check looks at in programs of their own, since each needs jax to start anew.
+"""The programs of gpu_check that need jax to start anew.
 
     python scripts/gpu_programs.py JOB --out FOLDER [--dry | --list]
 
@@ -50,7 +50,7 @@ class Ended:
 
     @property
     def record(self) -> Found:
-        """What its lines of JSON say together; why it ended, if that was not well."""
+        """Return what its lines of JSON say together, and why it ended if that was not well."""
         lines = [line for line in self.output.splitlines() if line.startswith("{")]
         record: Found = {}
         for line in lines:
@@ -106,7 +106,9 @@ def program(name: str, dry: bool, *more: str) -> list[str]:
 
 
 def first(out: Path, dry: bool) -> Cases:
-    """With nothing set that a user would not set: gpu_check's own variables are removed."""
+    """Return what starts an engine with nothing set that a user would not set: the variables that
+    gpu_check sets for its own jobs are removed.
+    """
     environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": None}
     cache = ("--cache", str(out / "compiled"))
 
@@ -124,7 +126,9 @@ def first(out: Path, dry: bool) -> Cases:
 
 
 def graphs(out: Path, dry: bool) -> Cases:
-    """XLA says at verbosity 3 when it records a graph again and when it launches one."""
+    """Return what counts the graphs of decode steps: XLA's log says, at verbosity 3, when it
+    records a graph again and when it launches one.
+    """
 
     def count() -> Found:
         environment = {
@@ -159,7 +163,9 @@ def counted(log: str) -> Found:
 
 
 def sanitizer(out: Path, dry: bool) -> Cases:
-    """Each kernel's case in a program of its own; --dry: without the tool."""
+    """Return what runs each kernel's case in a program of its own under compute-sanitizer; with
+    --dry it runs without the tool.
+    """
     tool = shutil.which("compute-sanitizer")
 
     def check(kind: str, case: str) -> Found:

@@ -1,5 +1,5 @@
-"""Seconds that a call takes on the device at hand: those that pass, and those of its kernels; and
-the clocks and power of the card meanwhile.
+"""Measure the seconds that a call takes on the device at hand, those that its kernels take of them,
+and the clocks and power of the card meanwhile.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import jax
 
 
 def seconds_of(run: Callable[[], Any], wait: Callable[[Any], Any], dry: bool) -> float:
-    """Median seconds of a run; the runs that a sample holds take 20 ms together."""
+    """Return the median seconds of a run. A sample holds as many runs as take 20 ms together."""
     wait(run())
     began = time.perf_counter()
     wait(run())
@@ -32,8 +32,8 @@ def seconds_of(run: Callable[[], Any], wait: Callable[[Any], Any], dry: bool) ->
 
 
 def kernel_seconds(run: Callable[[], Any], names: tuple[str, ...]) -> float | None:
-    """Seconds that kernels with any of these in their names take in a run; None where the profiler
-    sees none.
+    """Return the seconds that kernels with any of these in their names take in a run; None where
+    the profiler sees no such kernel.
     """
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):

@@ -1,4 +1,4 @@
-"""What gpu_check times on the GPU at hand; each a process that writes FOLDER/JOB.jsonl as it goes.
+"""The jobs that gpu_check times on the GPU at hand. Each writes FOLDER/JOB.jsonl as it goes.
 
     python scripts/gpu_timed.py JOB --out FOLDER [--dry] [--only CASE ... | --list]
 
@@ -102,7 +102,7 @@ def marks(dry: bool) -> Cases:
 
 
 def health(dry: bool) -> Cases:
-    """Whether the card still computes, after a kernel has crashed or hung."""
+    """Return what shows whether the card still computes after a kernel has crashed or hung."""
 
     def compute() -> Found:
         x = jnp.arange(1 << 20, dtype=jnp.int32)
@@ -130,7 +130,9 @@ def num_layers(case: Case, dry: bool) -> int:
 
 
 def rows_of(case: Case) -> list[Any]:
-    """The block table of one layer, permuted, the contexts and, of a prefill, where rows start."""
+    """Return the permuted block table of one layer, the contexts and, for a prefill, where rows
+    start.
+    """
     rows, per_row = len(case.contexts), -(-case.contexts[0] // case.P)
     ids = np.random.default_rng(0).permutation(np.arange(1, rows * per_row + 1))
     starts = [np.cumsum([0, *case.query_lens])] if case.queries else []
@@ -170,7 +172,7 @@ def our_step(
 def pool_of(kernel: Any, case: Case, blocks: int) -> Any:
     """Return the form of a pool of so many blocks as a kernel takes it; in 8 bits with scales."""
     struct = jax.ShapeDtypeStruct
-    layout = kernel.pool_layout(case.K, case.D, case.V)
+    layout = kernel.pool_layout(case.K, *case.vectors)
     if case.kv_dtype is None:
         return struct((blocks, case.P, 2 * case.K, case.D), jnp.bfloat16)
     values = struct((blocks, case.P, layout.rows, layout.width), jnp.dtype(case.kv_dtype))
@@ -200,7 +202,7 @@ def time_ours(case: Case, layers: int, compiled: Callable[[], Any], dry: bool) -
 
 
 def rates(dry: bool) -> Cases:
-    """The decode and the prefill that tell most, by Mosaic."""
+    """Return what times the decode and the prefill that tell most, by Mosaic."""
     return timed_cases([mosaic(case, {}) for case in bench_cases(dry)[:2]], dry)
 
 
@@ -213,7 +215,7 @@ def mosaic(case: Case, setting: dict[str, Any]) -> Wanted:
 
 
 def kernels(dry: bool) -> Cases:
-    """Every case by Mosaic; then in other ways, and by Triton, the first ones."""
+    """Return what times every case by Mosaic, then the first ones in other ways and by Triton."""
     cases = bench_cases(dry)
     first = cases[:PEER_CASES]
     wanted = [mosaic(case, {}) for case in cases]
@@ -249,12 +251,14 @@ def timed_cases(wanted: list[Wanted], dry: bool) -> Cases:
 
 
 def peer_case(case: Case) -> bool:
-    """Whether a causal mask of whole prompts, or of one last token, says what it sees."""
+    """Return whether a peer can take the case: a causal mask of whole prompts, or of one last
+    token, says all that its queries see.
+    """
     return case.query_lens[0] in (1, case.contexts[0])
 
 
 def jax_triton(case: Case, k_RSKD: Any, v_RSKD: Any, dry: bool) -> Built:
-    """jax's own Triton kernel, over pages of [K, N, P, D]; it does not scale."""
+    """Call jax's own Triton kernel, over pages of [K, N, P, D]. It does not scale the scores."""
     from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
 
     if case.queries is not None:
@@ -274,7 +278,7 @@ def jax_triton(case: Case, k_RSKD: Any, v_RSKD: Any, dry: bool) -> Built:
 
 
 def cudnn(case: Case, k_RSKD: Any, v_RSKD: Any, dry: bool) -> Built:
-    """cuDNN's attention over contiguous keys and values; dry, XLA's."""
+    """Call cuDNN's attention over contiguous keys and values; with --dry it is XLA's."""
     if not peer_case(case):
         raise NotImplementedError("its causal mask knows no cached prefix")
     rows, context, queries = len(case.contexts), case.contexts[0], case.query_lens[0]
@@ -289,7 +293,7 @@ def cudnn(case: Case, k_RSKD: Any, v_RSKD: Any, dry: bool) -> Built:
 
 
 def cudnn_paged(case: Case, k_RSKD: Any, v_RSKD: Any, dry: bool) -> Built:
-    """cuDNN's attention over pages of [N, P, K, D], which jax has no public name for."""
+    """Call cuDNN's attention over pages of [N, P, K, D], for which jax has no public name."""
     from jax._src.cudnn import fused_attention_stablehlo as attention
 
     if not peer_case(case):
@@ -315,7 +319,9 @@ JAX_PEERS: dict[str, Callable[..., Built]] = {
 
 
 def time_jax_peer(name: str, case: Case, dry: bool) -> Found:
-    """Random keys and values as it takes them, the pages of each row one after another."""
+    """Time one of jax's kernels over random keys and values, the pages of each row one after
+    another.
+    """
     layers = min(num_layers(case, dry), CALLS)
     shape = (2, len(case.contexts), -(-case.contexts[0] // case.P) * case.P, case.K, case.D)
     built = [JAX_PEERS[name](case, *noise(shape), dry) for _ in range(layers)]
@@ -350,7 +356,9 @@ def peers_torch(dry: bool) -> Cases:
 
 
 def time_torch(way: str, case: Case, dry: bool) -> Found:
-    """torch over contiguous keys and values; each query sees what is before it."""
+    """Time one of torch's kernels over contiguous keys and values. Each query sees what is before
+    it.
+    """
     try:
         import torch  # pyright: ignore[reportMissingImports]
         from torch.nn import attention  # pyright: ignore[reportMissingImports]
@@ -417,8 +425,8 @@ QWEN: dict[str, Any] = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
 
 
 def engine(dry: bool) -> Cases:
-    """nano-vllm's workload on Qwen3-0.6B of random weights: start, warm-up, then timed runs, one
-    of them with Qwen's own sampling; the same with 8 steps a dispatch.
+    """Return what runs nano-vllm's workload on a Qwen3-0.6B of random weights: the start, a
+    warm-up, timed runs, one of them with Qwen's own sampling, and the same with 8 steps a dispatch.
     """
     cases, llm = served(dry)
     by_steps, _ = served(dry, "--decode-steps", "8")
@@ -469,8 +477,8 @@ FORMS = {
 
 
 def quantised(dry: bool) -> Cases:
-    """The same with weights in 8 and 4 bits, and keys and values in 8: a run of each after its
-    warm-up. First single products and experts.
+    """Return what times single products and experts, then nano-vllm's workload with weights in 8
+    and 4 bits and with keys and values in 8: one run of each after its warm-up.
     """
 
     def case(*flags: str) -> Found:

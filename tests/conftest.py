@@ -33,6 +33,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import hypothesis
 import jax
@@ -62,6 +63,15 @@ def _promotion(request: pytest.FixtureRequest) -> Iterator[None]:
     else:
         with jax.numpy_dtype_promotion("standard"):
             yield
+
+
+@pytest.fixture(autouse=True)
+def _environment() -> Iterator[None]:
+    """No test reads what an entry point wrote to the environment when another test called it (the
+    share of a GPU's memory is written there).
+    """
+    with mock.patch.dict(os.environ):
+        yield
 
 
 # Fields of EngineConfig that no step reads (what they decide is in a bucket or in the pools).

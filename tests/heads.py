@@ -12,9 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from safetensors.numpy import save_file
 
 from jpaged import ModelConfig, Params
+from jpaged.engine.drafting import ModelDrafter
 from jpaged.models.draft_head import HeadConfig
 from jpaged.models.forward import bind
 from tests.tiny import CONFIG, make_params
@@ -170,6 +172,21 @@ def dense_guesses(params: Params, guessing: Params, tokens: list[int], count: in
         made.append(int(ids[best]) if len(ids) else best)
         hidden, after = [*hidden, x], [*after, made[-1]]
     return made
+
+
+def guesses_of(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
+    """The tokens of each row that a model or head guesses for from now on, and its guesses."""
+    seen: list[tuple[list[int], list[int]]] = []
+    take = ModelDrafter.take
+
+    def spy(drafter: ModelDrafter, plans: Any, results: Any) -> None:
+        for plan, result in zip(plans, results, strict=True):
+            rows = zip(plan.entries, result.num_drawn, result.tokens, strict=True)
+            seen.extend((list(e.seq.token_ids), tokens[:n]) for e, n, tokens in rows)
+        take(drafter, plans, results)
+
+    monkeypatch.setattr(ModelDrafter, "take", spy)
+    return seen
 
 
 @functools.partial(jax.jit, static_argnames="layers")

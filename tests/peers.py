@@ -62,7 +62,7 @@ def run(index: int, orders: dict[str, Any]) -> dict[str, Any]:
         outs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
         return {"found": [out.outputs[0].token_ids for out in outs]}
     if orders["what"] == "guessing":
-        return guessing(settings)
+        return guessing(settings, orders["of"])
     if orders["what"] == "renewed":
         return {"found": renewed(settings)}
     if orders["what"] == "structured":
@@ -89,36 +89,62 @@ def run(index: int, orders: dict[str, Any]) -> dict[str, Any]:
     return {"steps": steps, "process": jax.process_index()}
 
 
-def guessing(settings: Any) -> dict[str, Any]:
-    """Tokens of prompts that repeat themselves, how many guesses were tried, and what is refused
-    where clocks decide.
-    """
-    from jpaged import LLM, ConfigError, SamplingParams
+def guesses_of(of: str) -> tuple[Any, dict[str, Any]]:
+    """Return params, and what guesses for them: their own text, a model with states, or a head."""
     from tests.features import PARAMS
-    from tests.tiny import make_prompts
+    from tests.heads import head_config
+    from tests.recurrent import hybrid
+    from tests.tiny import make_params
 
     how: dict[str, Any] = {"num_tokens": 3, "adaptive": False}
+    model = PARAMS.config
+    if of == "eagle":
+        head = make_params(3, head_config(model))
+        return PARAMS, {**how, "method": "eagle", "model": head}
+    if of == "states":
+        states = make_params(3, hybrid(vocab_size=model.vocab_size))
+        return states, {**how, "method": "draft", "model": states}
+    return PARAMS, how
+
+
+def guessing(settings: Any, of: str) -> dict[str, Any]:
+    """Tokens of prompts that repeat themselves, how many guesses were tried and right, and what is
+    refused where clocks decide. of: as of guesses_of.
+    """
+    from jpaged import LLM, ConfigError, SamplingParams
+    from tests.tiny import make_prompts
+
+    params, how = guesses_of(of)
     try:
-        LLM(PARAMS, **vars(settings) | {"speculative": {**how, "adaptive": True}})
+        LLM(params, **vars(settings) | {"speculative": {**how, "adaptive": True}})
         refused = ""
     except ConfigError as e:
         refused = str(e)
-    llm = LLM(PARAMS, **vars(settings) | {"speculative": how})
+    llm = LLM(params, **vars(settings) | {"speculative": how})
     asked = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     outs = llm.generate([p * 3 for p in make_prompts(5, 7, 4)], asked, use_tqdm=False)
-    tokens = [out.outputs[0].token_ids for out in outs]
-    return {"found": tokens, "tried": llm.stats()["drafted_tokens"], "refused": refused}
+    stats, tokens = llm.stats(), [out.outputs[0].token_ids for out in outs]
+    tried = {name: stats[name] for name in ("drafted_tokens", "accepted_tokens")}
+    return {"found": tokens, "tried": tried, "refused": refused}
 
 
 def renewed(settings: Any) -> list[Any]:
     """Tokens and spans of versions of what runs on under new weights in both modes, of which one is
     cut and goes on.
     """
-    from jpaged import LLM, SamplingParams
+    from jpaged import LLM, ConfigError, SamplingParams
+    from jpaged.runtime.processes import count_of
     from tests.features import PARAMS
     from tests.tiny import make_params, make_prompts
 
     llm, fresh = LLM(PARAMS, **vars(settings)), make_params(1, PARAMS.config)
+    if count_of(llm.session.served.placement.mesh) > 1:
+        refused = ""
+        try:
+            llm.rollout(make_prompts(3), enough=1)
+        except ConfigError as e:
+            refused = str(e)
+        assert "processes" in refused, refused
     asked = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     found: list[Any] = []
     for mode in ("keep", "recompute"):

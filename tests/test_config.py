@@ -292,11 +292,13 @@ def test_coerce(tmp_path: Path) -> None:
     ("raw", "said"),
     [
         (
-            {},
-            r"architecture 'None'.*; supported are Ernie4_5ForCausalLM, .*MiniMaxM2ForCausalLM, "
+            hf("gpt2"),
+            r"architecture 'gpt2'.*; supported are Ernie4_5ForCausalLM, .*MiniMaxM2ForCausalLM, "
             r"Ministral3ForCausalLM, Mistral3ForConditionalGeneration, MistralForCausalLM, ",
         ),
-        (hf("gpt2"), "architecture 'gpt2'"),
+        ({}, "no 'model_type': its family, such as 'qwen3'"),
+        (BASE, "no 'model_type'"),
+        (BASE | {"architectures": ["Qwen3ForCausalLM"]}, "no 'model_type': its family, 'qwen3'$"),
         (
             hf("nemotron_h", architectures=["NemotronHForCausalLM"]),
             "architecture 'NemotronHForCausalLM'",

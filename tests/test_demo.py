@@ -2,6 +2,7 @@
 
 import ast
 import json
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -76,9 +77,22 @@ def test_folders_are_small_and_in_hugging_faces_layout() -> None:
             "tokenizer.json",
             "tokenizer_config.json",
             "chat_template.jinja",
+            "training.json",
         }
         size += sum(files.values())
     assert size <= 8 * 2**20, "of all embedded models"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_readme_says_how_long_it_was_trained(name: str) -> None:
+    """And to what losses: training.json, which examples/train_tiny.py writes, has the numbers."""
+    told = json.loads((MODELS[name] / "training.json").read_text())
+    readme = " ".join((Path(__file__).parents[1] / "README.md").read_text().split())
+    steps, planned = (f"{told[key]:,}" for key in ("steps", "planned_steps"))
+    of = "" if steps == planned else f" of {planned}"
+    assert f"{steps}{of} steps of {told['batch_tokens']:,} tokens" in readme
+    assert f"loss of {told['training_loss']:.2f} nats a token in training" in readme
+    assert f"{told['nats_a_byte']:.2f} nats a byte" in readme
 
 
 def test_the_hybrid_by_its_name() -> None:

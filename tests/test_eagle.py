@@ -12,7 +12,6 @@ from safetensors.numpy import load_file, save_file
 
 import jpaged
 from jpaged import LLM, ConfigError, EngineConfig, Params, SamplingParams, UnsupportedError
-from jpaged.engine.drafting import ModelDrafter
 from jpaged.engine.shapes import DecodeShape, DraftShape, PrefillShape, Shape
 from jpaged.errors import CheckpointError
 from jpaged.models.forward import bind
@@ -23,6 +22,7 @@ from tests.heads import (
     counting,
     counting_head,
     dense_guesses,
+    guesses_of,
     head_config,
     part_of,
     write_head,
@@ -31,6 +31,7 @@ from tests.hlo import in_place, pool_copies
 from tests.tiny import (
     CONFIG,
     ENGINE,
+    assert_idle,
     compiles,
     config,
     engine,
@@ -51,23 +52,6 @@ def eagle(head: Any, num_tokens: int = 3) -> dict[str, Any]:
 
 def greedy(count: int, **how: Any) -> SamplingParams:
     return SamplingParams(**{"temperature": 0, "max_tokens": count, "ignore_eos": True, **how})
-
-
-def guesses_of(
-    monkeypatch: pytest.MonkeyPatch,
-) -> list[tuple[list[int], list[int]]]:
-    """The tokens of each row that guessed from now on, and its guesses."""
-    seen: list[tuple[list[int], list[int]]] = []
-    take = ModelDrafter.take
-
-    def spy(drafter: ModelDrafter, plans: Any, results: Any) -> None:
-        for plan, result in zip(plans, results, strict=True):
-            rows = zip(plan.entries, result.num_drawn, result.tokens, strict=True)
-            seen.extend((list(e.seq.token_ids), tokens[:n]) for e, n, tokens in rows)
-        take(drafter, plans, results)
-
-    monkeypatch.setattr(ModelDrafter, "take", spy)
-    return seen
 
 
 @pytest.mark.middle
@@ -99,12 +83,14 @@ def test_it_guesses_as_written_apart(
         assert guesses == dense_guesses(params, head, tokens, len(guesses)), tokens
 
 
-def test_a_head_that_knows_is_right() -> None:
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_head_that_knows_is_right(devices: int) -> None:
     """Of a model that counts, the head that counts too: every guess comes true."""
     params = counting(MODEL, exact=True)
     head = counting_head(params, exact=True)
     prompts = [[5, 6, 7], [40, 41], [70]]
-    llm = LLM(params, **dict[str, Any](SIZES, speculative=eagle(head, 1)))
+    how: dict[str, Any] = {"speculative": eagle(head, 1), "tensor_parallel_size": devices}
+    llm = LLM(params, **SIZES | how)
     outs = llm.generate(prompts, greedy(24), use_tqdm=False)
     stats = llm.stats()
     assert tokens_of(outs) == [[(p[-1] + i) % 97 for i in range(1, 25)] for p in prompts]
@@ -179,10 +165,67 @@ def test_what_is_refused(tmp_path: Path) -> None:
     refused("other files than safetensors", eagle(folder), CheckpointError)
 
 
-def test_on_a_mesh_it_is_refused() -> None:
-    params, head = make_params(0, MODEL), make_params(3, head_config(MODEL))
-    with pytest.raises(UnsupportedError, match="method='eagle' on 2 devices that share the model"):
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("target", "changes", "devices", "settings"),
+    [
+        # 40 of its tokens, 20 a device; 97 of the model's are padded to two tiles. Blocks leave.
+        (
+            MODEL,
+            {"draft_vocab_size": 40, "draft_tokens": part_of(97, 40)},
+            {"tensor_parallel_size": 2},
+            {"num_blocks": 16, "swap_space_gib": 0.01, "swap_min_tokens": 0},
+        ),
+        # 41 tokens stay whole, and both KV heads are repeated.
+        (
+            MODEL,
+            {"draft_vocab_size": 41, "draft_tokens": part_of(97, 41)},
+            {"tensor_parallel_size": 4},
+            {},
+        ),
+        (DEEP, {"has_embed": True}, {"tensor_parallel_size": 2, "data_parallel_size": 2}, {}),
+        (DEEP, {"has_lm_head": False}, {"tensor_parallel_size": 2}, {}),
+    ],
+    ids=["part of the tokens", "repeated heads", "its own embedding", "the model's head"],
+)
+def test_devices_share_it(
+    monkeypatch: pytest.MonkeyPatch,
+    target: Any,
+    changes: dict[str, Any],
+    devices: dict[str, Any],
+    settings: dict[str, Any],
+) -> None:
+    """It guesses as written apart, as often right as on one device; tokens are those without it."""
+    params, head = make_params(0, target), make_params(3, head_config(target, **changes))
+    prompts, asked = make_prompts(1, 8, 21, 5), [greedy(12), *[greedy(16)] * 3]
+    plain = LLM(params, **SIZES)
+    wanted = tokens_of(plain.generate(prompts, asked, use_tqdm=False))
+    plain.close()
+    seen, rates = guesses_of(monkeypatch), []
+    for place in ({}, devices):
+        seen.clear()
+        how: dict[str, Any] = {**SIZES, **settings, **place, "speculative": eagle(head)}
+        llm = LLM(params, **how)
+        assert tokens_of(llm.generate(prompts, asked, use_tqdm=False)) == wanted
+        assert_idle(llm)
+        stats = llm.stats()
+        rates.append(stats["acceptance_rate"])
+        assert stats["preemptions"] > 0 or not settings
+        llm.close()
+    assert len(seen) > 15
+    for tokens, guesses in seen:
+        assert guesses == dense_guesses(params, head, tokens, len(guesses)), tokens
+    if "data_parallel_size" not in devices:  # with which fewer rows share a step
+        assert rates[0] == rates[1]
+
+
+def test_hidden_states_that_do_not_divide() -> None:
+    """A head of 33 numbers a position beside a model of as many, over two devices."""
+    odd = config(num_layers=1, hidden_size=33)
+    params, head = make_params(0, odd), make_params(3, head_config(odd))
+    with pytest.raises(ConfigError, match="hidden_size=33: does not divide over 2 devices") as e:
         LLM(params, **SIZES | {"speculative": eagle(head), "tensor_parallel_size": 2})
+    assert e.value.rule == "hidden_states_of_heads_split"
 
 
 @pytest.mark.middle

@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jpaged import LLM, Params, RequestOutput, SamplingParams
+from jpaged import LLM, ModelConfig, Params, RequestOutput, SamplingParams
 from jpaged.engine.cache.block_manager import BlockManager
 from jpaged.engine.cache.kinds import Replay
 from jpaged.engine.drafting import Drafter, can_draft
 from jpaged.engine.sequence import Sequence
-from jpaged.errors import UnsupportedError
 from jpaged.models.layers.conv import ConvConfig
 from jpaged.models.layers.delta import DeltaConfig
 from jpaged.models.mtp import mtp_config
 from jpaged.types import Tokenizer
 from kernels_cpu.library import unavailable
 from tests.byte_tokenizer import CONFIG, make_tokenizer
+from tests.heads import guesses_of
 from tests.test_lora import make_lora
 from tests.test_states import checked
 from tests.tiny import ENGINE, config, make_params, make_prompts, tokens_of
@@ -45,6 +45,14 @@ MODEL = dataclasses.replace(
     ],
 )
 PARAMS = make_params(0, MODEL, jnp.bfloat16)
+# The same, so that two devices can share it.
+SPLITS = dataclasses.replace(
+    MODEL,
+    layers=[
+        dataclasses.replace(MODEL.layers[0], mixer=dataclasses.replace(MIXERS[0], num_key_heads=2)),
+        *MODEL.layers[1:],
+    ],
+)
 AHEAD = 6  # guesses of a step: a run may pass the ends of two blocks of 4
 IS_EXACT = unavailable() is None
 SETTINGS: dict[str, Any] = vars(ENGINE) | {"deterministic": IS_EXACT, "num_blocks": 160}
@@ -195,9 +203,7 @@ def test_whatever_happens_to_a_row(foretold: Foretold, changes: dict[str, Any]) 
 )
 def test_on_two_devices(foretold: Foretold, axes: dict[str, int], changes: dict[str, Any]) -> None:
     """In f32, in which no near tie turns: states are split, or rows go to two replicas."""
-    delta = dataclasses.replace(MIXERS[0], num_key_heads=2)
-    layers = [dataclasses.replace(MODEL.layers[0], mixer=delta), *MODEL.layers[1:]]
-    params = make_params(0, dataclasses.replace(MODEL, layers=layers))
+    params = make_params(0, SPLITS)
     alone = served(params, deterministic=False)
     outputs = run(alone, PROMPTS, ASKED)
     foretold.learn(PROMPTS, outputs)
@@ -248,21 +254,21 @@ def test_adapters_beams_forms_and_snapshots(foretold: Foretold) -> None:
     assert first == again == whole[:2] == mixed[:2]
 
 
-def counting() -> tuple[Params, Params]:
-    """The model, changed to go on with the token after the last mostly, and an MTP head that knows
+def counting(params: Params) -> tuple[Params, Params]:
+    """A model, changed to go on with the token after the last mostly, and an MTP head that knows
     it.
     """
-    size = MODEL.hidden_size
-    embed = np.asarray(PARAMS["embed"]["weight"], np.float32)
-    lm_head = jnp.asarray(np.roll(embed, 1, axis=0) * 6 / size, jnp.bfloat16)
-    own = {"norm": {"scale": jnp.ones(size, jnp.bfloat16)}, "lm_head": {"weight": lm_head}}
-    own["layers"] = jax.tree_util.tree_map_with_path(_fainter, PARAMS["layers"])
-    head = make_params(5, mtp_config(MODEL), jnp.bfloat16)
-    fc = jnp.concatenate([jnp.eye(size), jnp.zeros((size, size))], 1).astype(jnp.bfloat16)
+    size, dtype = params.config.hidden_size, params["norm"]["scale"].dtype
+    embed = np.asarray(params["embed"]["weight"], np.float32)
+    lm_head = jnp.asarray(np.roll(embed, 1, axis=0) * 6 / size, dtype)
+    own = {"norm": {"scale": jnp.ones(size, dtype)}, "lm_head": {"weight": lm_head}}
+    own["layers"] = jax.tree_util.tree_map_with_path(_fainter, params["layers"])
+    head = make_params(5, mtp_config(params.config), dtype)
+    fc = jnp.concatenate([jnp.eye(size), jnp.zeros((size, size))], 1).astype(dtype)
     ones = dict.fromkeys(("embed_norm", "hidden_norm", "norm"), own["norm"])
     layers = jax.tree_util.tree_map_with_path(_fainter, head["layers"])
     mtp = dict(head) | ones | {"fc": {"weight": fc}, "layers": layers}
-    return Params(dict(PARAMS) | own, MODEL), Params(mtp, head.config)
+    return Params(dict(params) | own, params.config), Params(mtp, head.config)
 
 
 def _fainter(path: Any, x: jax.Array) -> jax.Array:
@@ -274,7 +280,7 @@ def _fainter(path: Any, x: jax.Array) -> jax.Array:
 @pytest.mark.middle
 def test_an_mtp_head_guesses_for_states() -> None:
     """By the engine's own steps: most guesses are right, and bits are those without."""
-    params, head = counting()
+    params, head = counting(PARAMS)
     alone = served(params)
     wanted = bits(alone.generate(PROMPTS, ASKED, use_tqdm=False))
     asked = {**GUESSES, "method": "mtp", "num_tokens": 3, "model": head}
@@ -286,7 +292,68 @@ def test_an_mtp_head_guesses_for_states() -> None:
         used.close()
 
 
-def test_a_draft_model_with_states_is_refused() -> None:
-    asked = {**GUESSES, "method": "draft", "model": PARAMS}
-    with pytest.raises(UnsupportedError, match=r"a draft model of qwen3_5_text keeps a state"):
-        served(PARAMS, speculative=asked)
+@pytest.mark.slow
+def test_two_devices_share_an_mtp_head() -> None:
+    """In f32: guesses come true as often as on one device, and tokens are those without."""
+    params, head = counting(make_params(0, SPLITS))
+    asked = {**GUESSES, "method": "mtp", "num_tokens": 3, "model": head}
+    how: dict[str, Any] = {"deterministic": False}
+    alone = served(params, **how)
+    wanted = tokens_of(alone.generate(PROMPTS, ASKED, use_tqdm=False))
+    alone.close()
+    rates = []
+    for devices in (1, 2):
+        llm = served(params, speculative=asked, tensor_parallel_size=devices, **how)
+        assert tokens_of(run(llm, PROMPTS, ASKED)) == wanted
+        rates.append(llm.stats()["acceptance_rate"])
+        llm.close()
+    assert rates[0] == rates[1] > 0.4
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param(PLAIN, id="attention alone", marks=pytest.mark.slow),
+        pytest.param(MODEL, id="states too", marks=pytest.mark.middle),
+    ],
+)
+def test_a_draft_model_with_states(monkeypatch: pytest.MonkeyPatch, target: ModelConfig) -> None:
+    """What it guesses is what it goes on with alone: its own guesses, right or wrong, leave no
+    trace in its states, which rows, hits and the store find as single tokens leave them.
+    """
+    params, drafting = make_params(0, target, jnp.bfloat16), make_params(4, MODEL, jnp.bfloat16)
+    guessing = {**GUESSES, "method": "draft", "num_tokens": 3, "model": drafting}
+    few = {"num_blocks": 24, "num_states": None, "swap_space_gib": 0.01, "swap_min_tokens": 0}
+    alone, seen = served(params, num_states=None), guesses_of(monkeypatch)
+    llm = served(params, speculative=guessing, **few)
+    asked = [dataclasses.replace(how, temperature=0, seed=None) for how in ASKED]
+    for how in (ASKED, asked, asked):  # whose prompts are found then
+        seen.clear()
+        wanted = bits(alone.generate(PROMPTS, how, use_tqdm=False))
+        assert bits(run(llm, PROMPTS, how)) == wanted
+    stats = llm.stats()
+    assert stats["cached_tokens"] > 0 and stats["preemptions"] > 0
+    assert stats["wasted_tokens"] > 20 and stats["accepted_tokens"] > 0, stats
+    reference = served(drafting, num_states=None)
+    tokens, guesses = zip(*seen, strict=True)
+    greedy = [SamplingParams(temperature=0, max_tokens=len(x), ignore_eos=True) for x in guesses]
+    found = tokens_of(reference.generate(list(tokens), greedy, use_tqdm=False))
+    assert len(guesses) > 30 and {len(x) for x in guesses} >= {1, 2, 3}
+    assert list(guesses) == found
+    for used in (alone, llm, reference):
+        used.close()
+
+
+@pytest.mark.slow
+def test_a_model_with_states_that_guesses_for_itself() -> None:
+    """Every guess is right, also across ends of blocks, on two devices and for sampled rows."""
+    params = make_params(0, SPLITS)
+    asked = {**GUESSES, "method": "draft", "num_tokens": 5, "model": params}
+    alone = served(params, deterministic=False)
+    wanted = tokens_of(alone.generate(PROMPTS, ASKED, use_tqdm=False))
+    llm = served(params, deterministic=False, speculative=asked, tensor_parallel_size=2)
+    assert tokens_of(run(llm, PROMPTS, ASKED)) == wanted
+    stats = llm.stats()
+    assert stats["accepted_tokens"] == stats["drafted_tokens"] > 40
+    for used in (alone, llm):
+        used.close()

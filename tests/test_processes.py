@@ -20,7 +20,7 @@ import jpaged
 from jpaged import LLM, PeerError, SamplingParams
 from jpaged.runtime.processes import Peers
 from tests.features import PARAMS, SETTINGS, everything
-from tests.peers import DEVICES, renewed, structured, summary
+from tests.peers import DEVICES, guesses_of, renewed, structured, summary
 from tests.tiny import config, engine, make_params, make_prompts, tokens_of
 
 ROOT = Path(__file__).parents[1]
@@ -142,19 +142,27 @@ def test_a_folder_is_read_in_shares(tmp_path: Path) -> None:
         finish(started)
 
 
-@pytest.mark.middle
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_they_guess_alike(replicas: int) -> None:
-    """Prompt lookup, where no clock decides whether a guess is tried; else it is refused."""
-    params, asked = PARAMS, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("of", "replicas"), [("text", 1), ("text", 2), ("states", 2), ("eagle", 1)]
+)
+def test_they_guess_alike(of: str, replicas: int) -> None:
+    """Prompt lookup, a model with states for itself, and a head, where no clock decides whether a
+    guess is tried; else it is refused.
+    """
+    params, asked = guesses_of(of)[0], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     prompts = [p * 3 for p in make_prompts(5, 7, 4)]
     expected = tokens_of(jpaged.generate(params, prompts, asked, engine_config=SETTINGS))
-    started = start("guessing", replicas=replicas)
+    jpaged.release()
+    started = start("guessing", replicas=replicas, of=of)
     try:
         assert [one.end() for one in started] == [0, 0], started[0].errors[-3000:]
         for one in started:
-            assert one.found["found"] == expected and one.found["tried"] > 0
-            assert one.found["tried"] == started[0].found["tried"]
+            assert one.found["found"] == expected, of
+            tried = one.found["tried"]
+            assert tried == started[0].found["tried"] and tried["drafted_tokens"] > 0
+            if of == "states":
+                assert tried["accepted_tokens"] == tried["drafted_tokens"]
             assert "several processes: pass 'adaptive': False" in one.found["refused"]
     finally:
         finish(started)

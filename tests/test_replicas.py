@@ -112,7 +112,7 @@ def test_sizes_that_do_not_fit_the_mesh(params: Params) -> None:
     assert made.mesh is not None and dict(made.mesh.shape) == {"data": 2, "tp": 2}
 
 
-def test_streams_and_aborts(params: Params) -> None:
+def test_streams_aborts_and_rollouts(params: Params) -> None:
     llm = LLM(params, data_parallel_size=2, **SIZES)
     expected = tokens_of(llm.generate(PROMPTS, MIX[0], use_tqdm=False))
     found: dict[int, list[int]] = {i: [] for i in range(len(PROMPTS))}
@@ -128,5 +128,15 @@ def test_streams_and_aborts(params: Params) -> None:
     while llm.has_unfinished():
         done += llm.step()
     assert [out.request_id for out in done] == [second] and tokens_of(done) == [expected[1]]
+    asked = [dataclasses.replace(MIX[0], max_tokens=n) for n in (40, 8, 8, 40, 8, 40)]
+    whole = llm.generate(PROMPTS, asked, use_tqdm=False)
+    with llm.rollout(PROMPTS, asked, enough=2) as rollout:
+        groups = list(rollout)
+    assert {out.index for out in groups} < {1, 2, 4} and len(groups) == 2
+    assert all(out.unfinished for out in rollout.rest if out.index in (0, 3, 5))
+    again = llm.generate(rollout.rest, [asked[out.index] for out in rollout.rest], use_tqdm=False)
+    left = [out.index for out in rollout.rest]
+    assert sorted([*left, *[out.index for out in groups]]) == [*range(6)]
+    assert_same([*groups, *again], [whole[i] for i in [*[out.index for out in groups], *left]])
     assert_idle(llm)
     llm.close()

@@ -2,6 +2,7 @@
 that goes on as if it had not been.
 """
 
+import asyncio
 import pickle
 from collections.abc import Iterator
 from typing import Any
@@ -10,8 +11,9 @@ import numpy as np
 import pytest
 
 import jpaged
-from jpaged import LLM, RequestError, RequestOutput, SamplingParams
+from jpaged import LLM, AsyncLLM, RequestError, RequestOutput, SamplingParams
 from jpaged.engine.keys import fold_in
+from jpaged.rollout import AsyncRollout
 from tests import byte_tokenizer
 from tests.tiny import ENGINE, assert_idle, assert_same, config, make_params, make_prompts
 
@@ -157,6 +159,72 @@ def test_other_calls_step_and_a_rollout_is_cut_all_the_same(llm: LLM) -> None:
     outs = llm.generate(again.rest, asked, use_tqdm=False)
     assert_same(outs, [whole[0], whole[3]])
     assert_idle(llm)
+
+
+def test_tasks_have_rollouts_too() -> None:
+    """An AsyncLLM's yields the same groups, beside other tasks; a task that leaves its block, or is
+    cancelled in it, cuts what runs and has the rest; so does a loop that closes over it.
+    """
+    params = make_params(0, config(num_layers=1))
+    asked = [SamplingParams(n=2, max_tokens=n, ignore_eos=True) for n in (30, 6, 18, 9)]
+
+    async def work(llm: AsyncLLM, whole: list[RequestOutput]) -> None:
+        beside = asyncio.create_task(llm.complete(PROMPTS[0], asked[1]))
+        async with llm.rollout(PROMPTS, asked, enough=2, seed=5) as done:
+            with pytest.raises(RequestError, match="rest: there once"):
+                _ = done.rest
+            groups = [group async for group in done]
+            assert [group.index for group in groups] == [1, 3]
+        assert_same(groups, [whole[1], whole[3]])
+        assert [out.index for out in done.rest] == [0, 2] and all(o.unfinished for o in done.rest)
+        goes_on = [llm.complete(out, asked[out.index]) for out in done.rest]
+        assert_same(await asyncio.gather(*goes_on), [whole[0], whole[2]])
+        await beside
+
+        async with llm.rollout(PROMPTS, asked, enough=4, seed=5) as left:
+            firsts = [await anext(left)]
+        assert [out.index for out in left.rest] == sorted({0, 1, 2, 3} - {firsts[0].index})
+        kept: list[Any] = []
+        began = asyncio.Event()
+
+        async def endless() -> None:
+            async with llm.rollout(PROMPTS, asked, enough=4, seed=5) as done:
+                kept.append(done)
+                async for _ in done:
+                    began.set()
+                    await asyncio.sleep(1e9)
+
+        task = asyncio.create_task(endless())
+        await began.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert len(kept[0].rest) == 3
+        await asyncio.to_thread(forget, await llm.call(lambda made: made))
+        with pytest.raises(RequestError, match="enough=5"):
+            async with llm.rollout(PROMPTS, asked, enough=5):
+                pass
+        await llm.call(assert_idle_soon)
+
+    async def begin(llm: LLM) -> None:
+        jobs = llm.session.completions(PROMPTS, asked, (0, 0), "raise")
+        AsyncRollout(llm.session, llm.engine_thread(), jobs, enough=1, raises=True).start()
+
+    def forget(llm: LLM) -> None:
+        asyncio.run(begin(llm))  # whose loop is closed then
+
+    def assert_idle_soon(llm: LLM) -> None:
+        while llm.has_unfinished():
+            llm.step()
+        assert_idle(llm)
+
+    async def main() -> None:
+        made = LLM(params, **SETTINGS)
+        whole = made.generate(PROMPTS, asked, seed=5, use_tqdm=False)
+        async with AsyncLLM(made) as llm:
+            await work(llm, whole)
+
+    asyncio.run(main())
 
 
 def test_what_cannot_go_on_is_said(llm: LLM) -> None:

@@ -247,6 +247,31 @@ def test_the_same_bits_in_any_company() -> None:
     llm.close()
 
 
+@pytest.mark.own_steps
+@pytest.mark.middle
+def test_a_warmup_knows_how_score_will_be_called(params: Params) -> None:
+    """After it such calls compile nothing, longer and shorter lists of the same widths too."""
+    llm = served(params)
+    calls: Any = {"top_k": K, "at": 3, "entropy": True, "start": True}
+    assert llm.warmup(score=calls, use_tqdm=False) > 0
+    starts = [1, 4, 30, 5, 16]  # the first shares its step with others
+    with compiles() as names:
+        for width in (3, 32):
+            at = candidates(1, starts, width)
+            scores = llm.score(LISTS, start=starts, top_k=K, at=at, entropy=True)
+            check(scores, params, starts=starts, at=at)
+    assert [name for name in names if name.startswith("jit(prefill")] == []
+    for bad, said in (
+        ({"top": 3}, "score={'top': ...}: it has top_k, at, entropy, start"),
+        ({"top_k": 0}, "score={'top_k'}=0: must be at least 1"),
+        ({"at": 513}, "score={'at'}=513: must be at least 1 and at most 512"),
+        ({"start": [1]}, r"score={'start': \[1\]}: must be True or False"),
+    ):
+        with pytest.raises(jpaged.ConfigError, match=said):
+            llm.warmup(score=bad, use_tqdm=False)  # pyright: ignore[reportArgumentType]
+    llm.close()
+
+
 ROWS = [[0] * 2]  # candidates of [1, 2]
 
 
@@ -296,3 +321,5 @@ def test_refusals(params: Params) -> None:
             strict.score([[1, 2]], options)
     with pytest.raises(RequestError, match=r"strict=True has no steps for .*hidden"):
         strict.hidden([[1, 2]], None)
+    with pytest.raises(RequestError, match=r"strict=True has no steps for top_k"):
+        strict.warmup({"top_k": 2}, use_tqdm=False)

@@ -21,6 +21,7 @@ import pytest
 
 import jpaged
 from jpaged import LLM, Params, RequestError, SamplingParams, kept
+from jpaged.adapters import Adapters
 from jpaged.kept import sessions as kept_sessions
 from jpaged.session import Session
 from tests import byte_tokenizer
@@ -236,6 +237,28 @@ def test_arrays_that_are_replaced_meanwhile_are_not_taken_for_the_old(
     other.join(SECONDS)
     assert_equal(results[0], jpaged.generate(now, PROMPTS[1], LONG, engine_config=ENGINE))
     assert results[0][0].outputs[0].token_ids != alone[0].outputs[0].token_ids
+
+
+def test_an_adapter_is_one_version_to_calls_that_join(
+    weights: list[Params], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The very same tree in eight calls at once is read once, and has one slot."""
+    tree, made = make_lora(5), Adapters.made
+    reads: list[Any] = []
+
+    def slowly(self: Adapters, source: Any, name: str | None = None) -> Any:
+        reads.append(source)
+        time.sleep(0.05)
+        return made(self, source, name)
+
+    def generate() -> int:
+        (out,) = jpaged.generate(weights[0], PROMPTS[0], GREEDY, lora=tree, engine_config=ENGINE)
+        return out.adapter_version
+
+    monkeypatch.setattr(Adapters, "made", slowly)
+    versions = in_threads([generate] * 8)
+    assert len(set(versions)) == 1 and versions[0] > 0, versions
+    assert len(reads) == 1
 
 
 @pytest.mark.middle

@@ -2,13 +2,10 @@
 interrupts one. Stepping: the role of one thread, whatever interrupts it.
 """
 
-import contextlib
-import dis
 import signal
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,6 +13,7 @@ import pytest
 
 from jpaged import turns
 from jpaged.turns import FairLock, Stepping, Turns
+from tests.interrupts import interrupt_at
 
 SECONDS = 60.0  # after which a thread that should have ended hangs
 
@@ -161,39 +159,6 @@ def test_an_interrupt_of_who_waits_lets_nobody_in() -> None:
         assert holds == ["last"]
 
 
-# After these the interpreter looks whether a signal came.
-LOOKS = ("CALL", "RESUME", "JUMP_BACKWARD")
-
-
-@contextlib.contextmanager
-def interrupt_at(place: int) -> Iterator[None]:
-    """KeyboardInterrupt at the given one of the places at which a signal may strike a thread in
-    jpaged.turns, counted from 0.
-    """
-    left, last = place, dict[Any, int]()
-
-    def trace(frame: Any, event: str, _: Any) -> Any:
-        nonlocal left
-        if frame.f_code.co_filename != turns.__file__:
-            return None
-        frame.f_trace_opcodes = True
-        if event == "opcode":
-            code = frame.f_code.co_code
-            before, last[frame] = last.get(frame), frame.f_lasti
-            if before is not None and dis.opname[code[before]].startswith(LOOKS):
-                left -= 1
-                if left < 0:
-                    raise KeyboardInterrupt  # which ends the tracing too
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
-
-
 class Waiting:
     """A Waiter that counts how often it was woken."""
 
@@ -222,7 +187,7 @@ def test_an_interrupt_anywhere_gives_up_the_role() -> None:
     while was_interrupted:
         was_interrupted, stepping, second = False, Stepping(), Waiting()
         try:
-            with interrupt_at(place), stepping.role(Waiting()) as has:
+            with interrupt_at(place, turns), stepping.role(Waiting()) as has:
                 inside += has
         except KeyboardInterrupt:
             was_interrupted = True
@@ -250,7 +215,7 @@ def test_an_interrupt_anywhere_releases_it(kind: type[FairLock] | type[Turns]) -
     while was_interrupted:
         was_interrupted = False
         try:
-            with interrupt_at(place), lock.held():
+            with interrupt_at(place, turns), lock.held():
                 inside += 1
         except KeyboardInterrupt:
             was_interrupted = True

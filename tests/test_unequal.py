@@ -3,8 +3,10 @@ values of another width, keys as values, layers that read others' keys; with per
 and experts beside an MLP. Whatever happens to a sequence, its tokens are the dense model's.
 """
 
+import collections
 import dataclasses
 import functools
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +26,9 @@ from jpaged import (
     initial_lora,
     merged,
 )
+from jpaged.engine.shapes import PrefillShape
 from jpaged.errors import ConfigError
+from jpaged.models.forward import bind
 from jpaged.models.kv_groups import kv_groups, kv_places
 from jpaged.models.layers.attention import AttentionConfig
 from jpaged.models.layers.experts import ExpertsConfig
@@ -38,6 +42,8 @@ from jpaged.models.layers.router import RouterConfig
 from jpaged.runtime.choices import choose
 from jpaged.runtime.kv_cache import pool_specs
 from jpaged.runtime.mesh import Placement
+from jpaged.runtime.runner import Runner
+from kernels_cpu.library import unavailable
 from tests.tiny import EOS, assert_idle, dense_greedy, dense_logprobs, make_params, make_prompts
 from tests.tiny import engine as engine_config
 
@@ -195,6 +201,64 @@ def test_the_dense_models_tokens(is_swapped: bool) -> None:
         np.testing.assert_allclose(scores, expected, atol=1e-4)
     assert_idle(llm)
     llm.close()
+
+
+# Layers of widths that C++ kernels take, the last two of which read the keys of others.
+ALIKE = dataclasses.replace(
+    MODEL,
+    layers=[
+        dataclasses.replace(
+            layer, ffn=MLPConfig(intermediate_size=32), per_layer=PerLayerConfig(size=32)
+        )
+        for layer in (
+            _layer(dataclasses.replace(LOCAL, head_dim=32, value_norm=False)),
+            _layer(dataclasses.replace(FULL, head_dim=64, value_norm=False)),
+            _layer(_reads(dataclasses.replace(LOCAL, head_dim=32), 0)),
+            _layer(_reads(dataclasses.replace(FULL, head_dim=64), 1)),
+        )
+    ],
+)
+
+
+def test_readers_compute_the_last_tokens_alone() -> None:
+    """The last two of four layers, for 12 of 64 tokens, where nobody wants the states of others."""
+    settings = engine_config(max_num_seqs=12, seq_buckets=(12,), token_buckets=(64,)).resolve(ALIKE)
+    place = Placement(mesh=None, axis=None, device=jax.devices()[0])
+    runner = Runner(ALIKE, settings, place, bind(ALIKE, make_params(0, ALIKE)))
+    shape = PrefillShape(tokens=64, rows=12, tables=2, blocks=16)
+
+    def products(shape: PrefillShape) -> dict[int, int]:
+        """How many products with an MLP's weights there are for so many tokens."""
+        text = runner.compiled.lower(shape).as_text()
+        found = re.findall(r"dot_general.*tensor<(\d+)x32xf32>, tensor<64x32xf32>", text)
+        return dict(collections.Counter(map(int, found)))
+
+    layers, both = products(dataclasses.replace(shape, keeps_states=True)), products(shape)
+    assert set(layers) == {64} and set(both) == {64, 12}, (layers, both)
+
+
+@pytest.mark.middle
+def test_the_bits_of_a_prompt_that_is_scored() -> None:
+    """Also of a step with guesses, which draws after several tokens of a row: bits are those of the
+    steps that compute every token in every layer.
+    """
+    params, store = make_params(0, ALIKE, jnp.bfloat16), {"swap_space_gib": 0.01}
+    guesses = {"method": "ngram", "num_tokens": 4, "adaptive": False}
+    settings = dataclasses.replace(CROWDED, deterministic=unavailable() is None, **store)
+    prompts = [*PROMPTS, [7, 8, 9, 10] * 5]
+    found = []
+    for speculative in (None, guesses):
+        llm = LLM(params, **vars(dataclasses.replace(settings, speculative=speculative)))
+        for scores in (None, 0):
+            asked = dataclasses.replace(GREEDY, prompt_logprobs=scores)
+            outputs = llm.generate(prompts, asked, use_tqdm=False)
+            done = [output.outputs[0] for output in outputs]
+            bits = [x.token_logprobs.tobytes() if settings.deterministic else 0 for x in done]
+            found.append([(x.token_ids, y) for x, y in zip(done, bits, strict=True)])
+            llm.reset_prefix_cache()
+        assert speculative is None or llm.stats()["accepted_tokens"] > 0
+        llm.close()
+    assert all(others == found[0] for others in found[1:])
 
 
 def test_on_four_devices() -> None:

@@ -47,7 +47,7 @@ IGNORED = re.compile(r"rotary_emb\.inv_freq$|^lm_head\.weight$|\.(input|activati
 # Names of two versions of transformers for the parts of a model of text and images.
 # And of images and sound.
 OF_IMAGES = re.compile(
-    r"(model\.)?(vision_tower|multi_modal_projector|visual|vision_embedder|embed_vision"
+    r"(model\.)?(vision_tower|multi_modal_projector|mm_projector|visual|vision_embedder|embed_vision"
     r"|audio_tower|embed_audio)\."
 )
 OF_TEXT = re.compile(r"^(?:language_model\.(?=model\.|lm_head)|(model\.)language_model\.)")

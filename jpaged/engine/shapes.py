@@ -6,13 +6,13 @@ A shape is all that can make a step compile again.
 
 import bisect
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Literal, Self
 
 from jpaged.checks import JsonObject
 from jpaged.config import EngineConfig, has_draft_model, has_head_adapters
 from jpaged.engine.plan import Plan
-from jpaged.engine.scoring import WIDTHS
+from jpaged.engine.scoring import WIDTHS, Scoring
 
 MOST_MOVED = 64  # blocks of a move between pool and host: enough to fill a transfer
 MOST_STATES_MOVED = 4  # of those that hold a state, which has megabytes a layer
@@ -233,11 +233,16 @@ def _scoring(plan: Plan, config: EngineConfig) -> JsonObject:
     fields: dict[str, Any] = {"scores": bool(scored)}
     if scored:
         fields["scores_masked"] = bool([seq for seq in scored if seq.scores_form])
-    if not asked:
-        return fields
-    top = max([scoring.top_k for scoring in asked])
-    if top:  # beside it the lists of prompts' logprobs have room too
-        listed = max([seq.sampling_params.prompt_logprobs or 0 for seq in scored])
+    listed = max([seq.sampling_params.prompt_logprobs or 0 for seq in scored], default=0)
+    return fields | _asked(asked, config, listed) if asked else fields
+
+
+def _asked(asked: Sequence[Scoring], config: EngineConfig, listed: int = 0) -> JsonObject:
+    """Return the fields of a PrefillShape that say what more it returns of what it scores. listed:
+    the longest list of prompts' logprobs, which has room beside the likeliest tokens.
+    """
+    fields: dict[str, Any] = {}
+    if top := max([scoring.top_k for scoring in asked]):
         fields["top"] = _width(max(top, listed), config)
     if widest := max([scoring.num_candidates for scoring in asked]):
         fields["candidates"] = _width(widest, config)
@@ -247,6 +252,15 @@ def _scoring(plan: Plan, config: EngineConfig) -> JsonObject:
     skips = [scoring for scoring in asked if scoring.first and not scoring.hidden]
     fields["skips"] = bool(skips) and not config.strict
     return fields
+
+
+def scored_shapes(
+    table: Iterable[Shape], scoring: Scoring, config: EngineConfig
+) -> list[PrefillShape]:
+    """Return the prefills that score sequences so, in place of those of a table that score."""
+    fields = _asked([scoring], config)
+    prefills = [shape for shape in table if isinstance(shape, PrefillShape)]
+    return [dataclasses.replace(shape, **fields) for shape in prefills if shape.scores]
 
 
 def _width(count: int, config: EngineConfig) -> int:

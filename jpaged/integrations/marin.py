@@ -10,9 +10,7 @@ has in `rolloutengine.contracts` is imported when a RolloutModel is made.
 import asyncio
 import dataclasses
 import importlib
-import json
-import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from jpaged.errors import ConfigError, RequestError
@@ -20,6 +18,7 @@ from jpaged.llm import LLM
 from jpaged.openai.parts import Format, folded
 from jpaged.request.detokenizer import decode
 from jpaged.request.inputs import Chat
+from jpaged.request.served_turns import tokens_behind, told
 from jpaged.sampling_params import SamplingParams
 
 # What the options of a request may hold, beside `tools` and `chat_template_kwargs`, and what of it
@@ -78,7 +77,7 @@ class RolloutModel:
         variables = _variables(request.options)
         if request.assistant_message_index is None:
             ids = self.llm.session.inputs.render(
-                Chat(messages=_told(request.messages), template_kwargs=variables)
+                Chat(messages=told(request.messages), template_kwargs=variables)
             )
         else:
             ids = self._continued(request, request.assistant_message_index, variables)
@@ -104,33 +103,16 @@ class RolloutModel:
             metadata={"weight_versions": [tuple(span) for span in completion.weight_versions]},
         )
 
-    def _continued(
-        self, request: ModelRequest, index: int, variables: Mapping[str, Any]
-    ) -> list[int]:
+    def _continued(self, request: ModelRequest, index: int, variables: dict[str, Any]) -> list[int]:
         """Return the served tokens and those of what follows the message of this index."""
-        served, mark = list(request.prefix_token_ids), f"drawn{secrets.token_hex(8)}"
-        # The drawn message stands as a mark: however the template would write it again, its end
-        # is the first end of a turn after the mark.
-        messages = _told(request.messages)
-        messages[index] = _unread_calls(messages[index]) | {"role": "assistant", "content": mark}
-        text = self.llm.session.inputs.render_text(
-            Chat(messages=messages, template_kwargs=variables)
-        )
-        ends = {id: decode(self._tokenizer, [id], False) for id in self.llm.session.inputs.eos_ids}
-        last = ends.get(served[-1]) if served else None
-        _, *tails = text.split(mark)
-        tail = tails[0] if len(tails) == 1 else ""
-        written = [end for end in ([last] if last else ends.values()) if end in tail]
-        if not written:
-            raise self._contracts.RolloutContractError(
-                f"message {index}: the chat template writes it {len(tails)} times, or without "
-                f"{last or 'an end'!r} behind it, so that nothing can follow what was served"
+        served = list(request.prefix_token_ids)
+        last_id = served[-1] if served else None
+        try:
+            return served + tokens_behind(
+                self.llm.session.inputs, request.messages, index, last_id, variables
             )
-        end = min(written, key=tail.index)
-        rest = tail.partition(end)[2]
-        if last is None:  # it was cut: its end comes from the template
-            rest = end + rest
-        return served + list(self._tokenizer.encode(rest, add_special_tokens=False))
+        except RequestError as e:
+            raise self._contracts.RolloutContractError(str(e)) from e
 
 
 def _variables(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,33 +125,3 @@ def _variables(options: Mapping[str, Any]) -> dict[str, Any]:
             continue
         raise RequestError(f"options[{name!r}]={value!r}: RolloutModel does not support it")
     return variables
-
-
-def _told(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages as templates take them: the arguments of calls are objects, no JSON text."""
-    told = []
-    for message in messages:
-        message = dict(message)
-        if calls := message.get("tool_calls"):
-            message["tool_calls"] = [
-                {**call, "function": _parsed(call["function"])} for call in calls
-            ]
-        told.append(message)
-    return told
-
-
-def _parsed(function: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = function["arguments"]
-    is_text = isinstance(arguments, str)
-    return {**function, "arguments": json.loads(arguments) if is_text else arguments}
-
-
-def _unread_calls(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tool calls of a message without their arguments, which might hold the end of a
-    turn as text.
-    """
-    calls = [
-        {**call, "function": {**call["function"], "arguments": {}}}
-        for call in message.get("tool_calls") or ()
-    ]
-    return {"tool_calls": calls} if calls else {}

@@ -17,6 +17,7 @@ from jpaged.models.hf_config import read_hf, write_hf
 from jpaged.models.layers.attention import AttentionConfig
 from jpaged.models.layers.embedding import EMBED
 from jpaged.models.layers.experts import ExpertsConfig
+from jpaged.models.layers.latent import LatentConfig
 from jpaged.models.layers.layer import LayerConfig, check_layers
 from jpaged.models.layers.mlp import Activation, MLPConfig
 from jpaged.models.layers.norm import PLAIN_NORM, NormConfig
@@ -175,7 +176,7 @@ class ModelConfig:
     @property
     def num_heads(self) -> int:
         """H, of attention in every layer that has it."""
-        return self._same(AttentionConfig, "num_heads")
+        return self._same(AttentionConfig | LatentConfig, "num_heads")
 
     @property
     def num_kv_heads(self) -> int:
@@ -228,7 +229,7 @@ class ModelConfig:
         )
         return windows if any(windows) else ()
 
-    def _same(self, kind: type, name: str, default: int | None = None) -> Any:
+    def _same(self, kind: Any, name: str, default: int | None = None) -> Any:
         """Return what all parts of a kind have; AttributeError where they differ."""
         parts = (part for layer in self.layers for part in (layer.mixer, *layer.ffns))
         values = {getattr(part, name) for part in parts if isinstance(part, kind)}
@@ -310,6 +311,13 @@ class ModelConfig:
             return records
         ((record,),) = records
         return ((self.draft_head.keeps(record, self.hidden_size),),)
+
+    @property
+    def num_keeping(self) -> int:
+        """How many layers there are up to the last of which the cache holds something. Those after
+        it read what others keep, so that the states of a token matter to that token alone.
+        """
+        return 1 + max([i for i, layer in enumerate(self.layers) if layer.keeps()], default=-1)
 
     @property
     def has_state(self) -> bool:

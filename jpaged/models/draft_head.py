@@ -12,6 +12,8 @@ from jpaged.models.param_spec import Init, ParamSpec
 from jpaged.models.record import Field, Record
 
 STATES = 3  # hidden states of a position that `fc` joins
+# A mesh splits what `fc` gives: devices put it together again.
+FC = ParamSpec("fc.weight", "E, E+E", "fc.weight", split="E")
 TARGET_HIDDEN = "target_hidden"  # in the cache: what `fc` made of the model's at each position
 
 
@@ -22,7 +24,8 @@ class HeadConfig:
     target_hidden_size: of the model that it guesses for. aux_layers: the layers of that model whose
     inputs the head takes; the number of layers stands for the output of the last. () is the
     published default: 2, half of the layers, all but 3. draft_vocab_size: how many tokens it can
-    guess. draft_tokens: their ids as int32 bytes, b"" where they are all that the model has.
+    guess. draft_tokens: their ids as int32 bytes, b"" where they are all that the model has; then a
+    mesh pads and splits its output head as the model's.
     has_embed, has_lm_head: where it has none, those of the model serve. norm_before_residual: the
     output of attention is added to the normed hidden states.
     """
@@ -50,7 +53,7 @@ class HeadConfig:
         sizes: of the axes of its ModelConfig. layers: the parameters of its one layer, as a model
         has them. norm_init: how the scale of a norm begins.
         """
-        yield ParamSpec("fc.weight", "E, A", "fc.weight").placed(sizes)
+        yield dataclasses.replace(FC, axes="E, A").placed(sizes)
         if self.has_embed:
             yield EMBED.placed(sizes)
         for spec in layers:
@@ -64,7 +67,9 @@ class HeadConfig:
             yield spec
         yield ParamSpec("norm.scale", "E", "model.norm.weight", norm_init).placed(sizes)
         if self.has_lm_head:
-            yield ParamSpec("lm_head.weight", "W, E", "lm_head.weight").placed(sizes)
+            tokens = "W" if self.draft_tokens else "V"
+            head = ParamSpec("lm_head.weight", f"{tokens}, E", "lm_head.weight", split=tokens)
+            yield head.placed(sizes)
 
     def keeps(self, record: Record, hidden_size: int) -> Record:
         """Return what the cache holds for a head whose layer alone would keep this record."""
@@ -76,7 +81,7 @@ class HeadConfig:
         slot.
         """
         widest = 2 * STATES * self.target_hidden_size + 8 * hidden_size
-        guesses = 4 * step.sequences * (vocab_size + step.tokens)
+        guesses = 4 * step.sequences * (vocab_size + self.draft_vocab_size + step.tokens)
         return Scratch(shared=step.rows * 2 * widest + guesses)
 
 
@@ -106,7 +111,7 @@ class MTPConfig:
         """Yield its parameters: see HeadConfig.params. It embeds and guesses by the model's."""
         for name in ("embed_norm", "hidden_norm"):
             yield ParamSpec(f"{name}.scale", "E", f"{name}.weight", norm_init).placed(sizes)
-        yield ParamSpec("fc.weight", "E, E+E", "fc.weight").placed(sizes)
+        yield FC.placed(sizes)
         yield from layers
         yield ParamSpec("norm.scale", "E", "model.norm.weight", norm_init).placed(sizes)
 
@@ -124,5 +129,5 @@ class MTPConfig:
 
 
 def _with_hidden(record: Record, hidden_size: int) -> Record:
-    hidden = Field(TARGET_HIDDEN, (hidden_size,))
+    hidden = Field(TARGET_HIDDEN, (hidden_size,), split=0)
     return dataclasses.replace(record, fields=(*record.fields, hidden))

@@ -47,8 +47,7 @@ class EagleHead(DraftHead):
 
     def joined(self, states: list[Array], step: StepContext) -> Array:
         """Return one hidden state [..., T, E] of those of the model's layers."""
-        with jax.named_scope("fc"):
-            return self.fc(jnp.concatenate(states, axis=-1), step)
+        return self.through_fc(jnp.concatenate(states, axis=-1), step)
 
     def __call__(
         self,
@@ -80,8 +79,8 @@ class EagleHead(DraftHead):
             return x + layer.ffn(layer.around_ffn.taken(x), step), kv
 
     def logits(self, target: Forward, x: Array, step: StepContext) -> Array:
-        """Return f32 logits [..., V] over the model's whole vocabulary for what the layer gave;
-        -inf for tokens that the head cannot guess.
+        """Return f32 logits [..., V] over the model's vocabulary for what the layer gave, -inf for
+        tokens that the head cannot guess; on a mesh the device's share of them.
         """
         x = self.norm(x)
         if self.head is None:
@@ -91,10 +90,12 @@ class EagleHead(DraftHead):
         if not self.config.draft_tokens:
             return logits
         tokens_W = np.frombuffer(self.config.draft_tokens, np.int32)
+        logits = step.gathered(logits, len(tokens_W))
         # A gather: XLA:CPU scatters one value at a time.
         place_V = np.full(self.vocab_size, len(tokens_W), np.int32)
         place_V[tokens_W] = np.arange(len(tokens_W))
         none = jnp.full((*logits.shape[:-1], 1), -jnp.inf, jnp.float32)
+        place_V = step.share(jnp.asarray(place_V))
         return jnp.take(jnp.concatenate([logits, none], axis=-1), place_V, axis=-1)
 
 

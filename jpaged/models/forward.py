@@ -6,8 +6,9 @@ keys and values are kept as they attend. Everything else is the same code.
 """
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +24,25 @@ from jpaged.models.layers.layer import Layer, scaled
 from jpaged.models.layers.linear import Linear, StepContext
 from jpaged.models.layers.norm import RMSNorm
 from jpaged.models.layers.per_layer import PerLayerInputs
-from jpaged.models.layers.rope import Rotary
+from jpaged.models.layers.rope import RopeConfig, Rotary
 from jpaged.models.param_spec import Parameter
 from jpaged.models.params import parameters
 from jpaged.models.trees import to_tree
 
 IN_TRAINING = StepContext()
+
+
+class Last(NamedTuple):
+    """The tokens of a step after which something is drawn: layers past `num_keeping` compute these
+    alone.
+
+    index_R: int32, their places among the step's tokens. step: their context. view: makes of the
+    step's view that in which each of them is a row of one token.
+    """
+
+    index_R: Array
+    step: StepContext
+    view: Callable[[KVView], KVView]
 
 
 @jax.tree_util.register_dataclass
@@ -79,21 +93,28 @@ class Forward:
         kv: KVView | None,
         taps: tuple[int, ...] = (),
         step: StepContext = IN_TRAINING,
+        last: Last | None = None,
     ) -> tuple[Array, KVView, list[Array]]:
         """Like __call__, and also returns the residual stream [..., T, E] entering each layer in
         `taps` (num_layers: leaving the last one, before the final norm).
+
+        last: the hidden states [R, E] of these of packed tokens [T] are returned, in place of all;
+        None, or a model whose last layer keeps something: all.
         """
+        assert last is None or not taps, "a head takes those of all tokens"
         length = step.max_len or tokens.shape[-1]
-        ropes = dict.fromkeys(layer.rope for layer in self.layers)
-        rotaries = {
-            rope: None if rope is None else Rotary.at(rope, positions, length) for rope in ropes
-        }
+        rotaries = self._rotaries(positions, length)
         with jax.named_scope("embed"):
             x = scaled(self.embed(tokens, step), self.config.embedding_scale)
         inputs = None if self.per_layer is None else self.per_layer(tokens, x, step)
         view: KVView = dense_view(self.config, x) if kv is None else kv
         entering: list[Array] = []
         for i, (layer, at) in enumerate(zip(self.layers, kv_places(self.config), strict=True)):
+            if last is not None and i == self.config.num_keeping:
+                of_last = functools.partial(jnp.take, indices=last.index_R, axis=0, mode="clip")
+                x, inputs = jax.tree.map(of_last, (x, inputs))
+                rotaries = self._rotaries(of_last(positions), length)
+                step, view = last.step, last.view(view)
             entering.append(x)
             # The index is an argument of what is traced: layers of one form share one trace.
             places = tuple(Place(group, np.int32(index)) for group, index in at)
@@ -101,6 +122,13 @@ class Forward:
             x, view = _run_layer(layer, x, step.in_layer(i), rotary, view, places, of_layer)
         entering.append(x)
         return self.norm(x), view, [entering[i] for i in taps]
+
+    def _rotaries(self, positions: Array, length: int) -> dict[RopeConfig | None, Rotary | None]:
+        """Return the rotation of every kind of layer at these positions."""
+        ropes = dict.fromkeys(layer.rope for layer in self.layers)
+        return {
+            rope: None if rope is None else Rotary.at(rope, positions, length) for rope in ropes
+        }
 
     def logits(self, x: Array, step: StepContext = IN_TRAINING) -> Array:
         """f32 logits [..., V] of final hidden states [..., E]."""

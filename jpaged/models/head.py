@@ -2,10 +2,12 @@
 
 import dataclasses
 
+import jax
+from jax import Array
 from jax.typing import DTypeLike
 
 from jpaged.models.layers.layer import Layer
-from jpaged.models.layers.linear import Linear
+from jpaged.models.layers.linear import Linear, StepContext
 from jpaged.models.layers.norm import RMSNorm
 
 
@@ -18,6 +20,14 @@ class DraftHead:
     fc: Linear
     layer: Layer
     norm: RMSNorm
+
+    def through_fc(self, x: Array, step: StepContext) -> Array:
+        """Return what `fc` makes of x [..., T, A]: whole hidden states [..., T, E] on every
+        device.
+        """
+        assert self.norm.scale is not None
+        with jax.named_scope("fc"):
+            return step.gathered(self.fc(x, step), self.norm.scale.shape[-1])
 
     @property
     def dtype(self) -> DTypeLike:

@@ -21,11 +21,16 @@ def read_hf(raw: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises ConfigError for any architecture or option outside the families, by name.
     """
-    raw = _text_part(raw)
-    model_type = str(raw.get("model_type"))
+    raw = _as_family(_text_part(raw))
+    named = raw.get("architectures")
+    architecture = named[0] if isinstance(named, list | tuple) and named else named
+    if raw.get("model_type") is None:
+        like = [f.model_type for f in FAMILIES.values() if f.architecture == architecture]
+        meant = " or ".join(map(repr, like)) or "such as 'qwen3'"
+        raise ConfigError(f"the Hugging Face config has no 'model_type': its family, {meant}")
+    model_type = str(raw["model_type"])
     family = FAMILIES.get(model_type)
-    named = raw.get("architectures") or (family.architecture if family else model_type)
-    architecture = named[0] if isinstance(named, list | tuple) else named
+    architecture = architecture or (family.architecture if family else model_type)
     if family is None or architecture != family.architecture:
         named = [(f.architecture, *(f.text_of or ())[1:]) for f in FAMILIES.values()]
         built = ", ".join(sorted({name for names in named for name in names}))
@@ -60,7 +65,7 @@ def read_hf(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def format_of(raw: Mapping[str, Any]) -> Format | None:
     """The format of weights that are not plain; ConfigError for one that is not read."""
-    raw = _text_part(raw)
+    raw = _as_family(_text_part(raw))
     family = FAMILIES.get(str(raw.get("model_type")))
     stacked = None if family is None else family.stacked_experts
     are_alternate = stacked is not None and stacked.alternate
@@ -74,7 +79,7 @@ def _text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     if not parts or not isinstance(text, Mapping):
         return raw
     named = raw.get("architectures") or [None]
-    parts = [f for f in parts if f.text_of and named[0] in (None, f.text_of[1])]
+    parts = [f for f in parts if f.text_of and named[0] in (None, *f.text_of[1:])]
     if not parts:
         return raw
     model_type = parts[0].model_type if len(parts) == 1 else text.get("model_type")
@@ -88,6 +93,13 @@ def _text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     shared = ("eos_token_id", "tie_word_embeddings", "quantization_config")
     names = {"model_type": family.model_type, "architectures": [family.architecture]}
     return {**text, **{key: raw[key] for key in shared if key in raw}, **names}
+
+
+def _as_family(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a config under its family's model_type, where it has another one of the family's."""
+    families = (f for f in FAMILIES.values() if raw.get("model_type") in f.also)
+    family = next(families, None)
+    return raw if family is None else {**raw, "model_type": family.model_type}
 
 
 def write_hf(config: Any) -> dict[str, Any]:

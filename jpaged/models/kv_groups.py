@@ -9,8 +9,9 @@ from jax import Array
 from jpaged.models.config import ModelConfig
 from jpaged.models.kv_view import DenseKV, FirstState
 from jpaged.models.layers.attention import AttentionConfig
+from jpaged.models.layers.latent import LatentConfig
 from jpaged.models.layers.layer import LayerConfig
-from jpaged.models.record import Record
+from jpaged.models.record import KEYS_AND_VALUES, LATENT, Record
 from jpaged.models.rows import Rows
 from kernels_pallas.paged_attention.interface import AttentionOptions
 
@@ -34,18 +35,26 @@ class KVGroup:
 
     @property
     def num_kv_heads(self) -> int:
-        """K."""
-        return self.record["keys"].shape[0]
+        """K; 1 of latents."""
+        return 1 if self.record.is_latent else self.record["keys"].shape[0]
 
     @property
     def head_dim(self) -> int:
-        """D, the width of a key."""
-        return self.record["keys"].shape[1]
+        """D, the width of a key; of latents, that of a latent and its rotated key."""
+        return sum(self.vectors) if self.record.is_latent else self.vectors[0]
 
     @property
     def value_dim(self) -> int:
-        """The width of a value."""
-        return self.record["values"].shape[1]
+        """The width of a value; of latents, that of a latent."""
+        return self.vectors[0] if self.record.is_latent else self.vectors[1]
+
+    @property
+    def vectors(self) -> tuple[int, int]:
+        """The widths of the two vectors that the cache holds of a token and a KV head: of a key and
+        a value, or of a latent and a rotated key.
+        """
+        first, second = LATENT if self.record.is_latent else KEYS_AND_VALUES
+        return self.record[first].shape[-1], self.record[second].shape[-1]
 
 
 def kv_groups(config: ModelConfig) -> tuple[KVGroup, ...]:
@@ -64,7 +73,8 @@ def _reach_of(layer: LayerConfig, record: Record) -> tuple[int | None, int | Non
     """Return the window of what a layer keeps, and the heads that look at it."""
     if record.per == "block":
         return STATE_WINDOW, None
-    assert isinstance(layer.mixer, AttentionConfig), "what is kept of each token is attended to"
+    attends = isinstance(layer.mixer, AttentionConfig | LatentConfig)
+    assert attends, "what is kept of each token is attended to"
     return layer.mixer.window, layer.mixer.num_heads
 
 
@@ -88,7 +98,7 @@ def attention_options(config: ModelConfig) -> list[set[AttentionOptions]]:
     """
     options: list[set[AttentionOptions]] = [set() for _ in kv_groups(config)]
     for layer, places in zip(config.layers, kv_places(config), strict=True):
-        if isinstance(layer.mixer, AttentionConfig):
+        if isinstance(layer.mixer, AttentionConfig | LatentConfig):
             for group, _ in places:
                 options[group].add(layer.mixer.options)
     return options
@@ -99,8 +109,7 @@ def dense_view(config: ModelConfig, x: Array) -> DenseKV:
     batch, length = x.shape[:-2], x.shape[-2]
 
     def keys_and_values(group: KVGroup) -> tuple[Array, Array]:
-        widths = (group.head_dim, group.value_dim)
-        k, v = ((*x.shape[:-1], group.num_kv_heads, width) for width in widths)
+        k, v = ((*x.shape[:-1], group.num_kv_heads, width) for width in group.vectors)
         return jnp.zeros(k, x.dtype), jnp.zeros(v, x.dtype)
 
     def first_state(group: KVGroup) -> FirstState:

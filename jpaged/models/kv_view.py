@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.errors import UnsupportedError
-from jpaged.models.layers.heads import Heads
+from jpaged.models.layers.heads import Heads, LatentHeads
 from jpaged.models.rows import Rows, Slots, State
 from kernels_pallas.paged_attention.interface import AttentionOptions, unknown_options
 
-OPTIONS = ("scale", "soft_cap", "window", "value_dim", "sinks")  # that dense attention has
+# Those that dense attention has.
+OPTIONS = ("scale", "soft_cap", "window", "value_dim", "sinks", "latent")
 
 
 @jax.tree_util.register_dataclass
@@ -38,9 +39,9 @@ class KVView(Protocol):
     Where its record names what is `replayed`, it hands that over too, so that rows may guess.
     """
 
-    def write(self, place: Place, qkv: Any, heads: Heads) -> tuple[Any, Self]:
-        """Keep these tokens' keys and values: q, k, v = heads(qkv). Returns q [..., H, D] and the
-        view with k and v in it. qkv: one product, or that of values apart: see Heads.
+    def write(self, place: Place, qkv: Any, heads: Heads | LatentHeads) -> tuple[Any, Self]:
+        """Keep these tokens' keys and values, or latents and rotated keys: q, k, v = heads(qkv).
+        Returns q [..., H, D] and the view with k and v in it. qkv: what `heads` takes.
         """
         ...
 
@@ -102,13 +103,13 @@ class DenseKV:
     """The keys and values of the tokens at hand and no others, for training: causal by index. Every
     sequence begins at its first token, and no state outlives the call.
 
-    newest: by group, the keys and values [..., T, K, D] that were last written, or the first state
-    of a mixer with one. `kv_groups.dense_view` makes an empty one.
+    newest: by group, the keys and values [..., T, K, D] that were last written, or latents and
+    rotated keys, or the first state of a mixer with one. `kv_groups.dense_view` makes an empty one.
     """
 
     newest: tuple[tuple[Any, Any] | FirstState, ...]
 
-    def write(self, place: Place, qkv: Any, heads: Heads) -> tuple[Any, Self]:
+    def write(self, place: Place, qkv: Any, heads: Heads | LatentHeads) -> tuple[Any, Self]:
         """See KVView."""
         q, k, v = heads(qkv)
         at = place.group
@@ -122,6 +123,8 @@ class DenseKV:
         written = self.newest[place.group]
         assert not isinstance(written, FirstState)
         k, v = written
+        if options.latent:
+            k, v = jnp.concatenate([k, v], axis=-1), k
         if reason := unknown_options(options, OPTIONS):
             raise UnsupportedError(f"dense attention: {reason}")
         if options.soft_cap is not None or sinks is not None or k.shape != v.shape:

@@ -78,8 +78,8 @@ class MTPHead(DraftHead):
         """
         with jax.named_scope("embed"):
             embedded = self.embed_norm(target.embed(tokens, step).astype(hidden.dtype))
-        with jax.named_scope("fc"):
-            x = self.fc(jnp.concatenate([embedded, self.hidden_norm(hidden)], axis=-1), step)
+        pair = jnp.concatenate([embedded, self.hidden_norm(hidden)], axis=-1)
+        x = self.through_fc(pair, step)
         rotary, rope = None, self.layer.rope
         if rope is not None:
             rotary = Rotary.at(rope, positions, step.max_len or tokens.shape[-1])

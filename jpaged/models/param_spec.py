@@ -21,14 +21,16 @@ class Part(NamedTuple):
 
     name: "q" of "layers.{i}.attention.qkv" is the part "layers.{i}.attention.q". axes: of the part
     within our tensor; the parts are concatenated along the one axis on which they differ.
-    interleaved: how many of the first rows of each head (the last of its output axes) a Hugging
-    Face file holds in pairs: its rows 2i and 2i + 1 are our rows i and interleaved/2 + i.
+    interleaved: how many rows of each head (the last of its output axes) a Hugging Face file holds
+    in pairs, from row `first` on: its rows first + 2i and first + 2i + 1 are our rows first + i and
+    first + interleaved/2 + i.
     """
 
     name: str
     axes: str
     hf_name: str
     interleaved: int = 0
+    first: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +45,8 @@ class ParamSpec:
     has a standard deviation of 0.02, "residual" that divided by the root of the number of residual
     additions. split: the letter of the axis that a tensor-parallel mesh axis splits; None: every
     device holds the whole. in_f32: it is kept in f32, whatever the dtype of the model.
-    is_quantized: whether quantization= may store it in 8 or 4 bits, if it is a linear weight.
+    is_quantized: whether quantization= may store it in 8 or 4 bits, if it is a linear weight; None:
+    if a mesh splits it, which leaves routers and gates plain.
     layer: the number that replaces {i}. sizes: (letter, size) pairs. `placed` sets the last two.
     """
 
@@ -53,7 +56,7 @@ class ParamSpec:
     init: Init = "normal"
     split: str | None = None
     in_f32: bool = False
-    is_quantized: bool = True
+    is_quantized: bool | None = None
     layer: int | None = None
     sizes: tuple[tuple[str, int], ...] = ()
 
@@ -86,6 +89,12 @@ class ParamSpec:
     def is_multiplied(self) -> bool:
         """Whether it is a linear weight."""
         return bool(self.sides[1])
+
+    @property
+    def may_be_quantized(self) -> bool:
+        """Whether it is a linear weight that may be in 8 or 4 bits."""
+        wanted = self.split is not None if self.is_quantized is None else self.is_quantized
+        return self.is_multiplied and wanted
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -147,9 +156,9 @@ class ParamSpec:
         if not part.interleaved:
             return None
         outputs = self.shape_of(part.axes.partition(",")[0])
-        head = np.arange(outputs[-1])
-        pairs = head[: part.interleaved].reshape(-1, 2)
-        head = np.concatenate([pairs[:, 0], pairs[:, 1], head[part.interleaved :]])
+        head, end = np.arange(outputs[-1]), part.first + part.interleaved
+        pairs = head[part.first : end].reshape(-1, 2)
+        head = np.concatenate([head[: part.first], pairs[:, 0], pairs[:, 1], head[end:]])
         firsts = np.arange(0, math.prod(outputs), outputs[-1])
         return (firsts[:, None] + head).reshape(-1)
 

@@ -27,6 +27,7 @@ from jpaged.models.layers.attention import AttentionConfig
 from jpaged.models.layers.conv import ConvConfig
 from jpaged.models.layers.delta import DeltaConfig
 from jpaged.models.layers.experts import ExpertsConfig
+from jpaged.models.layers.latent import LatentConfig
 from jpaged.models.layers.layer import LayerConfig
 from jpaged.models.layers.mlp import MLPConfig
 from jpaged.models.layers.norm import PLAIN_NORM
@@ -71,6 +72,18 @@ EVERYTHING = (
         ),
     ),
     LayerConfig(mixer=ConvConfig(channels=1, bias=True), ffn=None),
+    LayerConfig(
+        mixer=LatentConfig(
+            num_heads=1,
+            latent_dim=1,
+            rope_dim=2,
+            content_dim=1,
+            value_dim=1,
+            query_latent_dim=1,
+            bias=True,
+        ),
+        ffn=None,
+    ),
     LayerConfig(
         mixer=None,
         ffn=ParallelFFNConfig(

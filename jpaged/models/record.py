@@ -3,6 +3,10 @@
 import dataclasses
 from typing import Any, Literal
 
+# The names of fields that kernels of attention read and write, as a pair in one pool.
+KEYS_AND_VALUES, LATENT = ("keys", "values"), ("latent", "rotated_key")
+PAIRS = (KEYS_AND_VALUES, LATENT)
+
 
 @dataclasses.dataclass(frozen=True)
 class Field:
@@ -37,5 +41,10 @@ class Record:
 
     @property
     def has_keys(self) -> bool:
-        """Whether a kernel of attention reads and writes it: it has keys and values."""
-        return any(field.name == "keys" for field in self.fields)
+        """Whether a kernel of attention reads and writes it: it has one of PAIRS."""
+        return any(field.name in (first for first, _ in PAIRS) for field in self.fields)
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether that is a latent and a rotated key, which all heads share."""
+        return any(field.name == LATENT[0] for field in self.fields)

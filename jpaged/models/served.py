@@ -55,7 +55,7 @@ def served_form(
     devices of a tensor axis split the parameter. ConfigError where it has no whole groups.
     """
     inputs = spec.sides[1]
-    if quantization is None or not inputs or spec.split is None or not spec.is_quantized:
+    if quantization is None or not spec.may_be_quantized:
         return None
     form = FORMS[quantization]
     if spec.split == "V":
@@ -80,7 +80,7 @@ def stored_shapes(spec: ParamSpec, stored: Format, dtype: Any) -> QuantizedWeigh
     alone.
     """
     is_expert = spec.sides[0][:1] == ["X"]
-    is_plain = not spec.is_multiplied or not spec.is_quantized or spec.split in (None, "V")
+    is_plain = not spec.may_be_quantized or spec.split == "V"
     if is_plain or (stored.only_experts and not is_expert):
         return None
     shape, num_outputs, form = spec.shape, len(spec.sides[0]), stored.form

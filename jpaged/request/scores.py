@@ -2,13 +2,14 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import TypedDict
 
 import numpy as np
 
 from jpaged.checks import check_whole
 from jpaged.engine.scoring import WIDTHS, Scoring
 from jpaged.engine.sequence import Request
-from jpaged.errors import RequestError
+from jpaged.errors import ConfigError, RequestError
 from jpaged.types import IntArrays, Structured
 
 MOST = WIDTHS[-1]  # likeliest tokens, and candidates, of a row
@@ -37,6 +38,40 @@ class Scores:
 
 # What `score` returns: the logprobs alone, with the greedy flags, or all that is known.
 ScoreResult = list[np.ndarray] | tuple[list[np.ndarray], list[np.ndarray]] | list[Scores]
+
+
+class ScoreCalls(TypedDict, total=False):
+    """How `score` will be called, for a warm-up: with top_k, with so many candidates `at` a row,
+    with entropy, with a start. What is left out will not be passed.
+    """
+
+    top_k: int
+    at: int
+    entropy: bool
+    start: bool
+
+
+def scoring_of(calls: ScoreCalls) -> Scoring:
+    """Return what such calls ask of a sequence. Raises ConfigError."""
+    names = ScoreCalls.__annotations__
+    if unknown := [name for name in calls if name not in names]:
+        raise ConfigError(f"score={{{unknown[0]!r}: ...}}: it has {', '.join(names)}")
+    for name in ("top_k", "at"):
+        if name in calls:
+            try:
+                check_whole(f"score={{{name!r}}}", calls[name], 1, MOST)
+            except RequestError as e:
+                raise ConfigError(str(e)) from None
+    for name in ("entropy", "start"):
+        if not isinstance(value := calls.get(name, False), bool):
+            raise ConfigError(f"score={{{name!r}: {value!r}}}: must be True or False")
+    candidates = np.zeros((0, calls["at"]), np.int32) if "at" in calls else None
+    return Scoring(
+        first=int(calls.get("start", False)),
+        top_k=calls.get("top_k", 0),
+        candidates=candidates,
+        entropy=calls.get("entropy", False),
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

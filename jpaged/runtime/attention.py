@@ -17,7 +17,7 @@ from jpaged.combinations import Facts, check_combination
 from jpaged.config import EngineConfig
 from jpaged.errors import UnsupportedError
 from jpaged.models.kv_groups import KVGroup
-from jpaged.models.layers.heads import Heads
+from jpaged.models.layers.heads import Heads, LatentHeads
 from kernels_pallas.implementation import CUDA, before_ampere, capability_of
 from kernels_pallas.paged_attention import IMPLEMENTATIONS
 from kernels_pallas.paged_attention.interface import AttentionOptions, Options, Shapes
@@ -33,14 +33,15 @@ log = logging.getLogger("jpaged")
 class Kernel:
     """An implementation of paged attention for one device's shapes; see `choose_kernel`.
 
-    name: key of IMPLEMENTATIONS. value_dim: the width of a value where it is not that of a key.
+    name: key of IMPLEMENTATIONS. vectors: the widths of the two vectors that the pool holds of a KV
+    head: of a key and a value (None: as wide as the key), or of a latent and a rotated key.
     interpret: it is a Pallas kernel that runs on a CPU. writes_heads: one kernel norms and rotates
     queries and keys and writes keys and values to the pool.
     """
 
     name: str
     shapes: Shapes
-    value_dim: int | None = None
+    vectors: tuple[int, int | None]
     interpret: bool = False
     writes_heads: bool = False
 
@@ -57,12 +58,12 @@ class Kernel:
     @property
     def pool_layout(self) -> PoolLayout:
         """The layout of a token's keys and values in the pool of one device."""
-        return _layout(self.name, self.shapes, self.value_dim)
+        return self.module.pool_layout(self.shapes.num_kv_heads, *self.vectors)
 
     def write(
         self,
-        qkv_TKXD: Array,
-        heads: Heads,
+        qkv_TKXD: Any,
+        heads: Heads | LatentHeads,
         pool: Any,
         layer: Array | int,
         slot_mapping_T: Array,
@@ -74,6 +75,7 @@ class Kernel:
         q, k, v = heads(qkv). slot_mapping_T: see `kernels_pallas.paged_attention.kv_write`.
         """
         if self.writes_heads:
+            assert isinstance(heads, Heads), "latents are prepared by XLA"
             return self._write_heads(qkv_TKXD, heads, pool, layer, slot_mapping_T, num_layers)
         q_THD, k_TKD, v_TKV = heads(qkv_TKXD)
         with jax.named_scope("write_kv"):
@@ -147,18 +149,21 @@ def choose_kernel(
         head_dim=group.head_dim,
         block_size=config.block_size,
         num_heads=group.num_heads // shards,
-        num_kv_heads=group.num_kv_heads // shards,
+        num_kv_heads=group.num_kv_heads // (1 if group.record.is_latent else shards),
         num_rows=config.num_rows,
         blocks_per_row=config.max_blocks_per_seq,
     )
-    value_dim = None if group.value_dim == group.head_dim else group.value_dim
+    first, second = group.vectors
+    # Latents and rotated keys lie in one row also where they are equally wide.
+    is_plain = first == second and not group.record.is_latent
+    vectors = (first, None if is_plain else second)
     if config.attention != "auto":
         reason = _unsupported(config.attention, shapes, options, device)
         check_combination(Facts(config=config, no_kernel=reason or ""))
         kernel = Kernel(
             name=config.attention,
             shapes=shapes,
-            value_dim=value_dim,
+            vectors=vectors,
             interpret=not IMPLEMENTATIONS[config.attention].is_compiled_for(device.platform),
         )
         return _fused(kernel, unfused, device)
@@ -171,7 +176,7 @@ def choose_kernel(
                     _warn_of_xla(refused, device)
                 elif (capability_of(device) or 0) >= BLACKWELL:
                     _warn_of_blackwell(name, device)
-                kernel = Kernel(name=name, shapes=shapes, value_dim=value_dim)
+                kernel = Kernel(name=name, shapes=shapes, vectors=vectors)
                 return _fused(kernel, unfused, device)
             log.info("attention='auto': not %s (%s)", name, reason)
             refused.append(f"{name}: {reason}")
@@ -192,12 +197,6 @@ def _fused(kernel: Kernel, unfused: str | None, device: Any) -> Kernel:
     if reason is not None:
         log.info("attention is prepared by XLA (%s)", reason)
     return dataclasses.replace(kernel, writes_heads=reason is None)
-
-
-def _layout(name: str, shapes: Shapes, value_dim: int | None) -> PoolLayout:
-    """Return the layout of one device's pool under an implementation."""
-    module = IMPLEMENTATIONS[name].module()
-    return module.pool_layout(shapes.num_kv_heads, shapes.head_dim, value_dim)
 
 
 def _warn_of_xla(refused: list[str], device: Any) -> None:

@@ -23,6 +23,7 @@ from jpaged.models.layers.attention import AttentionConfig
 from jpaged.models.layers.conv import ConvConfig
 from jpaged.models.layers.delta import DeltaConfig
 from jpaged.models.layers.experts import ExpertsConfig
+from jpaged.models.layers.latent import LatentConfig
 from jpaged.models.layers.layer import LayerConfig
 from jpaged.models.layers.linear import DeltaRule, ExpertProducts
 from jpaged.models.layers.per_layer import TABLE
@@ -135,6 +136,8 @@ def choose(
             and all(kernel is None or kernel.is_batch_invariant for kernel in kernels)
             and states_are_alike
             and all(map(_is_state_invariant, served.layers))
+            # XLA multiplies by what makes keys and values of latents, head by head.
+            and not any(isinstance(layer.mixer, LatentConfig) for layer in served.layers)
         ),
     )
 
@@ -151,7 +154,8 @@ def _is_state_invariant(layer: LayerConfig) -> bool:
 def unfused(model: ModelConfig, layers: tuple[int, ...]) -> str | None:
     """Return why no kernel prepares attention in these layers; None: one can."""
     mixers = (model.layers[i].mixer for i in layers)
-    reasons = (mixer.unfused for mixer in mixers if isinstance(mixer, AttentionConfig))
+    kinds = AttentionConfig | LatentConfig
+    reasons = (mixer.unfused for mixer in mixers if isinstance(mixer, kinds))
     return next((reason for reason in reasons if reason is not None), None)
 
 

@@ -221,7 +221,7 @@ class CompiledSteps:
         count = min(bucket.tokens, self.setting.num_replayed)
         if not count or not isinstance(bucket, PrefillShape | ReplayShape):
             return (), ()
-        pools = [p for p in self.setting.own_pools if p.group.record.per == "block"]
+        pools = [p for p in self.setting.pools if p.group.record.per == "block"]
         specs = tuple(pool.replayed_specs(self.placement) for pool in pools)
         shapes = tuple(
             {name: self._struct(x.shape, x.dtype, of_pool[name]) for name, x in forms.items()}

@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
 from jpaged.checks import read_json
+from jpaged.combinations import Facts, check_combination
 from jpaged.config import ROWS, EngineConfig, reads_mtp_head
 from jpaged.engine.shapes import SAMPLERS, PrefillShape, Shape
 from jpaged.errors import ConfigError
@@ -107,6 +108,7 @@ def plan_memory(
     if draft is not None:
         guesses = ModelConfig.coerce(draft)
         draft_dtype, kept_in = settings.dtype or stored_dtype(draft), settings.quantization
+        check_combination(Facts(draft=guesses, devices=placement.axis_size))
         if guesses.is_head:
             guesses, draft_dtype, kept_in = fitted(guesses, model), dtype, None
         served_draft = served_config(guesses, placement.axis_size)
@@ -320,7 +322,9 @@ def plan_within(
     needs = dataclasses.replace(needs, temporaries=needs.temporaries + kept)
     if draft is not None:
         more = bound(share_of(draft, probe.placement.axis_size), config, probe.pools[-1].dtype)
-        needs = dataclasses.replace(needs, temporaries=needs.temporaries + more.temporaries)
+        copied = probe.compiled.setting.copied_bytes
+        temporaries = needs.temporaries + more.temporaries + copied
+        needs = dataclasses.replace(needs, temporaries=temporaries)
     largest = pool.of(pool.in_use or 0)
     largest = largest if limits.pool is None else min(largest, limits.pool)
     is_cpu = probe.placement.device.platform == "cpu"
@@ -373,7 +377,8 @@ def probe_runner(
 
     params: the serving tree, or ShapeDtypeStructs with shardings in its place.
     """
-    few = states_a_row(config) if model.has_state else None
+    models = [model] if draft is None else [model, draft[0]]
+    few = states_a_row(config) if any(of.has_state for of in models) else None
     config = dataclasses.replace(config, num_blocks=config.max_blocks_per_seq, num_states=few)
     return Runner(model, config, placement, params, draft, choices)
 

@@ -3,7 +3,8 @@
 Entry p of a row needs the hidden state of position p and the token after it. A step that computes
 tokens [a, b) therefore stores the hidden states of positions [a, b) in the pool, and writes entries
 [a - 1, b - 1). The hidden state of position a - 1 is in the pool already: an earlier step stored
-it, or the row that wrote the block of a prefix hit.
+it, or the row that wrote the block of a prefix hit. Devices that share the model each store a share
+of a hidden state.
 
 Entries that are missing or stale (after a prompt's last token, a prefix hit, a fork, a preemption
 or a refused guess) are written by the row's next step. Two rows whose contexts part at the very end
@@ -108,6 +109,7 @@ class HeadSteps:
         row_T, positions_T = _places(packed, is_decode=is_decode)
         at = (packed.block_tables_GSM[-1], self.setting.config.block_size, num_rows(pool))
         slots_T = slot_mapping(row_T, positions_T, *at)
+        hidden_TE = self.context(packed.num_rows).share(hidden_TE)
         return pool | {TARGET_HIDDEN: write_kv(pool[TARGET_HIDDEN], 0, hidden_TE, slots_T)}
 
     def _hidden_at(self, pool: Pool, packed: Packed, position_S: Array) -> Array:
@@ -117,7 +119,9 @@ class HeadSteps:
         slots_S = slot_mapping(rows_S, jnp.maximum(position_S, 0), *at)
         hidden = pool[TARGET_HIDDEN]
         flat = hidden.reshape(-1, hidden.shape[-1])
-        return jnp.take(flat, slots_S, axis=0, mode="clip")
+        hidden_SE = jnp.take(flat, slots_S, axis=0, mode="clip")
+        step = self.context(packed.num_rows)
+        return step.gathered(hidden_SE, self.setting.model.hidden_size)
 
 
 def _places(packed: Packed, *, is_decode: bool) -> tuple[Array, Array]:

@@ -5,12 +5,14 @@ A pool is a dict of arrays, one a field of PoolSpec.record:
     pool[field.name] [Lg * N, *field.shape]    row l * N + b is block b of the group's l-th layer
 
 so one block table serves all layers of a group, and no slice of a pool is ever taken. What moves
-blocks is a tree map over the fields. Keys and values are one field, "kv": [P, rows, width], P slots
-of one token each, as the kernel lays them out; in 8 bits their "scales" are another.
+blocks is a tree map over the fields. Keys and values, or latents and rotated keys, are one field,
+"kv": [P, rows, width], P slots of one token each, as the kernel lays them out; in 8 bits their
+"scales" are another.
 """
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +27,7 @@ from jpaged.config import EngineConfig
 from jpaged.engine.cache.block_manager import GroupSize
 from jpaged.models.config import ModelConfig
 from jpaged.models.kv_groups import KVGroup, kv_groups
-from jpaged.models.record import Field, Record
+from jpaged.models.record import PAIRS, Field, Record
 from jpaged.runtime.attention import Kernel
 from jpaged.runtime.memory import GroupCost, window_share
 from jpaged.runtime.mesh import Placement
@@ -65,7 +67,7 @@ class PoolSpec:
             fields += self._keys_and_values
         slots = (self.block_size,) if kept.per == "token" else ()
         for field in kept.fields:
-            if field.name not in ("keys", "values"):
+            if field.name not in itertools.chain(*PAIRS):
                 split = None if field.split is None else len(slots) + field.split
                 dtype = self.dtype if field.dtype is None else jnp.dtype(field.dtype)
                 fields.append(Field(field.name, (*slots, *field.shape), split=split, dtype=dtype))
@@ -75,13 +77,15 @@ class PoolSpec:
     def _keys_and_values(self) -> list[Field]:
         assert self.kernel is not None
         layout, P = self.kernel.pool_layout, self.block_size
-        kv = (P, self.shards * layout.rows, layout.width)
-        fields = [Field("kv", kv, split=1, dtype=self.kv_dtype or self.dtype)]
+        # A latent is of all heads: every device that holds some of them has it.
+        shards, split = (1, None) if self.group.record.is_latent else (self.shards, 1)
+        kv = (P, shards * layout.rows, layout.width)
+        fields = [Field("kv", kv, split=split, dtype=self.kv_dtype or self.dtype)]
         if self.kv_dtype is not None:
             # A device's scales lie together, whatever their last axis is.
             lines, columns = layout.scales(P)
-            shape = (lines, self.shards * columns)
-            fields.append(Field("scales", shape, split=1, dtype=jnp.dtype(jnp.float32)))
+            shape = (lines, shards * columns)
+            fields.append(Field("scales", shape, split=split, dtype=jnp.dtype(jnp.float32)))
         return fields
 
     @property

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jpaged.models.kv_view import Place
-from jpaged.models.layers.heads import Heads
+from jpaged.models.layers.heads import Heads, LatentHeads
 from jpaged.models.rows import Rows, Slots, State
 from jpaged.runtime.kv_cache import Pool, PoolSpec, num_rows
 from kernels_pallas.paged_attention.interface import AttentionOptions
@@ -62,7 +62,7 @@ class PagedKV:
     specs: tuple[PoolSpec, ...] = dataclasses.field(metadata={"static": True})
     is_decode: bool = dataclasses.field(metadata={"static": True})
 
-    def write(self, place: Place, qkv: Array, heads: Heads) -> tuple[Array, Self]:
+    def write(self, place: Place, qkv: Any, heads: Heads | LatentHeads) -> tuple[Array, Self]:
         """See models.kv_view.KVView."""
         at, (spec, view) = place.group, self._keys_at(place)
         assert spec.kernel is not None
@@ -128,6 +128,30 @@ class PagedKV:
         view = dataclasses.replace(view, replayed=kept)
         groups = (*self.groups[: place.group], view, *self.groups[place.group + 1 :])
         return dataclasses.replace(self, groups=groups)
+
+    def of_tokens(self, index_R: Array, count: Array) -> Self:
+        """Return the view in which each of these tokens of the step is a row of its own, as of a
+        decode, for layers that keep nothing and read what was written.
+
+        index_R: int32, places among the packed tokens. count: how many are real, before the
+        padding.
+        """
+        size = index_R.shape[0]
+        row_R, position_R = located(self.query_start_loc_S1, self.context_lens_S, index_R)
+        is_real_R = jnp.arange(size, dtype=jnp.int32) < count
+        groups: list[GroupView | StateView] = []
+        for group in self.groups:
+            if isinstance(group, GroupView):
+                table_RM = jnp.take(group.block_table_SM, row_R, axis=0, mode="clip")
+                group = dataclasses.replace(group, block_table_SM=table_RM, prepared=None)
+            groups.append(group)
+        return dataclasses.replace(
+            self,
+            groups=tuple(groups),
+            context_lens_S=jnp.where(is_real_R, position_R + 1, 0),
+            query_start_loc_S1=jnp.arange(size + 1, dtype=jnp.int32),
+            is_decode=True,
+        )
 
     @property
     def replayed(self) -> tuple[State, ...]:
@@ -246,12 +270,16 @@ def _state_view(
 
 def locate(start_loc_S1: Array, context_lens_S: Array, num_tokens: int) -> tuple[Array, Array]:
     """Return the row and position of each packed token; row S and position -1 for padding."""
+    return located(start_loc_S1, context_lens_S, jnp.arange(num_tokens, dtype=jnp.int32))
+
+
+def located(start_loc_S1: Array, context_lens_S: Array, index_R: Array) -> tuple[Array, Array]:
+    """Return the same of the packed tokens at these places."""
     ends_S = start_loc_S1[1:]
-    tokens_T = jnp.arange(num_tokens, dtype=jnp.int32)
-    row_T = jnp.sum(ends_S[None, :] <= tokens_T[:, None], axis=1, dtype=jnp.int32)
+    row_R = jnp.sum(ends_S[None, :] <= index_R[:, None], axis=1, dtype=jnp.int32)
     offset_S = context_lens_S - ends_S  # the row's last token ends both its chunk and its context
-    positions_T = tokens_T + jnp.take(offset_S, row_T, mode="clip")
-    return row_T, jnp.where(row_T < ends_S.shape[0], positions_T, -1)
+    positions_R = index_R + jnp.take(offset_S, row_R, mode="clip")
+    return row_R, jnp.where(row_R < ends_S.shape[0], positions_R, -1)
 
 
 def slot_mapping(

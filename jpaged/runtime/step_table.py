@@ -11,12 +11,14 @@ from typing import Any, Literal
 from tqdm import tqdm
 
 from jpaged.config import EngineConfig
+from jpaged.engine.scoring import Scoring
 from jpaged.engine.shapes import (
     PrefillShape,
     ReplayShape,
     Shape,
     moved_blocks,
     padded_blocks,
+    scored_shapes,
     shape_table,
 )
 from jpaged.runtime.compiled_steps import CompiledSteps
@@ -86,11 +88,16 @@ def warmup(
     *,
     tokens: int | None = None,
     rows: int | None = None,
+    scoring: Scoring | None = None,
     use_tqdm: bool = False,
 ) -> float:
-    """Compile the steps of the table that are not compiled yet, in parallel; return the seconds."""
+    """Compile the steps of the table that are not compiled yet, in parallel; return the seconds.
+    scoring: also those that score so.
+    """
     started, config = time.perf_counter(), steps.setting.config
     table = step_table(steps.setting, tokens=tokens, rows=rows)
+    if scoring is not None:
+        table += scored_shapes(table, scoring, config)
     # The largest first: they take longest.
     jobs: list[Any] = [functools.partial(steps.__getitem__, bucket) for bucket in reversed(table)]
     if config.swap_space_gib:

@@ -18,10 +18,18 @@ from jax import Array
 from jpaged.config import EngineConfig
 from jpaged.engine.layout import CONTROLS, input_sections, output_sections
 from jpaged.engine.packing import PAD_TOKEN
-from jpaged.engine.shapes import DecodeShape, DraftShape, PrefillShape, Shape, most_replayed
+from jpaged.engine.shapes import (
+    DecodeShape,
+    DraftShape,
+    PrefillShape,
+    SampleShape,
+    Shape,
+    most_replayed,
+)
 from jpaged.models.config import ModelConfig
-from jpaged.models.forward import Forward
+from jpaged.models.forward import Forward, Last
 from jpaged.models.head_modules import Head
+from jpaged.models.kv_view import KVView, Place
 from jpaged.models.layers.linear import StepContext
 from jpaged.models.layers.low_rank import AdapterTable
 from jpaged.models.param_spec import MeshAxis
@@ -89,18 +97,32 @@ class StepSetting:
         return self.pools if self.draft is None else self.pools[: -len(self.draft.pools)]
 
     @property
+    def pools_by_model(self) -> tuple[tuple[PoolSpec, "StepSetting"], ...]:
+        """Each pool, with the setting of the model whose layers it is of."""
+        pools = tuple((pool, self) for pool in self.own_pools)
+        return pools if self.draft is None else (*pools, *self.draft.pools_by_model)
+
+    @property
     def num_replayed(self) -> int:
         """How many tokens of a step are kept for a replay of its states; 0 where nothing guesses,
         or no layer has a state.
         """
-        has_state = any(pool.group.record.replayed for pool in self.own_pools)
+        has_state = any(pool.group.record.replayed for pool in self.pools)
         return most_replayed(self.config) if has_state else 0
 
     @property
     def replayed_bytes(self) -> int:
         """The bytes on a device of what one step keeps for a replay."""
-        forms = [p.replayed(self.num_replayed, shards=p.shards) for p in self.own_pools]
+        forms = [p.replayed(self.num_replayed, shards=p.shards) for p in self.pools]
         return sum(x.size * x.dtype.itemsize for form in forms for x in form.values())
+
+    @property
+    def copied_bytes(self) -> int:
+        """The bytes on a device of the states that a draft model's guesses go on from."""
+        pools = () if self.draft is None else self.draft.pools
+        states = [pool.device_block_bytes for pool in pools if pool.group.record.per == "block"]
+        assert self.config.seq_buckets is not None
+        return self.config.seq_buckets[-1] * sum(states)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -159,8 +181,9 @@ def make_step(bucket: Shape, setting: StepSetting) -> Callable[..., Any]:
     donated to it. params: the StepParams that `uses` names. A draft model computes all that the
     model computes, so that each block of its pools is of the same tokens as the model's.
 
-    replayed: by group with states, what the tokens leave for a replay: rows with guesses write no
-    state, until it is known which guesses are right. () where nothing guesses.
+    replayed: by group with states, the draft model's too, what the tokens leave for a replay: rows
+    with guesses write no state, until it is known which guesses are right. () where nothing
+    guesses.
     """
     decode = _make_forward if bucket.sampler is None else _make_decode
     makers = {"prefill": _make_prefill, "sample": _make_sample, "decode": decode}
@@ -184,6 +207,15 @@ class _Step:
             for name, s in sections.items()
         }
 
+    def drawn_lens(self, sample: Array) -> Array:
+        """Return the lengths of the contexts after which the sample step draws, 0 for padding.
+        sample: its inputs, packed.
+        """
+        assert self.to.config.seq_buckets is not None
+        shape = SampleShape(rows=self.to.config.seq_buckets[-1])
+        lens = input_sections(shape, self.to.config)[0]["context_lens"]
+        return sample[lens.offset : lens.offset + lens.shape[0]]
+
     def pack(self, outputs: dict[str, Array]) -> Array:
         sections, _ = output_sections(self.bucket, self.to.config)
         return jnp.concatenate([_cast(outputs[name], np.int32).reshape(-1) for name in sections])
@@ -203,6 +235,17 @@ class _Step:
         tables = None if params.adapters is None else own_tables(params.adapters)
         return self.to.context(num_rows, slot_T, tables)
 
+    def skips_to_last(self, most: int) -> bool:
+        """Return whether layers that keep nothing leave out tokens after which nothing is drawn.
+        most: tokens after which something can be. Scores of prompts and heads take hidden states of
+        all tokens.
+        """
+        bucket, model = self.bucket, self.to.model
+        assert isinstance(bucket, PrefillShape)
+        takes_all = bucket.scores or bucket.keeps_states or self.to.has_head
+        keeps_nothing = model.num_keeping < model.num_layers
+        return keeps_nothing and not takes_all and most < bucket.tokens
+
     @property
     def own(self) -> slice:
         """The slice of all pools, and of all block tables, that belongs to this model."""
@@ -210,17 +253,25 @@ class _Step:
         return slice(-count, None) if self.is_draft else slice(count)
 
     def advance(
-        self, params: StepParams, kv: tuple[Any, ...], packed: Packed, slot_T: Array | None = None
+        self,
+        params: StepParams,
+        kv: tuple[Any, ...],
+        packed: Packed,
+        slot_T: Array | None = None,
+        last: "_Places | None" = None,
     ) -> "_Advanced":
-        """Run the model on these tokens. slot_T: as in context."""
+        """Run the model on these tokens. slot_T: as in context. last: the places of those whose
+        hidden states are wanted; None is all of them.
+        """
         assert params.model is not None
         view, _, positions_T = self.view(kv, packed)
         context = self.context(params, packed.num_rows, slot_T)
+        wanted = None if last is None else self._last(params, last, slot_T)
         x_TE, written, states = params.model.tapped(
-            packed.tokens_T, jnp.maximum(positions_T, 0), view, self.to.taps, context
+            packed.tokens_T, jnp.maximum(positions_T, 0), view, self.to.taps, context, wanted
         )
         assert isinstance(written, PagedKV)
-        pools = written.pools
+        pools, replayed = written.pools, written.replayed
         if isinstance(params.draft, Head):
             head = HeadSteps(self.to.draft, params.draft, params.model)
             states = states or [x_TE]
@@ -229,9 +280,22 @@ class _Step:
             assert self.to.draft is not None
             step = _Step(dataclasses.replace(self.bucket, loras=0), self.to.draft, is_draft=True)
             with jax.named_scope("draft"):
-                pools += step.advance(StepParams(model=params.draft), kv, packed).pools
-        replayed = written.replayed if self.to.num_replayed and not view.is_decode else ()
+                followed = step.advance(StepParams(model=params.draft), kv, packed)
+            pools, replayed = pools + followed.pools, replayed + followed.replayed
+        if view.is_decode or not self.to.num_replayed:
+            replayed = ()
         return _Advanced(context, x_TE, pools, replayed)
+
+    def _last(self, params: StepParams, last: "_Places", slot_T: Array | None) -> Last:
+        """Return the tokens at these places, as layers that keep nothing take them."""
+        index_R, count = last
+        slot_R = None if slot_T is None else jnp.take(slot_T, index_R, mode="clip")
+
+        def view(kv: KVView) -> KVView:
+            assert isinstance(kv, PagedKV)
+            return kv.of_tokens(index_R, count)
+
+        return Last(index_R, self.context(params, count, slot_R), view)
 
     def logits(self, params: StepParams, context: StepContext, x: Array) -> Array:
         """Return the logits of final hidden states: this device's share of each row."""
@@ -264,11 +328,20 @@ class _Step:
         return view, row_T, positions_T
 
 
+class _Places(NamedTuple):
+    """Places among a step's tokens, one for each draw; samples of a prompt have the same.
+    num_real: so many are no padding.
+    """
+
+    index_R: Array
+    num_real: Array
+
+
 class _Advanced(NamedTuple):
     """What the model made of a step's tokens.
 
-    context: of the step. x_TE: their hidden states. pools: all of them, with the tokens' keys,
-    values and states. replayed: see make_step.
+    context: of the step. x_TE: their hidden states, or those of the wanted ones. pools: all of
+    them, with the tokens' keys, values and states. replayed: see make_step.
     """
 
     context: StepContext
@@ -277,13 +350,54 @@ class _Advanced(NamedTuple):
     replayed: tuple[Any, ...] = ()
 
 
+class _GuessStep(_Step):
+    """The step of a draft model that guesses. Its guesses may be wrong, so they change no state of
+    the pools: row i goes on from a copy, block i of `copied`.
+    """
+
+    def unpack(self, packed: Array) -> dict[str, Array]:
+        """Return the inputs, with the blocks of the copies in the tables of groups with states."""
+        fields = super().unpack(packed)
+        tables_GSM = fields["block_tables"]
+        for group in self._groups_of_states:
+            row_SM = jax.lax.broadcasted_iota(jnp.int32, tables_GSM.shape[1:], 0)
+            tables_GSM = tables_GSM.at[group].set(row_SM)
+        return fields | {"block_tables": tables_GSM}
+
+    def copied(self, kv: tuple[Pool, ...], rows: RowState, packed: Array) -> tuple[Pool, ...]:
+        """Return the model's own pools, with a pool of the rows' states in place of each pool of
+        states.
+        """
+        fields, pools = super().unpack(packed), list(kv)
+        last_S, context_lens_S = _next_inputs(fields, rows)
+        inputs, _ = _one_each(fields, last_S, context_lens_S)
+        view, _, _ = self.view(kv, inputs)
+        for at, spec in enumerate(self.to.own_pools):
+            if spec.group.record.per == "block":
+                layers = [view.slots(Place(at, i)).read() for i in range(spec.num_layers)]
+                pools[at] = jax.tree.map(lambda *states: jnp.concatenate(states), *layers)
+        return tuple(pools)
+
+    @property
+    def _groups_of_states(self) -> list[int]:
+        """The groups of states among all tables, of which a draft model's are the last."""
+        groups = [spec.group.record.per == "block" for spec in self.to.own_pools]
+        return [i - len(groups) for i, is_state in enumerate(groups) if is_state]
+
+
 class _HeadStep(_Step):
     """The step of a head, which guesses beside the model that it takes embeddings from."""
 
     def advance(
-        self, params: StepParams, kv: tuple[Any, ...], packed: Packed, slot_T: Array | None = None
+        self,
+        params: StepParams,
+        kv: tuple[Any, ...],
+        packed: Packed,
+        slot_T: Array | None = None,
+        last: "_Places | None" = None,
     ) -> _Advanced:
-        assert isinstance(params.draft, Head) and params.model is not None and slot_T is None
+        assert isinstance(params.draft, Head) and params.model is not None
+        assert slot_T is None and last is None
         (pool,) = kv
         x_SE, pool = HeadSteps(self.to, params.draft, params.model).guess(packed, pool)
         return _Advanced(self.to.context(packed.num_rows), x_SE, (pool,))
@@ -320,14 +434,16 @@ def _make_prefill(step: _Step) -> Callable[..., Any]:
             start_loc_S1[-1],
             fields.get("guesses"),
         )
-        _, x_TE, kv, replayed = step.advance(params, kv, inputs, slot_T)
+        last = _Places(fields["logits_indices"], _last_row(step.drawn_lens(fields["sample"])))
+        skips = step.skips_to_last(last.index_R.shape[0])
+        _, x_TE, kv, replayed = step.advance(params, kv, inputs, slot_T, last if skips else None)
         # What follows does not fuse into the last norm: a token's bits are those of a prefill that
         # scores its prompt.
         x_TE, out = jax.lax.optimization_barrier(x_TE), None
         assert isinstance(step.bucket, PrefillShape)
         if step.bucket.scores:
             out = step.pack(_score_prompt(step, params, x_TE, fields, row_T, slot_T, mask_TW))
-        hidden_RE = jnp.take(x_TE, fields["logits_indices"], axis=0, mode="clip")
+        hidden_RE = x_TE if skips else jnp.take(x_TE, last.index_R, axis=0, mode="clip")
         states_TE = x_TE if step.bucket.keeps_states else None
         return kv, hidden_RE, fields["sample"], out, replayed, states_TE
 
@@ -339,14 +455,13 @@ def _make_replay(step: _Step) -> Callable[..., Any]:
         params: StepParams, kv: tuple[Pool, ...], replayed: tuple[State, ...], packed: Array
     ) -> tuple[Pool, ...]:
         fields, pools, kept = step.unpack(packed), list(kv), iter(replayed)
-        context = step.to.context(None)
-        for at, spec in enumerate(step.to.own_pools):
+        for at, (spec, to) in enumerate(step.to.pools_by_model):
             if spec.group.record.per != "block":
                 continue
             tokens, pool, start_loc = next(kept), pools[at], fields["query_start_loc"]
             blocks = (fields["read_blocks"][at], fields["written_blocks"][at])
             for index, layer in enumerate(spec.group.layers):
-                mixer: Any = step.to.model.layers[layer].mixer
+                mixer: Any = to.model.layers[layer].mixer
                 read_S, written_S = (spec.slots(pool, index, block_S) for block_S in blocks)
                 rows = PackedRows(start_loc, fields["starts"], read_S, written_S)
                 of_layer = {
@@ -354,7 +469,7 @@ def _make_replay(step: _Step) -> Callable[..., Any]:
                     for name, x in tokens.items()
                 }
                 with jax.named_scope("replay"):
-                    pool = mixer.replay(of_layer, pool, rows, context)
+                    pool = mixer.replay(of_layer, pool, rows, to.context(None))
             pools[at] = pool
         return tuple(pools)
 
@@ -443,17 +558,24 @@ def _make_decode(step: _Step) -> Callable[..., Any]:
 
 def _make_draft(step: _Step) -> Callable[..., Any]:
     assert step.to.draft is not None
-    is_head, count = step.to.has_head, len(step.to.own_pools)
-    kind = _HeadStep if is_head else _Step
-    decode = _make_decode(kind(step.bucket, step.to.draft, is_draft=True))
+    count = len(step.to.own_pools)
+    kind = _HeadStep if step.to.has_head else _GuessStep
+    guess = kind(step.bucket, step.to.draft, is_draft=True)
+    decode = _make_decode(guess)
 
     def draft(params: StepParams, kv: tuple[Pool, ...], rows: RowState, packed: Array):
-        # What it keeps of its rows is nobody's.
-        guessing = params
-        if isinstance(params.draft, Forward):
+        before, guessing = kv[count:], params
+        if isinstance(guess, _GuessStep):
+            assert isinstance(params.draft, Forward)
             guessing = StepParams(model=params.draft)
-        state, out = decode(guessing, DeviceState(kv=kv[count:], rows=rows), packed)
-        return (*kv[:count], *state.kv), out
+            before = guess.copied(before, rows, packed)
+        # What it keeps of its rows is nobody's.
+        state, out = decode(guessing, DeviceState(kv=before, rows=rows), packed)
+        written = [
+            unchanged if spec.group.record.per == "block" else after
+            for spec, unchanged, after in zip(guess.to.pools, kv[count:], state.kv, strict=True)
+        ]
+        return (*kv[:count], *written), out
 
     return draft
 

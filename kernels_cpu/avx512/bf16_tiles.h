@@ -16,7 +16,7 @@ class PackedTiles {
   static constexpr int64_t kSlots = kTile;
   static constexpr bool kAllHeads = false, kFetches = false;
 
-  PackedTiles(const Problem& p, const Item& item) : D_(p.D), V_(p.V), rows_(item.count * p.G) {
+  PackedTiles(const Problem& p, const Item& item) : D_(p.D), V_(p.V), value_(p.ValueAt()), rows_(item.count * p.G) {
     static thread_local Memory q, v;
     q_ = Scratch<bf16>(q, (rows_ + 3) / 4 * 4 * D_), v_ = Scratch<bf16>(v, kTile * V_);
   }
@@ -25,7 +25,7 @@ class PackedTiles {
 
   void Enter(const Tile<bf16>& tile) {  // v [32][V][2 slots]
     auto wide = [this](const bf16* key, int64_t d) {
-      return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(key + D_ + d)));
+      return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(key + value_ + d)));
     };
     for (int64_t i = 0; i < kTile; i += 2) {
       for (int64_t d = 0; d < V_; d += 16) {
@@ -116,7 +116,7 @@ class PackedTiles {
     }
   }
 
-  int64_t D_, V_, rows_;
+  int64_t D_, V_, value_, rows_;
   bf16 *q_, *v_;
 };
 
@@ -131,19 +131,26 @@ class SlotTiles {
   static constexpr bool kAllHeads = true, kFetches = true;
 
   SlotTiles(const Problem& p, const Item& item)
-      : q_(p.q + (item.token * p.H + item.head * p.G) * p.D), heads_(item.heads), G_(p.G), D_(p.D), V_(p.V) {}
+      : q_(p.q + (item.token * p.H + item.head * p.G) * p.D),
+        heads_(item.heads),
+        G_(p.G),
+        D_(p.D),
+        V_(p.V),
+        width_(p.Width()),
+        apart_(p.Apart()),
+        value_(p.ValueAt()) {}
 
   void SetQuery(int64_t, const bf16*) {}  // the item's query rows lie together, from q_ on
 
   void Enter(const Tile<bf16>& tile) {
-    int64_t lines = heads_ * (D_ + V_) / 32;
+    int64_t lines = heads_ * width_ / 32;
     ahead_ = {tile.next, lines, kTile * lines / (2 * heads_ * G_ * tile.slots / 16) + 1};
   }
 
   void Score(const Tile<bf16>& tile, int64_t, float* scores) {
     for (int64_t g = 0; g < G_; g += kMostHeads) {
       auto score = kScore[std::min(kMostHeads, G_ - g) - 1];
-      score(q_ + g * D_, G_, tile.keys, tile.slots, heads_, D_, D_ + V_, scores + g * kTile, ahead_);
+      score(q_ + g * D_, G_, tile.keys, tile.slots, heads_, D_, apart_, scores + g * kTile, ahead_);
     }
   }
 
@@ -163,7 +170,7 @@ class SlotTiles {
                                      : n == 3 ? &WeighRows<3, 1>
                                      : n == 2 ? &WeighRows<2, 1>
                                               : &WeighRows<1, 1>);
-        int64_t offset = r / G_ * (D_ + V_) + D_ + d;
+        int64_t offset = r / G_ * apart_ + value_ + d;
         weigh(weights + r * kTile, tile.keys, offset, tile.slots, o + r * V_ + d, V_, alpha + r);
         d += size;
       }
@@ -272,7 +279,7 @@ class SlotTiles {
                                                                   &ScoreHeads<7>, &ScoreHeads<8>};
 
   const bf16* q_;
-  int64_t heads_, G_, D_, V_;
+  int64_t heads_, G_, D_, V_, width_, apart_, value_;
   Ahead ahead_;
 };
 

@@ -43,7 +43,9 @@ class AttentionOptions:
 
     scale: factor of the scores. soft_cap: c of c * tanh(score / c), None for plain scores. window:
     tokens that a query sees, itself included; None for the whole context. value_dim: Dv, the width
-    of a value where it is not D. sinks: each head has one more score, the operand sinks_H.
+    of a value where it is not D. sinks: each head has one more score, the operand sinks_H. latent:
+    what the pool holds of a KV head is a latent of value_dim numbers and a rotated key: both
+    together are its key, of D numbers, and the latent is its value (arXiv:2405.04434).
 
     `unknown_options` names those that an implementation does not have: it is never called with one.
     """
@@ -53,10 +55,20 @@ class AttentionOptions:
     window: int | None = None
     value_dim: int | None = None
     sinks: bool = False
+    latent: bool = False
 
     def value_width(self, head_dim: int) -> int:
         """Return the width of a value beside keys of head_dim."""
         return head_dim if self.value_dim is None else self.value_dim
+
+    def places(self, head_dim: int) -> tuple[int, slice]:
+        """Return how many numbers the pool holds of a head beside padding, of which the first
+        head_dim are its key, and where in them its value is.
+        """
+        width = self.value_width(head_dim)
+        if self.latent:
+            return head_dim, slice(0, width)
+        return head_dim + width, slice(head_dim, head_dim + width)
 
 
 def unknown_options(attention: AttentionOptions, known: Collection[str]) -> str | None:

@@ -17,7 +17,8 @@ class PoolLayout:
 
     K0, V0, K1, V1, ... are each padded to `head_width`; as many as fit stand side by side in a row.
     Where values are of another width than keys, a row is one head instead: its key, which is
-    `key_width` wide, its value, and padding; head_width is then that of the row.
+    `key_width` wide, its value, and padding; head_width is then that of the row. So is a row of
+    latents: in place of the key a latent, in place of the value a rotated key.
 
     slots_last: in a pool of 8 bits, a block's scales are [scale of a token, slot] instead of [slot,
     scale of a token], with slots padded to whole `lanes`.

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 from kernels_pallas.paged_attention.interface import Options, kv_heads_of, unknown_options
 from kernels_pallas.paged_attention.pool_layout import ScaledPool
 
-OPTIONS = ("scale", "soft_cap", "window", "value_dim", "sinks")
+OPTIONS = ("scale", "soft_cap", "window", "value_dim", "sinks", "latent")
 QUERIES = 256  # computed together; bounds the memory of their scores
 
 
@@ -32,8 +32,9 @@ def prefill(
     """Causal attention of packed queries over paged keys and values, [T, H, V] in q's dtype.
 
     pool [L*N, P, 2K, D]: row layer*N + b is block b of a layer, axis 2 is K0, V0, K1, V1, ...;
-    [L*N, P, K, D + V], a head's key and then its value, where their widths differ. Query head h
-    reads KV head h // G. A ScaledPool stands for its values times their scales.
+    [L*N, P, K, D + V], a head's key and then its value, where their widths differ; [L*N, P, K, D],
+    a latent of V numbers and a rotated key, of latents. Query head h reads KV head h // G. A
+    ScaledPool stands for its values times their scales.
     block_table_SM int32, padded with 0. context_lens_S counts a row's tokens, its queries included:
     their own keys and values are in the pool.
     query_start_loc_S1 is cumulative: row r owns the packed tokens query_start_loc[r] up to
@@ -59,6 +60,7 @@ def prefill(
     dtype = np.dtype(np.float64 if exact else np.float32)
     P, K, (_, H, D) = kv_pool.shape[1], kv_heads_of(kv_pool, attention), q.shape
     V = attention.value_width(D)
+    E, of_value = attention.places(D)
     if reason := unknown_options(attention, OPTIONS):
         raise NotImplementedError(f"reference: {reason}")
     assert attention.sinks == (sinks_H is not None)
@@ -74,9 +76,13 @@ def prefill(
                 first_Q = np.maximum(0, position_Q - window + 1)
             seen_C = np.arange(first_Q[0], position_Q[-1] + 1)
             slots = (first_block + tables[row, seen_C // P], seen_C % P)
-            kv = kv_pool[slots].astype(dtype).reshape(len(seen_C), K, D + V)
-            k_CKD, v_CKV = kv[..., :D], kv[..., D:]
-            if scales is not None:
+            kv = kv_pool[slots].astype(dtype).reshape(len(seen_C), K, E)
+            k_CKD, v_CKV = kv[..., :D], kv[..., of_value]
+            if scales is not None and attention.latent:
+                of_CK2 = scales[slots].astype(dtype).reshape(len(seen_C), K, 2)
+                k_CKD = k_CKD * np.repeat(of_CK2, (V, D - V), axis=-1)
+                v_CKV = k_CKD[..., :V]
+            elif scales is not None:
                 of_CK2 = scales[slots].astype(dtype).reshape(len(seen_C), K, 2)
                 k_CKD, v_CKV = k_CKD * of_CK2[..., :1], v_CKV * of_CK2[..., 1:]
             k_KCD, v_KCV = k_CKD.swapaxes(0, 1), v_CKV.swapaxes(0, 1)
@@ -97,7 +103,9 @@ def prefill(
             p_KNC /= total_KN[:, :, None]
             if not exact:
                 # With scales, the products of probabilities and V's scales are rounded.
-                by_K1C = 1 if scales is None else scales[slots][:, 1::2].T[:, None].astype(dtype)
+                first = 0 if attention.latent else 1
+                by_K1C = 1 if scales is None else scales[slots][:, first::2].T[:, None]
+                by_K1C = np.asarray(by_K1C, dtype)
                 rounded = kv_pool.dtype if scales is None else q.dtype
                 p_KNC = (p_KNC * by_K1C).astype(rounded).astype(dtype) / by_K1C
             o_KQGV = (p_KNC @ v_KCV).reshape(K, len(q_QHD), H // K, -1)

@@ -15,9 +15,9 @@ a fusion would compute an index anew for each element; for a single query, multi
 instead of batched matmuls, which spend their time packing the context.
 
 Shapes: T packed tokens, S rows, M blocks a row, L layers, N pool blocks, P block size, H query
-heads, K KV heads, G = H/K, D head dim, V width of a value, E = D + V; W work items an iteration, A
-query tiles, B tokens of a query tile, Q = B*G, C tokens of a KV tile, U pool rows that make up a KV
-tile.
+heads, K KV heads, G = H/K, D head dim, V width of a value, E what the pool holds of a head: D + V,
+or D of latents; W work items an iteration, A query tiles, B tokens of a query tile, Q = B*G, C
+tokens of a KV tile, U pool rows that make up a KV tile.
 """
 
 import functools
@@ -50,7 +50,7 @@ _barrier = lax.optimization_barrier
 # layer.
 _jit = functools.partial(jax.jit, static_argnames="options")
 
-OPTIONS = ("scale", "soft_cap", "window", "value_dim", "sinks")
+OPTIONS = ("scale", "soft_cap", "window", "value_dim", "sinks", "latent")
 
 pool_layout = plain_pool_layout
 
@@ -64,7 +64,7 @@ def unsupported(shapes: Shapes, attention: AttentionOptions, device: Any) -> str
 class _Tiles(NamedTuple):
     """The pool seen as rows of at most one KV tile."""
 
-    rows: Array  # [L*N*parts, P/parts * K*(D+Dv)]
+    rows: Array  # [L*N*parts, P/parts * K*E]
     scales: Array | None  # [L*N*parts, P/parts * 2K]
     size: int  # C
     units: int  # U: rows that make up a tile
@@ -87,9 +87,10 @@ def decode(
     S, H, D = q_SHD.shape
     attention = options.attention
     K, V = kv_heads_of(pool, attention), attention.value_width(D)
+    E, of_value = attention.places(D)
     tiles = _tiles(pool, layer, options.num_layers)
     C = tiles.size
-    W = _clamp_pow2(DECODE_BYTES // (C * K * (D + V) * max(pool.dtype.itemsize, 2)), 4, 32)
+    W = _clamp_pow2(DECODE_BYTES // (C * K * E * max(pool.dtype.itemsize, 2)), 4, 32)
     begin_S = (
         jnp.zeros_like(context_lens_S)
         if attention.window is None
@@ -119,9 +120,13 @@ def decode(
         ids, q_WHD, start_W, stop_W = _barrier((ids, q_SHD[row_W], start_W, stop_W))
         slot_C = jnp.arange(C)
         seen_WC = (slot_C[None, :] >= start_W[:, None]) & (slot_C[None, :] < stop_W[:, None])
-        kv = _barrier(_take(tiles.rows, ids)).reshape(W, C, K, D + V)
+        kv = _barrier(_take(tiles.rows, ids)).reshape(W, C, K, E)
         of_keys, of_values = _scales(tiles, ids, (W, C, K), H)
-        s_WCH = _capped(_times(_decode_scores(q_WHD, kv), of_keys), attention.soft_cap)
+        scores, values = _decode_scores, _decode_values
+        if attention.latent:  # one KV head for many query heads: products of matrices
+            kv = _latents(kv, V, of_keys, of_values)
+            scores, values, of_keys, of_values = _latent_scores, _latent_values, None, None
+        s_WCH = _capped(_times(scores(q_WHD, kv), of_keys), attention.soft_cap)
         s_WCH = jnp.where(seen_WC[:, :, None], s_WCH, NEG)
 
         # Ranks of consecutive items differ by at most one, so the items of an iteration meet W
@@ -139,7 +144,9 @@ def decode(
             _times(p_WCH, of_values, seen_WC[..., None]),
         )
         acc = jnp.dot(
-            owner, _decode_values(weight_WCH, seen_WC, kv, D).reshape(W, H * V), precision="highest"
+            owner,
+            values(weight_WCH, seen_WC, kv[..., of_value]).reshape(W, H * V),
+            precision="highest",
         )
         total = total0 * alpha + jnp.dot(owner, jnp.sum(p_WCH, axis=1), precision="highest")
         new = (m, total, acc0 * alpha[:, :, None] + acc.reshape(W, H, V))
@@ -177,26 +184,48 @@ def _decode_scores(q_WHD: Array, kv_WCKE: Array) -> Array:
     return x.reshape(W, C, H)
 
 
-def _decode_values(p_WCH: Array, seen_WC: Array, kv_WCKE: Array, D: int) -> Array:
-    """Return p . v in f32, [W, H, Dv], a few slots a turn; unseen slots count as zero, whatever
+def _decode_values(p_WCH: Array, seen_WC: Array, v_WCKV: Array) -> Array:
+    """Return p . v in f32, [W, K, G, V], a few slots a turn; unseen slots count as zero, whatever
     they hold.
     """
-    W, C, K, E = kv_WCKE.shape
+    W, C, K, V = v_WCKV.shape
     G = p_WCH.shape[2] // K
     unroll = next(u for u in (4, 3, 2, 1) if C % u == 0)
 
     def body(i, acc_WKGD):
-        p, seen, kv = (
-            lax.dynamic_slice_in_dim(x, i * unroll, unroll, 1) for x in (p_WCH, seen_WC, kv_WCKE)
+        p, seen, values = (
+            lax.dynamic_slice_in_dim(x, i * unroll, unroll, 1) for x in (p_WCH, seen_WC, v_WCKV)
         )
         p = p.reshape(W, unroll, K, G, 1)
         for u in range(unroll):
-            v = kv[:, u, :, None, D:].astype(jnp.float32)
+            v = values[:, u, :, None].astype(jnp.float32)
             v = jnp.where(seen[:, u, None, None, None], v, 0.0)
             acc_WKGD = acc_WKGD + p[:, u] * v
         return acc_WKGD
 
-    return lax.fori_loop(0, C // unroll, body, jnp.zeros((W, K, G, E - D), jnp.float32))
+    return lax.fori_loop(0, C // unroll, body, jnp.zeros((W, K, G, V), jnp.float32))
+
+
+def _latents(kv_WCKE: Array, V: int, of_latent: Array | None, of_rotated: Array | None) -> Array:
+    """Return latents and rotated keys in f32, times their scales where the pool has scales.
+
+    of_latent, of_rotated: [W, C, H], equal for all query heads.
+    """
+    kv = kv_WCKE.astype(jnp.float32)
+    if of_latent is None or of_rotated is None:
+        return kv
+    parts = (kv[..., :V] * of_latent[..., :1, None], kv[..., V:] * of_rotated[..., :1, None])
+    return jnp.concatenate(parts, axis=-1)
+
+
+def _latent_scores(q_WHD: Array, kv_WCKE: Array) -> Array:
+    """Return the same as `_decode_scores` for the one KV head of latents in f32."""
+    return _einsum("whd,wcd->wch", q_WHD, kv_WCKE[:, :, 0])
+
+
+def _latent_values(p_WCH: Array, seen_WC: Array, v_WCKV: Array) -> Array:
+    """Return the same as `_decode_values` for them."""
+    return _einsum("wch,wcv->whv", p_WCH, jnp.where(seen_WC[..., None], v_WCKV[:, :, 0], 0.0))
 
 
 class _QueryTiles(NamedTuple):
@@ -274,6 +303,7 @@ def prefill(
     T, H, D = q_THD.shape
     attention, window = options.attention, options.attention.window
     K, V = kv_heads_of(pool, attention), attention.value_width(D)
+    E, of_value = attention.places(D)
     dtype = q_THD.dtype if isinstance(pool, ScaledPool) else pool.dtype
     tiles = _tiles(pool, layer, options.num_layers)
     C = tiles.size
@@ -287,7 +317,7 @@ def prefill(
             window=window,
         )
     queries, at_T = prepared.tiles, prepared.at_T
-    flat_q, kv_pool = q_THD.reshape(T, H * D), tiles.rows.reshape(-1, C // tiles.units, K, D + V)
+    flat_q, kv_pool = q_THD.reshape(T, H * D), tiles.rows.reshape(-1, C // tiles.units, K, E)
 
     def group(g, out):
         mine = _QueryTiles(*(lax.dynamic_slice_in_dim(x, g * W, W) for x in queries))
@@ -306,15 +336,19 @@ def prefill(
                 (_pool_rows(tiles, block_table_SM, mine.row, tile_W), tile_W * C)
             )
             pos_WC = start_W[:, None] + slot_C[None, :]
-            # [W, K, C, D + V].
-            kv = _take(kv_pool, ids).reshape(W, C, K, D + V).transpose(0, 2, 1, 3)
+            kv = _take(kv_pool, ids).reshape(W, C, K, E)
+            of_keys, of_values = _scales(tiles, ids, (W, C, K))
+            if attention.latent and of_keys is not None and of_values is not None:
+                columns = (x.reshape(W, C, K) for x in (of_keys, of_values))
+                kv = _latents(kv, V, *columns)
+                of_keys = of_values = None
+            kv = kv.transpose(0, 2, 1, 3)  # [W, K, C, E].
             seen_WC = (pos_WC >= mine.begin[:, None]) & (
                 pos_WC < (mine.position + mine.size)[:, None]
             )
             kv = kv.astype(dtype)
-            v = jnp.where(seen_WC[:, None, :, None], kv[..., D:], jnp.zeros((), dtype))
+            v = jnp.where(seen_WC[:, None, :, None], kv[..., of_value], jnp.zeros((), dtype))
             k, v = _barrier(kv[..., :D].reshape(W * K, C, D)), _barrier(v.reshape(W * K, C, V))
-            of_keys, of_values = _scales(tiles, ids, (W, C, K))
             s = _times(_einsum("wqd,wcd->wqc", q, k).reshape(W, K, -1, C), of_keys)
             mask = pos_WC[:, None, :] <= pos_WQ[:, :, None]
             if window is not None:

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from jpaged.checkpoint.hf import stored_names
 from jpaged.checkpoint.load import find_weights
-from jpaged.errors import CheckpointError
+from jpaged.errors import CheckpointError, ConfigError
 from jpaged.models.config import ModelConfig
 from jpaged.models.families import FAMILIES
 from jpaged.models.layers.attention import AttentionConfig
@@ -85,6 +85,9 @@ DELTA = ["linear_attn.A_log", "linear_attn.dt_bias", "linear_attn.norm.weight"]
 DELTA += ["linear_attn.conv1d.weight", "linear_attn.out_proj.weight"]
 DELTA_IN = [f"linear_attn.in_proj_{x}.weight" for x in ("qkv", "z", "b", "a")]
 SHARED_EXPERT = [f"mlp.shared_expert.{part}" for part in PARTS] + ["mlp.shared_expert_gate.weight"]
+LATENT = [f"self_attn.{x}.weight" for x in ("q_a_proj", "q_a_layernorm", "q_b_proj")]
+LATENT += [f"self_attn.{x}.weight" for x in ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")]
+LATENT += ["self_attn.o_proj.weight"]
 MTP = [f"mtp.{x}.weight" for x in ("fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")]
 MTP += [f"mtp.layers.0.{name}" for name in [*QKVO, *QK_NORMS, *NORMS]]
 LFM2 = Index(
@@ -197,6 +200,35 @@ INDICES = {
             *(f"feed_forward.experts.{{x}}.{w}.weight" for w in ("w1", "w2", "w3")),
         ],
     ),
+    "deepseek_v3_h4_l32_groups": Index(
+        layer=LATENT + NORMS,
+        mixture=BIASED + EXPERTS + SHARED,
+        others=[
+            f"model.layers.{{L}}.{name}"
+            for name in [
+                *GUESSES,
+                *LATENT,
+                *BIASED,
+                "embed_tokens.weight",
+                "shared_head.head.weight",
+            ]
+        ],
+    ),
+    "glm4_moe_lite_h5_l48": Index(
+        layer=LATENT + NORMS,
+        mixture=BIASED + EXPERTS + SHARED,
+        others=[f"model.layers.{{L}}.{name}" for name in [*GUESSES, *LATENT, *BIASED]],
+    ),
+    "mistral4_h4_l24": Index(
+        layer=LATENT + NORMS,
+        mixture=[
+            *("mlp.gate.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+            *SHARED,
+        ],
+        text="language_model.model.",
+        others=PIXTRAL,
+        head="language_model.lm_head.weight",
+    ),
     "solar_open_g1_d32": Index(layer=QKVO + QKV_BIAS + NORMS, mixture=BIASED + EXPERTS + SHARED),
     "minimax_m2_g2_d32": Index(
         layer=QKVO + QK_NORMS + NORMS,
@@ -273,6 +305,28 @@ def test_an_index_is_read_whole(name: str, tmp_path: Path) -> None:
     assert all(weight.is_stored for weight in weights.values())
     with pytest.raises(CheckpointError, match=r"1 missing .*1 not in this architecture \(extra"):
         find_weights(write(tmp_path / "other", raw, ["extra", *names[1:]]), config)
+
+
+def test_kimi_beside_images(tmp_path: Path) -> None:
+    """Its text part says kimi_k2, as its models of text alone do, and is DeepSeek's."""
+    name = "deepseek_v3_h4_l32_groups"
+    kimi = CONFIGS[name] | {"model_type": "kimi_k2", "scoring_func": "sigmoid"}
+    config = ModelConfig.from_hf(CONFIGS[name])
+    assert ModelConfig.from_hf(kimi) == config
+    raw = {"model_type": "kimi_k25", "text_config": kimi, "tie_word_embeddings": False}
+    towers = ["vision_tower.encoder.blocks.0.wqkv.weight", "mm_projector.proj.0.weight"]
+    index = dataclasses.replace(
+        INDICES[name], text="language_model.model.", head="language_model.lm_head.weight"
+    )
+    others = [f"language_model.{name}" for name in index.others]
+    index = dataclasses.replace(index, others=others + towers)
+    for architecture in ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"):
+        whole = raw | {"architectures": [architecture]}
+        assert ModelConfig.from_hf(whole) == config
+        folder = write(tmp_path / architecture, whole, index.names(config))
+        assert all(weight.is_stored for weight in find_weights(folder, config).values())
+    with pytest.raises(ConfigError, match="scoring_func='softmax'"):
+        ModelConfig.from_hf(kimi | {"scoring_func": "softmax"})
 
 
 TOWERS = [

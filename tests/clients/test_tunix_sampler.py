@@ -160,7 +160,16 @@ def test_weights_come_in_two_steps(model: Any, sampler: JPagedSampler) -> None:
         asyncio.run(sampler.get_transfer_status("other"))
     nnx.update(model, state)
     asyncio.run(sampler.weight_sync(types.SimpleNamespace(new_policy_version=0)))
-    asyncio.run(sampler.post_weight_sync())
+
+    def busy(params: Any, **_: Any) -> None:
+        raise RequestError("busy")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler.llm, "update_params", busy)
+        with pytest.raises(RequestError, match="busy"):
+            asyncio.run(sampler.post_weight_sync())
+    assert sampler.policy_version == 7
+    asyncio.run(sampler.post_weight_sync())  # what was read is there still
     assert sampler.policy_version == 8
 
 

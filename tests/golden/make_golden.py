@@ -172,7 +172,8 @@ def fused_experts(tensors: dict[str, Any]) -> dict[str, Any]:
     import torch  # pyright: ignore[reportMissingImports]
 
     state, experts = {}, {}
-    is_transposed = not any(".linear_attn." in key for key in tensors)
+    other = (".linear_attn.", ".kv_b_proj.")  # of families whose files have outputs first
+    is_transposed = not any(name in key for key in tensors for name in other)
     for key, tensor in tensors.items():
         key = key.replace(".block_sparse_moe.", ".mlp.")
         key = key.replace(".attention_layer_norm.", ".input_layernorm.")

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 
 from tests.golden.hybrids import GATED, scaled, with_delta
+from tests.golden.latents import FAMILIES as LATENT
+from tests.golden.latents import with_latents
 from tests.golden.short_convs import scaled_conv, with_convs
 from tests.golden.unequal import UNEQUAL, unequal_shapes
 
@@ -41,6 +43,8 @@ COUNTS = ("num_experts", "n_routed_experts", "moe_num_experts")
 CHOOSING_BIASES: dict[str, tuple[str, tuple[int, ...]]] = {  # and the axes before the experts'
     "glm4_moe": ("mlp.gate.e_score_correction_bias", ()),
     "solar_open": ("mlp.gate.e_score_correction_bias", ()),
+    "deepseek_v3": ("mlp.gate.e_score_correction_bias", ()),
+    "glm4_moe_lite": ("mlp.gate.e_score_correction_bias", ()),
     "minimax_m2": ("block_sparse_moe.e_score_correction_bias", ()),
     "lfm2_moe": ("mlp.expert_bias", ()),
     "ernie4_5_moe": ("mlp.moe_statics.e_score_correction_bias", (1,)),
@@ -102,7 +106,7 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
                     shapes[f"{layer}mlp.{name}.bias"] = shape[:1]
         norms = NORMS.get(family, ("input_layernorm", "post_attention_layernorm"))
         shapes |= {f"{layer}{norm}.weight": (e,) for norm in norms}
-    return with_convs(config, with_delta(config, shapes))
+    return with_convs(config, with_delta(config, with_latents(config, shapes)))
 
 
 def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,8 +132,10 @@ def is_mixture(config: Mapping[str, Any], layer: int) -> bool:
     family = config["model_type"]
     if family in ("mixtral", "gpt_oss", "solar_open", "minimax_m2"):
         return True
-    if family == "glm4_moe":
-        return layer >= config["first_k_dense_replace"]
+    if family in ("glm4_moe", *LATENT):
+        kinds = config.get("mlp_layer_types")
+        first = config.get("first_k_dense_replace", 0)
+        return layer >= first if kinds is None else kinds[layer] == "sparse"
     if family == "lfm2_moe":
         return layer >= config["num_dense_layers"]
     if family == "ernie4_5_moe":
@@ -169,6 +175,16 @@ def mixture_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
             **{f"mlp.shared_expert.{x}_proj.weight": (shared, e) for x in ("gate", "up")},
             "mlp.shared_expert.down_proj.weight": (e, shared),
             "mlp.shared_expert_gate.weight": (1, e),
+        }
+    if family == "mistral4":
+        f, count = config["moe_intermediate_size"], config["n_routed_experts"]
+        shared = config["n_shared_experts"] * f
+        return {
+            "mlp.gate.weight": (count, e),
+            "mlp.experts.gate_up_proj": (count, 2 * f, e),
+            "mlp.experts.down_proj": (count, e, f),
+            **{f"mlp.shared_experts.{x}_proj.weight": (shared, e) for x in ("gate", "up")},
+            "mlp.shared_experts.down_proj.weight": (e, shared),
         }
     if family in ("mixtral", "minimax_m2"):
         node, names = "block_sparse_moe.", ("w1", "w3", "w2")
@@ -266,7 +282,7 @@ def _scaled(key: str, x: np.ndarray, config: Mapping[str, Any]) -> np.ndarray:
         3.0
         if key == "lm_head.weight"
         else 1.4
-        if key.endswith(("q_proj.weight", "k_proj.weight", "qkv_proj.weight"))
+        if key.endswith(("q_proj.weight", "k_proj.weight", "qkv_proj.weight", "q_b_proj.weight"))
         else 1.0
     )
     if key.endswith((".gate.weight", "router.weight", "shared_expert_gate.weight")):

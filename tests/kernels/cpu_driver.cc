@@ -285,13 +285,13 @@ void QuantizedProducts(ffi::ThreadPool& pool) {
 struct AttentionCase {
   int64_t context, queries, P, H, K, D, V, window;
   float soft_cap;
-  bool sinks;
+  bool sinks, latent = false;  // latent: K parts of the query heads
 };
 
 template <typename Slot>
 void Attention(const char* pool_name, const AttentionCase& c, bool decode) {
   Random random(c.context + c.D);
-  int64_t M = (c.context + c.P - 1) / c.P, N = M + 2, head_size = c.D + c.V, row = c.K * head_size;
+  int64_t M = (c.context + c.P - 1) / c.P, N = M + 2, head_size = c.latent ? c.D : c.D + c.V, row = c.latent ? head_size : c.K * head_size;
   auto q = random.Bf16s(c.queries * c.H * c.D);
   std::vector<Slot> pool(N * c.P * row);
   std::vector<float> scales = random.Floats(N * c.P * 2 * c.K, 0.01f, 0.02f), sinks = random.Floats(c.H, -3, 3);
@@ -305,7 +305,7 @@ void Attention(const char* pool_name, const AttentionCase& c, bool decode) {
     }
   }
   auto value = [&](int64_t index) -> double {  // of an element of the pool
-    double scale = sizeof(Slot) == 2 ? 1.0 : scales[2 * (index / head_size) + (index % head_size >= c.D)];
+    double scale = sizeof(Slot) == 2 ? 1.0 : scales[2 * (index / head_size) + (index % head_size >= (c.latent ? c.V : c.D))];
     if constexpr (std::is_same_v<Slot, bf16>) return FromBf16(pool[index]);
     if constexpr (std::is_same_v<Slot, int8_t>) return pool[index] * scale;
     if constexpr (std::is_same_v<Slot, E4m3>) return FromE4m3(pool[index].bits) * scale;
@@ -317,7 +317,7 @@ void Attention(const char* pool_name, const AttentionCase& c, bool decode) {
   p.q = q.data(), p.pool = pool.data(), p.scales = scales.data(), p.o = o.data(), p.table = table.data();
   p.contexts = contexts.data(), p.starts = starts.data(), p.sinks = c.sinks ? sinks.data() : nullptr;
   p.T = c.queries, p.S = 1, p.M = M, p.H = c.H, p.K = c.K, p.G = c.H / c.K, p.D = c.D, p.V = c.V, p.P = c.P;
-  p.window = c.window, p.scale = 1 / std::sqrt(static_cast<float>(c.D)), p.soft_cap = c.soft_cap, p.decode = decode;
+  p.window = c.window, p.scale = 1 / std::sqrt(static_cast<float>(c.D)), p.soft_cap = c.soft_cap, p.decode = decode, p.latent = c.latent;
   auto attend = std::is_same_v<Slot, bf16> ? &Attend : std::is_same_v<Slot, int8_t> ? &AttendInt8 : &AttendE4m3;
   int64_t position = c.context - c.queries, begin = c.window > 0 ? std::max<int64_t>(0, position + 1 - c.window) : 0;
   for (int64_t head = 0; head < c.K; head += decode ? c.K : 1) {
@@ -328,7 +328,7 @@ void Attention(const char* pool_name, const AttentionCase& c, bool decode) {
   for (int64_t t = 0; t < c.queries; ++t) {
     for (int64_t h = 0; h < c.H; ++h) {
       int64_t last = position + t, first = c.window > 0 ? std::max<int64_t>(0, last + 1 - c.window) : 0, k = h / p.G;
-      auto slot = [&](int64_t s) { return (table[s / c.P] * c.P + s % c.P) * row + k * head_size; };
+      auto slot = [&](int64_t s) { return (table[s / c.P] * c.P + s % c.P) * row + k * p.Apart(); };
       std::vector<double> scores;
       double top = c.sinks ? sinks[h] : -1e30;
       for (int64_t s = first; s <= last; ++s) {
@@ -343,7 +343,7 @@ void Attention(const char* pool_name, const AttentionCase& c, bool decode) {
       for (int64_t d = 0; d < c.V; ++d) {
         double sum = 0, size = 0;
         for (int64_t s = first; s <= last; ++s) {
-          double part = scores[s - first] / total * value(slot(s) + c.D + d);
+          double part = scores[s - first] / total * value(slot(s) + p.ValueAt() + d);
           sum += part, size += std::fabs(part);
         }
         // Weights and results may be rounded to bf16.
@@ -361,7 +361,8 @@ void AttentionCases() {
                                  {130, 1, 64, 10, 2, 96, 96, 70, 0, false}, {65, 1, 8, 16, 1, 128, 128, 0, 5, false},
                                  {70, 9, 16, 4, 2, 64, 64, 0, 0, true},     {140, 16, 32, 6, 2, 96, 96, 50, 3, false},
                                  {150, 1, 16, 6, 3, 192, 128, 0, 0, true},  {90, 11, 16, 6, 3, 192, 128, 40, 0, true},
-                                 {70, 1, 16, 4, 2, 32, 96, 0, 0, false},    {70, 5, 16, 4, 2, 32, 96, 0, 0, false}};
+                                 {70, 1, 16, 4, 2, 32, 96, 0, 0, false},    {70, 5, 16, 4, 2, 32, 96, 0, 0, false},
+                                 {150, 1, 16, 10, 2, 96, 64, 0, 0, false, true}, {90, 3, 16, 10, 2, 96, 64, 0, 0, false, true}};
   for (const AttentionCase& c : cases) {
     for (bool decode : {false, true}) {
       if (decode && c.queries > 1) continue;

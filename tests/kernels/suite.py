@@ -62,7 +62,8 @@ def build(
     N = sum(blocks) + 2
     ids = rng.permutation(np.arange(1, N))
     table = np.zeros((len(blocks), max(1, *blocks) + case.extra_blocks), np.int32)
-    token = plain_pool_layout(K, D, case.V)
+    token = plain_pool_layout(K, *case.vectors)
+    E, of_value = case.options.attention.places(D)
     shape = (case.num_layers * N, P, token.rows, token.width)
     pool = np.full(shape, np.nan if poison else 0.0, np.float32)
     for row, (context, queries, used) in enumerate(
@@ -75,9 +76,9 @@ def build(
             else max(0, context - queries + 1 - case.sliding_window)
         )
         seen = np.arange(first if queries else context, context)
-        new = rng.standard_normal((len(seen), K, D + V), np.float32)
+        new = rng.standard_normal((len(seen), K, E), np.float32)
         if values == "coded":
-            new[..., D:] = (np.arange(V) == seen[:, None] % V)[:, None]
+            new[..., of_value] = (np.arange(V) == seen[:, None] % V)[:, None]
         new = new.reshape(len(seen), token.rows, token.width)
         pool[case.layer * N + table[row, seen // P], seen % P] = new
     starts, tokens = None, len(case.contexts)
@@ -123,7 +124,7 @@ def call(
     options = dataclasses.replace(case.options, **(how or {}))
     function = implementation.decode if case.queries is None else implementation.prefill
     if isinstance(inputs.pool, ScaledPool) and hasattr(implementation, "pool_layout"):
-        layout = implementation.pool_layout(case.K, case.D, case.V)
+        layout = implementation.pool_layout(case.K, *case.vectors)
         if layout.slots_last and not inputs.pool.slots_last:
             inputs = dataclasses.replace(inputs, pool=layout.pack_scaled(inputs.pool))
     own |= {} if inputs.sinks is None else {"sinks_H": inputs.sinks}

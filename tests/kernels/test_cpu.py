@@ -10,7 +10,15 @@ import pytest
 from kernels_cpu import paged_attention
 from kernels_cpu.library import unavailable
 from kernels_cpu.linear import NativeProducts, linear
-from scripts._attention_cases import DECODE, GPU, NARROW_IN_8_BITS, PREFILL, SCALED, Case
+from scripts._attention_cases import (
+    DECODE,
+    GPU,
+    LATENT_IN_8_BITS,
+    NARROW_IN_8_BITS,
+    PREFILL,
+    SCALED,
+    Case,
+)
 from tests.kernels.suite import PagedAttentionSuite, build, call, check_bits_in_any_batch
 
 pytestmark = pytest.mark.skipif(
@@ -69,11 +77,18 @@ class TestPagedAttention(PagedAttentionSuite):
             paged_attention, dtype="bfloat16", D=64, sliding_window=sliding_window
         )
 
+    def test_nor_do_those_of_latents(self) -> None:
+        """Their query heads are cut into parts by the number of rows."""
+        check_bits_in_any_batch(
+            paged_attention, dtype="bfloat16", H=20, K=1, D=96, V=64, latent=True
+        )
+
 
 # In 8 bits: the shared cases, and its own paths.
 IN_8_BITS = (
     *SCALED,
     *NARROW_IN_8_BITS,
+    *(case for case in LATENT_IN_8_BITS if case.D % 32 == 0),
     *(
         dataclasses.replace(c, dtype="bfloat16", kv_dtype=d)
         for c, d in zip(OWN, ["int8", "float8_e4m3fn"] * 3, strict=False)

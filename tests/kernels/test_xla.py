@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from kernels_pallas.paged_attention import xla
-from scripts._attention_cases import DECODE, NARROW_IN_8_BITS, PREFILL, SCALED, Case
+from scripts._attention_cases import (
+    DECODE,
+    LATENT_IN_8_BITS,
+    NARROW_IN_8_BITS,
+    PREFILL,
+    SCALED,
+    Case,
+)
 from tests.kernels.suite import PagedAttentionSuite, build, call, check, check_bits_in_any_batch
 
 
@@ -19,6 +26,7 @@ class TestScaled(PagedAttentionSuite):
     cases = (
         *SCALED,
         *NARROW_IN_8_BITS,
+        *LATENT_IN_8_BITS,
         *(dataclasses.replace(c, name=c.name + "_f32", dtype="float32") for c in SCALED),
     )
     plain_cases = (SCALED[0], SCALED[3])

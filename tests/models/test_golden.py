@@ -64,6 +64,7 @@ MIDDLE = {
     "ministral3_g4_d64_mscale_tied",
     "hunyuan_g2_d32_alpha",
     "glm4_moe_g4_d32_groups",
+    "deepseek_v3_h4_l32_groups",
     "gemma4_shared_keys",
     "mimo_d48_v32",
 }
@@ -71,6 +72,7 @@ MIDDLE = {
 QUICK_SEEDS = {"qwen3_g2_d32_tied/1", "gemma2_g2_d64_capped/1", "qwen3_5_h2x3_c16_y24/1"}
 # Whatever a family does to heads that a mesh splits; the others do nothing that these do not.
 SPLIT = [
+    "deepseek_v3_h4_l32_groups",
     "gemma2_g2_d64_capped",
     "gemma3_g2_d32_linear",
     "gpt_oss_g2_d32_yarn",

@@ -321,7 +321,13 @@ def test_queries_are_scaled_where_one_kernel_prepares_attention() -> None:
     for query_scaling, writes_heads in ((scaling, True), (scaling, False), (None, False)):
         rope = RopeConfig(dim=D, query_scaling=query_scaling)
         heads = Heads(q_norm=None, k_norm=None, rotary=Rotary.at(rope, jnp.arange(T), 64))
-        kernel = Kernel(name="triton", shapes=shapes, interpret=True, writes_heads=writes_heads)
+        kernel = Kernel(
+            name="triton",
+            shapes=shapes,
+            vectors=(shapes.head_dim, None),
+            interpret=True,
+            writes_heads=writes_heads,
+        )
         written = kernel.write(qkv, heads, pool, 0, slots, num_layers=1)
         wrote.append([np.asarray(x) for x in written])
     (fused_q, fused_kv), (q, kv), (plain_q, plain_kv) = wrote

@@ -242,16 +242,20 @@ class JPagedSampler:
         return version
 
     async def post_weight_sync(self, sync_request: Any = None, *, metadata: Any = None) -> bool:
-        """Publish the weights that `weight_sync` has read. RequestError if it has read none."""
+        """Publish the weights that `weight_sync` has read. RequestError if it has read none. Where
+        that fails they are still there, and it can be asked again.
+        """
         if self._staged is None:
             raise RequestError("post_weight_sync: no weight_sync came before it")
-        (version, weights), self._staged = self._staged, None
-        await asyncio.to_thread(self._publish, version, weights)
+        await asyncio.to_thread(self._publish, self._staged)
         return True
 
-    def _publish(self, version: int, weights: PyTree) -> None:
+    def _publish(self, staged: tuple[int, PyTree]) -> None:
+        version, weights = staged
         self.llm.update_params(weights, mode=self._mode)
         self._policies[self.llm.weight_version] = version
+        if self._staged is staged:
+            self._staged = None
 
     async def get_transfer_status(self, req_id: str, **kwargs: Any) -> str:
         """Return "RUNNING", "SUCCESS" or "FAILED", of the weight_sync with this request_id;

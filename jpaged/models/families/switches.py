@@ -244,16 +244,8 @@ class Switches:
         return fields
 
     def _read_query_scaling(self, rope: dict[str, Any]) -> dict[str, Any]:
-        beta = rope.get("llama_4_scaling_beta")
-        if not self.query_scaling or not beta:
-            return {}
-        length = rope.get("original_max_position_embeddings")
-        if not length:
-            raise ConfigError(
-                f"llama_4_scaling_beta={beta} without original_max_position_embeddings: the length "
-                "after which queries are scaled"
-            )
-        return {"query_scaling": QueryScaling(beta=beta, length=length)}
+        scaling = read_query_scaling(rope) if self.query_scaling else None
+        return {} if scaling is None else {"query_scaling": scaling}
 
     def _write_rope(self, alike: Alike, max_position: int) -> dict[str, Any]:
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": alike.rope_theta}
@@ -310,6 +302,20 @@ def read_scaling(rope: dict[str, Any], max_position: int) -> RopeScaling | None:
         elif kind == "longrope":
             options["attention_factor"] = math.sqrt(1 + math.log(factor) / math.log(original))
     return RopeScaling(kind=kind, original_max_position=original, **options)
+
+
+def read_query_scaling(rope: dict[str, Any]) -> QueryScaling | None:
+    """Return how rope_parameters scale rotated queries by their position, or None."""
+    beta = rope.get("llama_4_scaling_beta")
+    if not beta:
+        return None
+    length = rope.get("original_max_position_embeddings")
+    if not length:
+        raise ConfigError(
+            f"llama_4_scaling_beta={beta} without original_max_position_embeddings: the length "
+            "after which queries are scaled"
+        )
+    return QueryScaling(beta=beta, length=length)
 
 
 def _yarn_attention_factor(factor: float, rope: dict[str, Any]) -> float:

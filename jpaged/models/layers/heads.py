@@ -73,5 +73,60 @@ class Heads:
         return qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentHeads:
+    """From the products of a layer of latent attention to queries of its latents (arXiv:2405.04434,
+    absorbed): a query of a head and the key that the head would make of a latent have the product
+    of the latent and of the query times `up`.
+
+    norm: of latents. rotary: of the last part of queries and of the rotated key; None rotates
+    nothing. up: [H, N, L], from a latent to the part of each head's key that is not rotated.
+    """
+
+    norm: RMSNorm
+    rotary: Rotary | None
+    up: Array
+
+    def __call__(self, products: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+        """Return queries [..., H, L + R], latents [..., 1, L] and rotated keys [..., 1, R] of the
+        products of queries [..., H, N + R], and of latents and keys [..., L + R].
+        """
+        q, latent = products
+        _, content, width = self.up.shape
+        q, rotated_q = q[..., :content], q[..., content:]
+        latent, rotated_k = self.norm(latent[..., :width]), latent[..., None, width:]
+        if self.rotary is not None:
+            with jax.named_scope("rope"):
+                rotated_q, rotated_k = self.rotary(rotated_q, rotated_k)
+                q = self.rotary.scaled(q)
+        with jax.named_scope("absorb"):
+            q = _absorbed(q, self.up)
+        return jnp.concatenate([q, rotated_q], axis=-1), latent[..., None, :], rotated_k
+
+
+def by_head(form: str, x: Array, weight: Array) -> Array:
+    """Return an einsum of x and a weight [H, ...], accumulated in f32, in x's dtype."""
+    y = jnp.einsum(form, x, weight.astype(x.dtype), preferred_element_type=jnp.float32)
+    return y.astype(x.dtype)
+
+
+def _absorbed(q: Array, up: Array) -> Array:
+    """Return queries [..., H, N] times up [H, N, L]. XLA:CPU has no such product of 16 bits unless
+    both sum over their last axis, and makes one of it again where nothing stands between.
+    """
+
+    def turned(q: Array, up: Array) -> Array:
+        up = jax.lax.optimization_barrier(jnp.swapaxes(up, 1, 2))
+        return by_head("...hn,hln->...hl", q, up)
+
+    def plain(q: Array, up: Array) -> Array:
+        return by_head("...hn,hnl->...hl", q, up)
+
+    if q.dtype == jnp.float32:
+        return plain(q, up)
+    return jax.lax.platform_dependent(q, up, cpu=turned, default=plain)
+
+
 def _flat(q: Array) -> Array:
     return q.reshape(*q.shape[:-3], -1, q.shape[-1])

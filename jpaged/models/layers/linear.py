@@ -152,6 +152,21 @@ class StepContext:
         """Return the mesh axis that splits an axis of this size; None where none does."""
         return None if size is None or size % self.axis_size else self.tensor_axis
 
+    def gathered(self, x: Array, size: int) -> Array:
+        """Return the whole of a last axis of this size, of which x [...] has a device's share where
+        the mesh splits it.
+        """
+        axis = self.axis_over(size)
+        return x if axis is None else jax.lax.all_gather(x, axis, axis=x.ndim - 1, tiled=True)
+
+    def share(self, x: Array) -> Array:
+        """Return this device's share of the last axis of x [...], which every device has whole."""
+        axis, size = self.axis_over(x.shape[-1]), x.shape[-1] // self.axis_size
+        if axis is None:
+            return x
+        first = jax.lax.axis_index(axis) * size
+        return jax.lax.dynamic_slice_in_dim(x, first, size, axis=x.ndim - 1)
+
     def product(self, x: Array, weight_NE: Array, dtype: DTypeLike) -> Array:
         """x [..., E] times the weight transposed, accumulated in f32."""
         if self.products is not None and self.products.supported(x, weight_NE):

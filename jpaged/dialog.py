@@ -1,0 +1,230 @@
+"""Dialog: a trajectory of several turns by exact tokens; dialog_arrays: trajectories as arrays for
+a jitted training step.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+
+from jpaged.checks import JsonObject, check_choice, check_whole
+from jpaged.errors import RequestError
+from jpaged.llm import LLM
+from jpaged.openai.parts import Format, folded
+from jpaged.request.detokenizer import decode
+from jpaged.request.inputs import Chat
+from jpaged.request.outputs import FinishReason, RequestOutput, WeightSpan
+from jpaged.request.served_turns import check_is_prefix, tokens_behind, told
+from jpaged.sampling_params import SamplingParams
+from jpaged.types import Message, Messages
+
+Rewritten = Literal["error", "keep"]
+END_OF_PROMPT = 8  # tokens, which say whether the template has opened the reasoning
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Turn:
+    """One answer in a dialog. start: the place of its first token in Dialog.token_ids. message:
+    what it says, as chat templates take it: "content", "reasoning_content" where the model marks
+    it, and "tool_calls", each with "id" and "function" ("name", and "arguments" as JSON text). The
+    rest is as in CompletionOutput.
+    """
+
+    start: int
+    message: JsonObject
+    text: str
+    token_ids: list[int]
+    token_logprobs: np.ndarray
+    finish_reason: FinishReason | None
+    weight_versions: list[WeightSpan]
+
+    @property
+    def tool_calls(self) -> list[JsonObject]:
+        """The calls of tools; [] where there are none."""
+        return self.message.get("tool_calls", [])
+
+
+class Dialog:
+    """A conversation whose turns an LLM draws, by exact tokens: what was drawn stays as drawn, and
+    only new messages are rendered.
+
+        dialog = jpaged.Dialog(llm, messages, tools=schemas)
+        turn = dialog.reply(sampling)
+        dialog.add({"role": "tool", "content": run(turn.tool_calls[0])})
+
+    Or `prompt` goes to any face that has these weights, in one call for many dialogs, and `take`
+    has what came of it. llm: with a tokenizer that has a chat template, whose own marks of
+    reasoning and calls are read. tools, chat_template_kwargs: what the template is told. group: for
+    dialog_arrays. rewritten: what to do where the template would write earlier messages otherwise
+    once others follow (many leave out earlier reasoning): "error" raises RequestError, which names
+    the first token that differs; "keep" goes on from the tokens that were served.
+
+    token_ids: all tokens so far, of messages and turns. Not for several threads at once.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        messages: Messages,
+        *,
+        tools: Sequence[JsonObject] | None = None,
+        chat_template_kwargs: JsonObject | None = None,
+        group: int = 0,
+        rewritten: Rewritten = "error",
+    ):
+        check_choice("rewritten", rewritten, Rewritten)
+        self.llm, self.group = llm, group
+        self.turns: list[Turn] = []
+        self._rewritten = rewritten
+        self._variables = dict(chat_template_kwargs or {})
+        if tools:
+            self._variables["tools"] = list(tools)
+        self._messages = [dict(message) for message in messages]
+        self._drawn = -1  # the place of the last turn's message
+        self._inputs = llm.session.inputs
+        self._format = Format.of(llm.tokenizer)
+        chat = Chat(messages=told(self._messages), template_kwargs=self._variables)
+        self.token_ids = self._inputs.render(chat)
+
+    @property
+    def messages(self) -> list[JsonObject]:
+        """The messages so far, those of turns too."""
+        return [dict(message) for message in self._messages]
+
+    @property
+    def prompt(self) -> list[int]:
+        """What the next turn is drawn after; RequestError behind a turn, before `add`."""
+        if self._drawn == len(self._messages) - 1:
+            raise RequestError("the last message is the model's: add one before the next turn")
+        return list(self.token_ids)
+
+    def reply(
+        self, sampling_params: SamplingParams | None = None, *, seed: int | None = None
+    ) -> Turn:
+        """Draw the next turn, and return it. sampling_params None generates up to the end of the
+        context. Other threads' dialogs join one batch. Raises what LLM.generate raises.
+        """
+        asked = sampling_params or SamplingParams(max_tokens=None)
+        (output,) = self.llm.generate(self.prompt, asked, seed=seed, use_tqdm=False)
+        return self.take(output)
+
+    def take(self, output: RequestOutput, index: int = 0) -> Turn:
+        """Take a completion of `prompt` as the next turn, and return it. index: which one.
+        RequestError for an output of another prompt, or one that was cut and goes on.
+        """
+        self._check_prompt(self.prompt, output.prompt_token_ids)
+        check_whole("index", index, 0, len(output.outputs) - 1)
+        drawn = output.outputs[index]
+        if output.error is not None or drawn.finish_reason == "abort":
+            said = output.error or "it was cut, and goes on as a prompt"
+            raise RequestError(f"this output is no whole turn: {said}")
+        ids, tokenizer = drawn.token_ids, self._inputs.need_tokenizer("Dialog")
+        text = drawn.text or ""
+        if self._format.style == "harmony":  # special tokens separate the parts of its answers
+            text = decode(tokenizer, ids[:-1] if drawn.finish_reason == "stop" else ids, False)
+        end = decode(tokenizer, self.token_ids[-END_OF_PROMPT:], False)
+        reader = self._format.reader(end, tools="tools" in self._variables)
+        turn = Turn(
+            start=len(self.token_ids),
+            message={"role": "assistant", **folded(reader.push(text) + reader.finish())},
+            text=text,
+            token_ids=list(ids),
+            token_logprobs=drawn.token_logprobs,
+            finish_reason=drawn.finish_reason,
+            weight_versions=drawn.weight_versions,
+        )
+        self.turns.append(turn)
+        self._drawn = len(self._messages)
+        self._messages.append(turn.message)
+        self.token_ids = [*self.token_ids, *ids]
+        return turn
+
+    def add(self, messages: Message | Messages) -> None:
+        """Put a message, or several, behind what there is: of tools, of a user. RequestError where
+        the template refuses them or cannot continue what was served; the dialog is as before then.
+        """
+        added = [messages] if isinstance(messages, Mapping) else messages
+        all_of_them = [*self._messages, *map(dict, added)]
+        if self.turns:
+            last, served = self.turns[-1], self.turns[-1].start + len(self.turns[-1].token_ids)
+            if self._rewritten == "error":
+                check_is_prefix(self._inputs, all_of_them, self._drawn + 1, self._variables)
+            last_id = last.token_ids[-1] if last.token_ids else None
+            behind = tokens_behind(self._inputs, all_of_them, self._drawn, last_id, self._variables)
+            self.token_ids = [*self.token_ids[:served], *behind]
+        else:
+            chat = Chat(messages=told(all_of_them), template_kwargs=self._variables)
+            self.token_ids = self._inputs.render(chat)
+        self._messages = all_of_them
+
+    def _check_prompt(self, ours: list[int], theirs: list[int]) -> None:
+        pairs = enumerate(itertools.zip_longest(ours, theirs))
+        place = next((i for i, (a, b) in pairs if a != b), None)
+        if place is not None:
+            a, b = (ids[place] if place < len(ids) else None for ids in (ours, theirs))
+            raise RequestError(
+                f"this output is of another prompt: token {place} is {a} in the dialog, {b} there"
+            )
+
+
+def dialog_arrays(
+    dialogs: Sequence[Dialog],
+    *,
+    max_len: int | None = None,
+    pad_id: int = 0,
+    overflow: Literal["error", "truncate", "drop"] = "error",
+) -> dict[str, np.ndarray]:
+    """Return dialogs as padded arrays, one row each (B), for a jitted training step.
+
+    tokens int32 [B, L], right-padded with pad_id, of prompts, turns and what came between them;
+    mask bool [B, L] of those that are there, lens int32 [B]. loss_mask bool [B, L]: tokens that
+    were drawn. logprobs float32, weight_versions int32 and turn_ids int32 [B, L] are of these, at
+    the place of the token itself; turn_ids count from 0. Elsewhere they are 0, 0 and -1. group_ids
+    int32 [B]; index int32 [B], the place in `dialogs`; finished bool [B], True where the last turn
+    is there whole and ended by itself ("stop"). max_len: L; None is the longest there is. overflow:
+    what to do with a longer one: raise RequestError, cut it on the right, or leave it out.
+    """
+    check_choice("overflow", overflow, Literal["error", "truncate", "drop"])
+    rows = list(enumerate(dialogs))
+    width = max([len(one.token_ids) for one in dialogs], default=0)
+    if max_len is not None:
+        check_whole("max_len", max_len, 0)
+        width = int(max_len)
+    for i, one in rows:
+        if overflow == "error" and len(one.token_ids) > width:
+            raise RequestError(
+                f"dialog {i} has {len(one.token_ids)} tokens, over max_len={width}: raise it or "
+                "pass another overflow"
+            )
+    if overflow == "drop":
+        rows = [(i, one) for i, one in rows if len(one.token_ids) <= width]
+    shape = (len(rows), width)
+    arrays = {
+        "tokens": np.full(shape, pad_id, np.int32),
+        "mask": np.zeros(shape, bool),
+        "lens": np.array([min(len(one.token_ids), width) for _, one in rows], np.int32),
+        "loss_mask": np.zeros(shape, bool),
+        "logprobs": np.zeros(shape, np.float32),
+        "weight_versions": np.zeros(shape, np.int32),
+        "turn_ids": np.full(shape, -1, np.int32),
+        "group_ids": np.array([one.group for _, one in rows], np.int32),
+        "index": np.array([i for i, _ in rows], np.int32),
+        "finished": np.zeros(len(rows), bool),
+    }
+    for row, (_, one) in enumerate(rows):
+        count = arrays["lens"][row]
+        arrays["tokens"][row, :count] = one.token_ids[:count]
+        arrays["mask"][row, :count] = True
+        for number, turn in enumerate(one.turns):
+            stop = turn.start + len(turn.token_ids)
+            places = slice(turn.start, stop)  # numpy cuts it at the width
+            room = max(min(stop, width) - turn.start, 0)
+            arrays["loss_mask"][row, places] = True
+            arrays["turn_ids"][row, places] = number
+            arrays["logprobs"][row, places] = turn.token_logprobs[:room]
+            for version, first, end in turn.weight_versions:
+                arrays["weight_versions"][row, turn.start + first : turn.start + end] = version
+            arrays["finished"][row] = stop <= width and turn.finish_reason == "stop"
+    return arrays

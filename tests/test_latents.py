@@ -1,0 +1,216 @@
+"""A model of latent attention, some layers with experts, beside a layer of plain attention:
+whatever happens to a sequence, its tokens are the dense model's.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import jpaged
+from jpaged import LLM, ModelConfig, Params, RequestOutput, SamplingParams, initial_lora, merged
+from jpaged.errors import ConfigError
+from jpaged.models.kv_groups import kv_groups
+from jpaged.models.layers.attention import AttentionConfig
+from jpaged.models.layers.experts import ExpertsConfig
+from jpaged.models.layers.latent import LatentConfig
+from jpaged.models.layers.layer import LayerConfig
+from jpaged.models.layers.mlp import MLPConfig
+from jpaged.models.layers.rope import RopeConfig
+from jpaged.models.layers.router import RouterConfig
+from jpaged.runtime.choices import choose
+from jpaged.runtime.kv_cache import pool_specs
+from jpaged.runtime.mesh import Placement
+from tests.tiny import EOS, assert_idle, dense_greedy, dense_logprobs, make_params, make_prompts
+from tests.tiny import engine as engine_config
+
+LATENT = LatentConfig(
+    num_heads=4,
+    latent_dim=24,
+    rope_dim=8,
+    content_dim=12,
+    value_dim=16,
+    query_latent_dim=20,
+    rope=RopeConfig(dim=8, interleaved=True),
+)
+DIRECT = dataclasses.replace(LATENT, query_latent_dim=None, bias=True)
+PLAIN = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=16, rope=RopeConfig(dim=16))
+EXPERTS = ExpertsConfig(
+    num_experts=8,
+    experts_per_token=3,
+    expert_size=12,
+    shared_expert_size=24,
+    shared_gate=False,
+    router=RouterConfig(
+        score="sigmoid", has_bias=True, num_groups=4, chosen_groups=2, normalized=True, scale=2.5
+    ),
+)
+MLP = MLPConfig(intermediate_size=24)
+LAYERS = (
+    LayerConfig(mixer=LATENT, ffn=MLP),
+    LayerConfig(mixer=LATENT, ffn=EXPERTS),
+    LayerConfig(mixer=PLAIN, ffn=MLP),
+    LayerConfig(mixer=DIRECT, ffn=EXPERTS),
+)
+MODEL = ModelConfig(
+    family="deepseek_v3",
+    vocab_size=97,
+    hidden_size=32,
+    layers=LAYERS,
+    max_position_embeddings=64,
+    eos_token_ids=(EOS,),
+)
+PARAMS = make_params(0, MODEL)
+CROWDED = engine_config(num_blocks=24, max_num_seqs=12, seq_buckets=(12,), max_logprobs=12)
+SHORT = make_prompts(3, 2, 4, 3, 1, 2)
+PROMPTS = make_prompts(5, 21, 40, 33)
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+def llm_of(mesh: Mesh | None = None, **changes: Any) -> LLM:
+    return LLM(PARAMS, mesh=mesh, **vars(dataclasses.replace(CROWDED, **changes)))
+
+
+@functools.cache
+def dense(prompt: tuple[int, ...], count: int) -> list[int]:
+    return dense_tokens(PARAMS, prompt, count)
+
+
+def dense_tokens(params: Params, prompt: Sequence[int], count: int) -> list[int]:
+    """Greedy tokens of the dense model; none of them ends a text."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens += dense_greedy(params, tokens, 1)
+    return tokens[len(prompt) :]
+
+
+def check(prompts: list[list[int]], outputs: list[RequestOutput]) -> None:
+    """Tokens and logprobs of every completion are the dense model's."""
+    for prompt, output in zip(prompts, outputs, strict=True):
+        for completion in output.outputs:
+            tokens = completion.token_ids
+            assert tokens == dense(tuple(prompt), len(tokens))
+            expected = dense_logprobs(PARAMS, prompt + tokens)[len(prompt) - 1 : -1]
+            expected = expected[range(len(tokens)), tokens]
+            np.testing.assert_allclose(completion.token_logprobs, expected, atol=1e-4)
+
+
+def test_a_pool_holds_one_latent_a_token() -> None:
+    """Whole on every device, with a scale for the latent and one for its key in 8 bits."""
+    groups = kv_groups(MODEL)
+    assert [(g.layers, g.vectors, g.window) for g in groups] == [
+        ((0, 1, 3), (24, 8), None),
+        ((2,), (16, 16), None),
+    ]
+    settings = CROWDED.resolve(MODEL)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("tp",))
+    places = (None, None), (mesh, "tp")
+    for kv_dtype, token in ((None, 32 * 4), ("int8", 32 + 2 * 4)):
+        config = dataclasses.replace(settings, kv_cache_dtype=kv_dtype)
+        for where, axis in places:
+            place = Placement(mesh=where, axis=axis, device=jax.devices()[0])
+            kernels = choose(MODEL, config, place, jnp.float32).attention
+            latents, keys = pool_specs(MODEL, config, place, kernels, 24, jnp.float32)
+            block = 3 * settings.block_size * token
+            assert latents.block_bytes == latents.device_block_bytes == block
+            assert keys.device_block_bytes == keys.block_bytes // place.axis_size
+
+
+@pytest.mark.parametrize("is_swapped", [False, True], ids=["recomputed", "in host memory"])
+def test_the_dense_models_tokens(is_swapped: bool) -> None:
+    """Chunks of 16 tokens, preemptions, prefix hits, samples that share a prompt."""
+    store: dict[str, Any] = {"swap_space_gib": 0.01, "swap_min_tokens": 0}
+    llm = llm_of(**store if is_swapped else {})
+    prompts = [*SHORT, *PROMPTS]
+    check(prompts, llm.generate(prompts, GREEDY, use_tqdm=False))
+    kind = "preemptions_swapped" if is_swapped else "preemptions_recomputed"
+    assert llm.stats()[kind] > 0
+    four = llm.generate(PROMPTS[1:2], dataclasses.replace(GREEDY, n=4), use_tqdm=False)
+    assert len(four[0].outputs) == 4
+    check(PROMPTS[1:2], four)
+    for prompt, scores in zip(PROMPTS[:3], llm.score(PROMPTS[:3]), strict=True):
+        expected = dense_logprobs(PARAMS, prompt)[range(len(prompt) - 1), prompt[1:]]
+        np.testing.assert_allclose(scores, expected, atol=1e-4)
+    assert_idle(llm)
+    llm.close()
+
+
+def test_a_hit_at_every_block() -> None:
+    """Prompts that part from the first one after 1 to 9 of its blocks of 4 tokens."""
+    llm = llm_of(num_blocks=96)
+    first = PROMPTS[2]
+    check([first], llm.generate([first], GREEDY, use_tqdm=False))
+    for blocks in range(1, 10):
+        prompt = list(first)
+        prompt[4 * blocks] = (prompt[4 * blocks] + 1) % EOS
+        (out,) = llm.generate([prompt], GREEDY, use_tqdm=False)
+        assert out.num_cached_tokens == 4 * blocks
+        check([prompt], [out])
+    llm.close()
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1), (2, 2)], ids=["tp2", "dp2", "dp2_tp2"])
+def test_on_several_devices(shape: tuple[int, int]) -> None:
+    """Heads are split and latents are not; host memory keeps them once more."""
+    mesh = Mesh(np.array(jax.devices()[: shape[0] * shape[1]]).reshape(shape), ("dp", "tp"))
+    sizes: dict[str, Any] = {"data_parallel_size": shape[0], "tensor_parallel_size": shape[1]}
+    llm = llm_of(mesh, **sizes, num_blocks=16, swap_space_gib=0.01, swap_min_tokens=0)
+    check(PROMPTS, llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+    check(PROMPTS[2:3], llm.generate(PROMPTS[2:3], GREEDY, use_tqdm=False))
+    assert_idle(llm)
+    llm.close()
+
+
+def test_guesses_beams_and_snapshots() -> None:
+    prompts = [[7, 8, 9, 7, 8, 9, 7, 8], PROMPTS[1]]
+    llm = llm_of(speculative={"method": "ngram", "num_tokens": 3, "adaptive": False})
+    check(prompts, llm.generate(prompts, GREEDY, use_tqdm=False))
+    assert llm.stats()["verify_steps"] > 0
+    llm.close()
+    llm = llm_of()
+    beams = [
+        output.outputs[0].token_ids
+        for output in llm.beam_search(PROMPTS[:2], beam_width=3, max_tokens=6)
+    ]
+    wide = llm.beam_search(PROMPTS[:2], beam_width=3, max_tokens=6)
+    assert beams == [output.outputs[0].token_ids for output in wide]
+    llm.close()
+
+
+def test_adapters() -> None:
+    """Every product that a Linear computes takes one; what is absorbed is refused by name."""
+    parts = [f"latent.{x}" for x in ("q_a", "q", "kv", "out")]
+    lora = initial_lora(MODEL, 3, jax.random.key(0), parts=parts)
+    keys = jax.random.key(1)
+    lora = jax.tree.map(lambda x: x + 0.05 * jax.random.normal(keys, x.shape), lora)
+    config = dataclasses.replace(CROWDED, max_loras=1, max_lora_rank=3)
+    outputs = jpaged.generate(PARAMS, PROMPTS[:2], GREEDY, lora=lora, engine_config=config)
+    changed = merged(PARAMS, lora)
+    for prompt, output in zip(PROMPTS[:2], outputs, strict=True):
+        tokens = output.outputs[0].token_ids
+        assert tokens == dense_tokens(changed, prompt, len(tokens))
+        assert tokens != dense(tuple(prompt), len(tokens)), "it changes nothing"
+    absorbed = {"layers.0.latent.up": (np.zeros((2, 24)), np.zeros((4, 28, 2)))}
+    with pytest.raises(ConfigError, match=r"layers\.0\.latent\.up.*cannot have an adapter"):
+        jpaged.generate(PARAMS, PROMPTS[:1], GREEDY, lora=absorbed, engine_config=config)
+    jpaged.release()
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_latents_in_8_bits(kv_dtype: Any) -> None:
+    """Where rounding turns a choice of experts, a token is far off: hence the median."""
+    llm = llm_of(kv_cache_dtype=kv_dtype)
+    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        tokens = output.outputs[0].token_ids
+        expected = dense_logprobs(PARAMS, prompt + tokens)[len(prompt) - 1 : -1]
+        expected = expected[range(len(tokens)), tokens]
+        difference = np.abs(output.outputs[0].token_logprobs - expected)
+        assert 0 < np.median(difference) < (0.05 if kv_dtype == "int8" else 0.3)
+    llm.close()
