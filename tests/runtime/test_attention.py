@@ -136,9 +136,9 @@ def test_blackwell_is_served_by_triton_with_a_warning(card: Any) -> None:
     """Shown once, and not where it is named."""
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("default")
-        for _ in range(3):
-            kernel = choose(card)
+        kernel, *again = [choose(card) for _ in range(3)]
     (said,) = shown
+    assert again == [kernel, kernel]
     asked = f"'triton' on {card.device_kind}, of compute capability {card.compute_capability}"
     assert kernel.name == "triton" and kernel.writes_heads and asked in str(said.message)
     with warnings.catch_warnings():
