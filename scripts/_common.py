@@ -10,6 +10,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -317,6 +318,25 @@ def aligned(heads: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 
 # ---- chips that this machine lacks ----
 
 H200 = ("NVIDIA H200", 132)  # its name, and how many cores it has
+
+
+@dataclasses.dataclass(frozen=True)
+class Card:
+    """An NVIDIA card that can be compiled for. shared_memory: bytes of a thread block at most."""
+
+    name: str
+    cores: int
+    capability: tuple[int, int]
+    shared_memory: int
+
+
+CARDS = {  # one of each architecture
+    "sm_80": Card("NVIDIA A100", 108, (8, 0), 166912),
+    "sm_89": Card("NVIDIA L4", 58, (8, 9), 101376),
+    "sm_90a": Card(*H200, (9, 0), 232448),
+    "sm_100": Card("NVIDIA B200", 148, (10, 0), 232448),
+    "sm_120": Card("NVIDIA RTX PRO 6000", 188, (12, 0), 101376),
+}
 CHIPS = {"cuda": ("sm_90a",), "tpu": ("v5e:2x2", "v6e:2x2")}
 # The environment of a process that compiles for TPUs that it lacks; libtpu reads it at first use.
 LIBTPU = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_MIN_LOG_LEVEL": "3"}
@@ -339,9 +359,27 @@ def absent_devices(platform: str, chip: str, count: int = 1) -> Sequence[Any]:
     """Return the devices of a chip's topology. count: of devices, for CUDA."""
     if platform == "tpu":
         return topologies.get_topology_desc(platform="tpu", topology_name=chip).devices
-    target = Path(__file__).with_name("h200.textproto").read_text()
-    options = {"platform": "cuda", "topology": f"1x1x{count}", "target_config": target}
+    options = {"platform": "cuda", "topology": f"1x1x{count}", "target_config": target(CARDS[chip])}
     return topologies.get_topology_desc("", **options).devices
+
+
+def target(card: Card) -> str:
+    """Return a card as XLA describes it: what a compiler asks of it, the rest as an H200 has it."""
+    (major, minor), text = card.capability, Path(__file__).with_name("h200.textproto").read_text()
+    features = " feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
+    lines = {
+        "core_count": str(card.cores),
+        "shared_memory_per_block_optin": str(card.shared_memory),
+        "cuda_compute_capability": f"{{ major: {major} minor: {minor}{features} }}",
+        "name": f'"{card.name}"',
+        "device_description_str": f'"{card.name}"',
+    }
+    for field, value in lines.items():
+        separator = " " if value[0] == "{" else ": "
+        line = rf"^(\s*){field}:? .*$"
+        text, count = re.subn(line, rf"\g<1>{field}{separator}{value}", text, flags=re.MULTILINE)
+        assert count == 1, field
+    return text
 
 
 def stay_on_cpu() -> None:
@@ -376,7 +414,7 @@ def absent_mesh(platform: str, chip: str, shape: Mapping[str, int]) -> Iterator[
     if len(devices) < count:
         raise ConfigError(f"{chip} has {len(devices)} chips, not {count}")
     if platform == "cuda":
-        with hopper():
+        with hopper((CARDS[chip].name, CARDS[chip].cores)):
             yield devices
         return
     sizes = shape or {"tp": 1}

@@ -73,9 +73,9 @@ def _reach_of(layer: LayerConfig, record: Record) -> tuple[int | None, int | Non
     """Return the window of what a layer keeps, and the heads that look at it."""
     if record.per == "block":
         return STATE_WINDOW, None
-    attends = isinstance(layer.mixer, AttentionConfig | LatentConfig)
-    assert attends, "what is kept of each token is attended to"
-    return layer.mixer.window, layer.mixer.num_heads
+    mixer = layer.mixer
+    assert isinstance(mixer, AttentionConfig | LatentConfig), "what is kept is attended to"
+    return mixer.window, mixer.num_heads
 
 
 def kv_places(config: ModelConfig) -> list[tuple[tuple[int, int], ...]]:

@@ -154,8 +154,7 @@ def _is_state_invariant(layer: LayerConfig) -> bool:
 def unfused(model: ModelConfig, layers: tuple[int, ...]) -> str | None:
     """Return why no kernel prepares attention in these layers; None: one can."""
     mixers = (model.layers[i].mixer for i in layers)
-    kinds = AttentionConfig | LatentConfig
-    reasons = (mixer.unfused for mixer in mixers if isinstance(mixer, kinds))
+    reasons = (m.unfused for m in mixers if isinstance(m, AttentionConfig | LatentConfig))
     return next((reason for reason in reasons if reason is not None), None)
 
 

@@ -170,17 +170,25 @@ def _within(q: Array, k: Array, v: Array, g: Array, beta: Array) -> _Parts:
 
 @jax.custom_jvp
 def _inverse(below: Array) -> Array:
-    """Return the inverse of I + below, strictly lower triangular matrices [B, H, C, C], row by row
-    from above.
+    """Return the inverse of I + below, strictly lower triangular matrices [B, H, C, C] with C a
+    power of 2.
+
+    By substitution of blocks that double, log2(C) times two products: of [[a, 0], [b, c]] the
+    inverse is [[1/a, 0], [-1/c b 1/a, 1/c]]. Row by row it would be a loop of C steps, each of
+    which a GPU would have to be launched with.
     """
-    eye = jnp.eye(below.shape[-1], dtype=below.dtype)[None, None]
-
-    def one(i: Array, inverse: Array) -> Array:  # its rows from i on are those of I
-        row = _product("bhij,bhjk->bhik", lax.dynamic_slice_in_dim(below, i, 1, 2), inverse)
-        row = lax.dynamic_slice_in_dim(eye, i, 1, 2) - row
-        return lax.dynamic_update_slice_in_dim(inverse, row, i, 2)
-
-    return lax.fori_loop(1, below.shape[-1], one, jnp.broadcast_to(eye, below.shape))
+    *lead, length, _ = below.shape
+    inverse = jnp.ones((*lead, length, 1, 1), below.dtype)  # of the blocks on the diagonal
+    for half in (1 << n for n in range(length.bit_length() - 1)):
+        count = length // (2 * half)
+        blocks = below.reshape(*lead, count, 2, half, count, 2, half)
+        lower = jnp.einsum("...ninj->...nij", blocks[..., 1, :, :, 0, :])
+        first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+        corner = _product("...ij,...jk->...ik", second, lower)
+        corner = -_product("...ij,...jk->...ik", corner, first)
+        above = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+        inverse = jnp.concatenate([above, jnp.concatenate([corner, second], axis=-1)], axis=-2)
+    return inverse[..., 0, :, :]
 
 
 @_inverse.defjvp

@@ -276,3 +276,13 @@ def test_a_mistake_fails_the_comparison(mutation: str, monkeypatch: pytest.Monke
     case = make([65, 0, 70], [0, 3, 70], padding=5)
     with pytest.raises(AssertionError):
         check(case, *jax.jit(lambda *x: xla.prefill(*x))(*case.tokens, case.pool, case.rows))
+
+
+def test_a_chunk_is_inverted_without_a_loop() -> None:
+    """Of whose turns a GPU would be launched with each; and it is the inverse."""
+    below = np.tril(np.random.default_rng(1).uniform(-0.3, 0.3, (2, 3, CHUNK, CHUNK)), -1)
+    found = xla._inverse(jnp.asarray(below, jnp.float32))
+    exact = np.linalg.inv(np.eye(CHUNK) + below)
+    assert np.abs(found - exact).max() < 1e-5 * np.abs(exact).max()
+    traced = str(jax.make_jaxpr(xla._inverse)(found))
+    assert "dot_general" in traced and "while" not in traced and "scan" not in traced

