@@ -172,7 +172,7 @@ def test_guesses_beams_and_snapshots() -> None:
     often = dataclasses.replace(GREEDY, max_tokens=36, logit_bias={7: 12.0})
     found = []
     for how in (None, {"method": "ngram", "num_tokens": 3, "adaptive": False}):
-        llm = llm_of(speculative=how)
+        llm = llm_of(speculative=how, deterministic=True)
         outputs = llm.generate(PROMPTS[:2], often, use_tqdm=False)
         beams = llm.beam_search(PROMPTS[:2], beam_width=3, max_tokens=6)
         ids = [llm.add_request(prompt, GREEDY) for prompt in PROMPTS[:2]]
