@@ -21,6 +21,8 @@ from jpaged.engine.shapes import PrefillShape, shape_table
 from jpaged.models.forward import bind
 from jpaged.models.layers.conv import ConvConfig
 from jpaged.models.layers.delta import DeltaConfig
+from jpaged.models.layers.latent import LatentConfig
+from jpaged.models.layers.rope import RopeConfig
 from jpaged.models.params import param_shapes
 from jpaged.models.served import served_config
 from jpaged.runtime import footprint, memory
@@ -115,7 +117,23 @@ def hybrid(value_dim: int) -> ModelConfig:
     return dataclasses.replace(WIDE, family="qwen3_5_text", layers=layers)
 
 
+LATENT = LatentConfig(
+    num_heads=16,
+    latent_dim=128,
+    rope_dim=32,
+    content_dim=32,
+    value_dim=32,
+    query_latent_dim=96,
+    rope=RopeConfig(dim=32),
+)
+LATENTS = dataclasses.replace(
+    WIDE,
+    family="deepseek_v3",
+    layers=[dataclasses.replace(layer, mixer=LATENT) for layer in WIDE.layers],
+)
 SHAPES = [
+    (LATENTS, "bfloat16", {"max_num_seqs": 64, "max_num_batched_tokens": 512}),
+    (LATENTS, "float32", {"max_num_seqs": 128}),
     (hybrid(64), "bfloat16", {"max_num_seqs": 64, "max_num_batched_tokens": 512}),
     (hybrid(48), "float32", {"max_num_batched_tokens": 2048}),
     (WIDE, "bfloat16", {"max_num_seqs": 64, "max_num_batched_tokens": 512}),

@@ -239,8 +239,9 @@ def test_a_line_a_model_and_a_card() -> None:
     """A model whose layers differ has the fewest cards that hold it, rows as far as there are
     states, and blocks by group.
     """
-    args = memory_table.parse_args(["--cards", "h200"])
-    _, hybrid, gemma = (
+    models = ("Qwen3.6-35B-A3B", "Gemma-4-31B", "GLM-4.7-Flash")
+    args = memory_table.parse_args(["--cards", "h200", "--models", *models])
+    _, hybrid, gemma, latents = (
         [cell.strip() for cell in line.split("  ") if cell] for line in memory_table.table(args)
     )
     assert (hybrid[:2], gemma[:2]) == (["Qwen3.6-35B-A3B", "1 x h200"], ["Gemma-4-31B", "1 x h200"])
@@ -250,3 +251,5 @@ def test_a_line_a_model_and_a_card() -> None:
     windows, full = (int(count.replace(",", "")) for count in gemma[6].split("/"))
     short, long = map(int, gemma[8].split(" / "))
     assert windows < full / 4 and short > 3 * long >= 12
+    # It keeps no state, and of a token one latent of 576 numbers a layer: many rows fit.
+    assert latents[5] == "-" and int(latents[7]) == 256 and int(latents[8].split(" / ")[0]) > 100
