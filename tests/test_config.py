@@ -293,8 +293,8 @@ def test_coerce(tmp_path: Path) -> None:
     [
         (
             hf("gpt2"),
-            r"architecture 'gpt2'.*; supported are Ernie4_5ForCausalLM, .*MiniMaxM2ForCausalLM, "
-            r"Ministral3ForCausalLM, Mistral3ForConditionalGeneration, MistralForCausalLM, ",
+            r"architecture 'gpt2'.*; supported are DeepseekV3ForCausalLM, .*MiniMaxM2ForCausalLM, "
+            r"Ministral3ForCausalLM, Mistral3ForConditionalGeneration, Mistral4ForCausalLM, ",
         ),
         ({}, "no 'model_type': its family, such as 'qwen3'"),
         (BASE, "no 'model_type'"),
