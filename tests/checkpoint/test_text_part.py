@@ -81,7 +81,7 @@ def test_the_family_of_a_text_part_is_what_it_says() -> None:
     assert ModelConfig.from_hf(raw).family == "mistral"
     raw["text_config"]["model_type"] = "ministral3"
     assert ModelConfig.from_hf(raw).family == "ministral3"
-    said = r"text_config of mistral3: model_type='mistral9' is not supported \(mistral4, mistral, ministral3"
+    said = r"of mistral3: model_type='mistral9' is not supported \(mistral4, mistral, ministral3"
     with pytest.raises(ConfigError, match=said):
         raw["text_config"]["model_type"] = "mistral9"
         ModelConfig.from_hf(raw)

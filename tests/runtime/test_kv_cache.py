@@ -225,7 +225,8 @@ STATE = Record(
     fields=(Field("state", (4, 8, 16), split=0, dtype=jnp.float32), Field("conv", (6, 3), split=0)),
     per="block",
 )
-LATENT = Record(fields=(Field("latent", (36,)), Field("index", (8,), dtype=jnp.int8)))
+# Of no kernel of attention: each field is an array of the pool.
+WHOLE = Record(fields=(Field("summary", (36,)), Field("index", (8,), dtype=jnp.int8)))
 
 
 def pool_of(record: Record, window: int | None, num_blocks: int, shards: int = 1) -> PoolSpec:
@@ -243,21 +244,21 @@ def pool_of(record: Record, window: int | None, num_blocks: int, shards: int = 1
 
 
 def test_a_record_is_kept_once_a_block_or_once_a_token() -> None:
-    """A state with its convolution's inputs, and a latent beside index keys: shapes, and bytes of
+    """A state with its convolution's inputs, and a summary beside index keys: shapes, and bytes of
     a device, where what is split is halved and what is not lies whole.
     """
-    state, latent = (pool_of(*kept, BLOCKS, shards=2) for kept in ((STATE, 2), (LATENT, None)))
+    state, kept_whole = (pool_of(*kept, BLOCKS, shards=2) for kept in ((STATE, 2), (WHOLE, None)))
     shapes = {name: (x.shape, str(x.dtype)) for name, x in whole(state).items()}
     assert shapes == {"state": ((21, 4, 8, 16), "float32"), "conv": ((21, 6, 3), "bfloat16")}
-    shapes = {name: (x.shape, str(x.dtype)) for name, x in whole(latent).items()}
-    assert shapes == {"latent": ((21, 4, 36), "bfloat16"), "index": ((21, 4, 8), "int8")}
+    shapes = {name: (x.shape, str(x.dtype)) for name, x in whole(kept_whole).items()}
+    assert shapes == {"summary": ((21, 4, 36), "bfloat16"), "index": ((21, 4, 8), "int8")}
     assert state.block_bytes == 3 * (4 * 4 * 8 * 16 + 2 * 6 * 3) == 2 * state.device_block_bytes
-    assert latent.block_bytes == 3 * 4 * (2 * 36 + 8) == latent.device_block_bytes
+    assert kept_whole.block_bytes == 3 * 4 * (2 * 36 + 8) == kept_whole.device_block_bytes
     assert state.size.num_blocks == BLOCKS and state.size.window == 2
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("record", [STATE, LATENT], ids=["state", "latent"])
+@pytest.mark.parametrize("record", [STATE, WHOLE], ids=["state", "whole"])
 def test_blocks_of_any_record_are_moved(record: Record, devices: int) -> None:
     """Copied within the pool, read, and written elsewhere, on the devices that share it."""
     spec = pool_of(record, None, BLOCKS, shards=devices)
@@ -286,7 +287,7 @@ def test_blocks_of_any_record_are_moved(record: Record, devices: int) -> None:
 
 
 @pytest.mark.parametrize("what", ["copy_blocks", "write_blocks"])
-@pytest.mark.parametrize("record", [STATE, LATENT], ids=["state", "latent"])
+@pytest.mark.parametrize("record", [STATE, WHOLE], ids=["state", "whole"])
 def test_no_pool_of_any_record_is_copied(record: Record, what: str) -> None:
     """Each field is updated in place, and copied where it may not be: the control."""
     spec = pool_of(record, None, MANY)
