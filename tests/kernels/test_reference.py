@@ -36,6 +36,7 @@ def dense(
     """
     inputs = build(case, values=values, poison=False)
     N = inputs.pool.shape[0] // case.num_layers
+    _, of_value = case.options.attention.places(case.D)
     width = case.options.attention.value_width(case.D)
     out = np.zeros((*inputs.q.shape[:2], width))
     start = 0
@@ -49,7 +50,7 @@ def dense(
             .reshape(context + 1, case.K, -1)
         )
         kv = spread(kv.transpose(1, 0, 2), case.H // case.K, 0)
-        k, v = kv[..., : case.D], kv[..., case.D :]
+        k, v = kv[..., : case.D], kv[..., of_value]
         scores = (
             np.einsum("qhd,hkd->hqk", inputs.q[rows].astype(np.float64), k)
             * scale

@@ -91,12 +91,20 @@ class Interpreted:
 SOURCE = Path(attention.__file__).read_text()
 JAX_SOURCE = Path(jax_tpu.__file__).read_text()
 QUICK = ("decode", "decode_bf16", "decode_block256_g8_cap", "prefill", "prefill_block4_g4_window")
-AGAIN = [pytest.param(case, marks=() if case.name in QUICK else pytest.mark.slow) for case in CASES]
+SERVED = [case for case in CASES if not case.latent]
+AGAIN = [pytest.param(c, marks=() if c.name in QUICK else pytest.mark.slow) for c in SERVED]
 
 
 class TestTpu(PagedAttentionSuite):
     implementation = Interpreted(NAN)
+    cases = SERVED
     coded_cases = AGAIN
+
+
+def test_latents_are_refused_by_name() -> None:
+    case = next(case for case in CASES if case.latent)
+    with pytest.raises(NotImplementedError, match="does not have the option latent=True"):
+        check(Interpreted(NAN), case)
 
 
 @pytest.mark.parametrize("case", AGAIN, ids=str)
