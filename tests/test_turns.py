@@ -88,12 +88,16 @@ def interrupt_main() -> None:
 
 def interrupted(work: Callable[[], Any], by: threading.Thread) -> None:
     """Do some work again and again until a thread interrupts it."""
+    # A job that a shell has put in the background has it ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         by.start()
         while True:
             work()
     except KeyboardInterrupt:
         pass
+    finally:
+        signal.signal(signal.SIGINT, before)
     join(by)
 
 
