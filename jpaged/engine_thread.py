@@ -306,7 +306,6 @@ class EngineThread(threading.Thread):
     def _publish(self) -> None:
         with self._session.at_rest():
             self._pass_on()
-            self._look(often=bool(self._jobs))
 
     def _obey(self, *, wait: bool) -> None:
         """Run the commands that are there; with nothing else to do, wait for one."""
@@ -392,6 +391,7 @@ class EngineThread(threading.Thread):
 
     def _pass_on(self) -> None:
         """Hand over what the steps of any thread have brought."""
+        self._look(often=self.requests)  # first: whoever gets the last result finds its step there
         self._conclude_all()
         if self._is_behind:
             self._is_behind = False
