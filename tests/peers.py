@@ -96,15 +96,15 @@ def guesses_of(of: str) -> tuple[Any, dict[str, Any]]:
     from tests.recurrent import hybrid
     from tests.tiny import make_params
 
-    how: dict[str, Any] = {"num_tokens": 3, "adaptive": False}
+    speculative: dict[str, Any] = {"num_tokens": 3, "adaptive": False}
     model = PARAMS.config
     if of == "eagle":
         head = make_params(3, head_config(model))
-        return PARAMS, {**how, "method": "eagle", "model": head}
+        return PARAMS, {**speculative, "method": "eagle", "model": head}
     if of == "states":
         states = make_params(3, hybrid(vocab_size=model.vocab_size))
-        return states, {**how, "method": "draft", "model": states}
-    return PARAMS, how
+        return states, {**speculative, "method": "draft", "model": states}
+    return PARAMS, speculative
 
 
 def guessing(settings: Any, of: str) -> dict[str, Any]:
@@ -114,13 +114,13 @@ def guessing(settings: Any, of: str) -> dict[str, Any]:
     from jpaged import LLM, ConfigError, SamplingParams
     from tests.tiny import make_prompts
 
-    params, how = guesses_of(of)
+    params, speculative = guesses_of(of)
     try:
-        LLM(params, **vars(settings) | {"speculative": {**how, "adaptive": True}})
+        LLM(params, **vars(settings) | {"speculative": {**speculative, "adaptive": True}})
         refused = ""
     except ConfigError as e:
         refused = str(e)
-    llm = LLM(params, **vars(settings) | {"speculative": how})
+    llm = LLM(params, **vars(settings) | {"speculative": speculative})
     asked = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     outs = llm.generate([p * 3 for p in make_prompts(5, 7, 4)], asked, use_tqdm=False)
     stats, tokens = llm.stats(), [out.outputs[0].token_ids for out in outs]

@@ -89,8 +89,8 @@ def test_a_head_that_knows_is_right(devices: int) -> None:
     params = counting(MODEL, exact=True)
     head = counting_head(params, exact=True)
     prompts = [[5, 6, 7], [40, 41], [70]]
-    how: dict[str, Any] = {"speculative": eagle(head, 1), "tensor_parallel_size": devices}
-    llm = LLM(params, **SIZES | how)
+    settings: dict[str, Any] = {"speculative": eagle(head, 1), "tensor_parallel_size": devices}
+    llm = LLM(params, **SIZES | settings)
     outs = llm.generate(prompts, greedy(24), use_tqdm=False)
     stats = llm.stats()
     assert tokens_of(outs) == [[(p[-1] + i) % 97 for i in range(1, 25)] for p in prompts]
@@ -204,8 +204,8 @@ def test_devices_share_it(
     seen, rates = guesses_of(monkeypatch), []
     for place in ({}, devices):
         seen.clear()
-        how: dict[str, Any] = {**SIZES, **settings, **place, "speculative": eagle(head)}
-        llm = LLM(params, **how)
+        whole: dict[str, Any] = {**SIZES, **settings, **place, "speculative": eagle(head)}
+        llm = LLM(params, **whole)
         assert tokens_of(llm.generate(prompts, asked, use_tqdm=False)) == wanted
         assert_idle(llm)
         stats = llm.stats()

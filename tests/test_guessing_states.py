@@ -297,13 +297,13 @@ def test_two_devices_share_an_mtp_head() -> None:
     """In f32: guesses come true as often as on one device, and tokens are those without."""
     params, head = counting(make_params(0, SPLITS))
     asked = {**GUESSES, "method": "mtp", "num_tokens": 3, "model": head}
-    how: dict[str, Any] = {"deterministic": False}
-    alone = served(params, **how)
+    settings: dict[str, Any] = {"deterministic": False}
+    alone = served(params, **settings)
     wanted = tokens_of(alone.generate(PROMPTS, ASKED, use_tqdm=False))
     alone.close()
     rates = []
     for devices in (1, 2):
-        llm = served(params, speculative=asked, tensor_parallel_size=devices, **how)
+        llm = served(params, speculative=asked, tensor_parallel_size=devices, **settings)
         assert tokens_of(run(llm, PROMPTS, ASKED)) == wanted
         rates.append(llm.stats()["acceptance_rate"])
         llm.close()

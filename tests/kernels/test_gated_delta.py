@@ -279,7 +279,7 @@ def test_a_mistake_fails_the_comparison(mutation: str, monkeypatch: pytest.Monke
 
 
 def test_a_chunk_is_inverted_without_a_loop() -> None:
-    """Of whose turns a GPU would be launched with each; and it is the inverse."""
+    """A GPU would be launched for each turn of a loop; and the result is the inverse."""
     below = np.tril(np.random.default_rng(1).uniform(-0.3, 0.3, (2, 3, CHUNK, CHUNK)), -1)
     found = xla._inverse(jnp.asarray(below, jnp.float32))
     exact = np.linalg.inv(np.eye(CHUNK) + below)
