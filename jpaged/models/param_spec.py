@@ -46,7 +46,8 @@ class ParamSpec:
     additions. split: the letter of the axis that a tensor-parallel mesh axis splits; None: every
     device holds the whole. in_f32: it is kept in f32, whatever the dtype of the model.
     is_quantized: whether quantization= may store it in 8 or 4 bits, if it is a linear weight; None:
-    if a mesh splits it, which leaves routers and gates plain.
+    if a mesh splits it, which leaves routers and gates plain. is_always_plain: no Linear multiplies
+    by it, so that files which hold it in 8 or 4 bits are read as what they stand for.
     layer: the number that replaces {i}. sizes: (letter, size) pairs. `placed` sets the last two.
     """
 
@@ -57,6 +58,7 @@ class ParamSpec:
     split: str | None = None
     in_f32: bool = False
     is_quantized: bool | None = None
+    is_always_plain: bool = False
     layer: int | None = None
     sizes: tuple[tuple[str, int], ...] = ()
 
@@ -94,7 +96,7 @@ class ParamSpec:
     def may_be_quantized(self) -> bool:
         """Whether it is a linear weight that may be in 8 or 4 bits."""
         wanted = self.split is not None if self.is_quantized is None else self.is_quantized
-        return self.is_multiplied and wanted
+        return self.is_multiplied and wanted and not self.is_always_plain
 
     @property
     def parts(self) -> tuple[Part, ...]:

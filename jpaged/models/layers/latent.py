@@ -118,7 +118,7 @@ class LatentConfig:
         out = "self_attn.o_proj.weight"
         specs += [
             ParamSpec("latent.norm.scale", "L", norm, init),
-            ParamSpec("latent.up", "H N+Dv, L", up, "normal", "H", is_quantized=False),
+            ParamSpec("latent.up", "H N+Dv, L", up, "normal", "H", is_always_plain=True),
             ParamSpec("latent.out", "E, H Dv", out, "residual", "H"),
         ]
         if self.bias:
