@@ -230,10 +230,12 @@ class Stored(NamedTuple):
 
 
 def stored_names(config: ModelConfig) -> dict[str, list[Stored]]:
-    """Return for each canonical tensor its parts as a Hugging Face file has them."""
+    """Return for each canonical tensor its parts as a Hugging Face file has them. Parts of one
+    tensor follow each other in it, also where they are of several canonical ones.
+    """
+    rows: dict[str, int] = {}
 
     def stored(spec: ParamSpec) -> Iterator[Stored]:
-        rows: dict[str, int] = {}
         for part, index in spec.places:
             name, axes = spec.at(part.hf_name), part.axes
             if "{x}" in name:  # an expert a tensor

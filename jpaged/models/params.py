@@ -29,6 +29,7 @@ from jpaged.models.layers.delta import DeltaConfig
 from jpaged.models.layers.experts import ExpertsConfig
 from jpaged.models.layers.latent import LatentConfig
 from jpaged.models.layers.layer import LayerConfig
+from jpaged.models.layers.mamba import MambaConfig
 from jpaged.models.layers.mlp import MLPConfig
 from jpaged.models.layers.norm import PLAIN_NORM
 from jpaged.models.layers.parallel_ffn import ParallelFFNConfig
@@ -72,6 +73,7 @@ EVERYTHING = (
         ),
     ),
     LayerConfig(mixer=ConvConfig(channels=1, bias=True), ffn=None),
+    LayerConfig(mixer=MambaConfig(num_heads=1, head_dim=1, state_dim=1, bias=True), ffn=None),
     LayerConfig(
         mixer=LatentConfig(
             num_heads=1,

@@ -28,13 +28,15 @@ class StackedExperts:
     """How a file holds the experts of a layer in one tensor (checkpoint/stacked.py).
 
     alternate: rows of gate and up alternate; otherwise all of gate come first. transposed: plain
-    tensors are [X, inputs, outputs]; otherwise [X, outputs, inputs]. node: what gate_up_proj and
-    down_proj are of, in a layer.
+    tensors are [X, inputs, outputs]; otherwise [X, outputs, inputs]. node: what both tensors are
+    of, in a layer; gate_up, down: their names in it.
     """
 
     alternate: bool
     transposed: bool
     node: str = "mlp.experts"
+    gate_up: str = "gate_up_proj"
+    down: str = "down_proj"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

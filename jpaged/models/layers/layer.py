@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, Protocol, Self
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 
 from jpaged.checks import positive
@@ -16,7 +15,8 @@ from jpaged.models.layers.conv import Conv, ConvConfig
 from jpaged.models.layers.delta import Delta, DeltaConfig
 from jpaged.models.layers.experts import Experts, ExpertsConfig
 from jpaged.models.layers.latent import Latent, LatentConfig
-from jpaged.models.layers.linear import StepContext
+from jpaged.models.layers.linear import StepContext, scaled
+from jpaged.models.layers.mamba import Mamba, MambaConfig
 from jpaged.models.layers.mlp import MLP, MLPConfig
 from jpaged.models.layers.norm import PLAIN_NORM, NormConfig, RMSNorm
 from jpaged.models.layers.parallel_ffn import ParallelFFN, ParallelFFNConfig
@@ -27,8 +27,8 @@ from jpaged.models.param_spec import Parameters, ParamSpec
 from jpaged.models.quantized import is_quantized
 from jpaged.models.record import Record
 
-type MixerConfig = AttentionConfig | LatentConfig | DeltaConfig | ConvConfig
-type Mixer = Attention | Latent | Delta | Conv
+type MixerConfig = AttentionConfig | LatentConfig | DeltaConfig | MambaConfig | ConvConfig
+type Mixer = Attention | Latent | Delta | Mamba | Conv
 type FFNConfig = MLPConfig | ExpertsConfig | ParallelFFNConfig
 type FFN = MLP | Experts | ParallelFFN
 
@@ -210,11 +210,6 @@ class Residual:
     def added(self, x: Array, y: Array) -> Array:
         """x with what the part gives."""
         return x + scaled(y if self.after is None else self.after(y), self.multiplier)
-
-
-def scaled(x: Array, factor: float) -> Array:
-    """x times a number, which is rounded to its dtype first."""
-    return x if factor == 1.0 else x * jnp.asarray(factor, x.dtype)
 
 
 @jax.tree_util.register_dataclass
