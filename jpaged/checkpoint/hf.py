@@ -83,6 +83,7 @@ def hf_weights(folder: Path, config: ModelConfig) -> dict[str, Weight]:
         )
     elif FAMILIES[config.family].text_of is not None:
         entries = _text_entries(entries)
+    entries = {plain_name(name, config): entry for name, entry in entries.items()}
     family, unread = FAMILIES[config.family], _unread(config)
     if unread is not None and head is None:
         entries = {name: e for name, e in entries.items() if not unread.match(name)}
@@ -199,6 +200,12 @@ def _text_entries(entries: dict[str, Entry]) -> dict[str, Entry]:
             "the text part is loaded: %d tensors of images are not", len(entries) - len(tensors)
         )
     return tensors
+
+
+def plain_name(name: str, config: ModelConfig) -> str:
+    """Return the name of a tensor with model. in place of what the family's files have."""
+    prefix = FAMILIES[config.family].prefix
+    return "model." + name.removeprefix(prefix) if name.startswith(prefix) else name
 
 
 def _squeezed(shape: tuple[int, ...], wanted: tuple[int, ...] | None) -> tuple[int, ...]:

@@ -61,6 +61,11 @@ EVERYTHING = (
         norms="both",
         has_scalar=True,
     ),
+    # Before experts that take x, whose parts have the same names.
+    LayerConfig(
+        mixer=None,
+        ffn=ExpertsConfig(num_experts=1, experts_per_token=1, expert_size=1, latent_size=1),
+    ),
     LayerConfig(
         mixer=DeltaConfig(num_key_heads=1, num_value_heads=1, key_dim=1, value_dim=1),
         ffn=ExpertsConfig(

@@ -112,7 +112,7 @@ def choose(
     mixture = _experts(served, device, dtype, shards, is_plain)
     delta = _delta(share_of(model, shards), device)
     states_are_alike = delta is None or delta.is_batch_invariant()
-    states_are_alike &= not any(isinstance(x.mixer, MambaConfig) for x in served.layers)
+    states_are_alike &= not _scans(served)
     kernels = tuple(
         choose_kernel(
             group, options, config, dtype, device, shards, unfused=unfused(served, group.layers)
@@ -154,9 +154,14 @@ def _is_state_invariant(layer: LayerConfig) -> bool:
     return is_alike or all(x.per == "token" for x in layer.keeps())
 
 
+def _scans(model: ModelConfig) -> bool:
+    """Return whether a layer has Mamba-2."""
+    return any(isinstance(mixer, MambaConfig) for x in model.layers for mixer in x.mixers)
+
+
 def unfused(model: ModelConfig, layers: tuple[int, ...]) -> str | None:
     """Return why no kernel prepares attention in these layers; None: one can."""
-    mixers = (model.layers[i].mixer for i in layers)
+    mixers = (mixer for i in layers for mixer in model.layers[i].mixers)
     reasons = (m.unfused for m in mixers if isinstance(m, AttentionConfig | LatentConfig))
     return next((reason for reason in reasons if reason is not None), None)
 
@@ -220,12 +225,11 @@ def layer_kernels(model: ModelConfig, choices: Choices) -> dict[str, str | None]
     of.
     """
     mixers = [layer.mixer for layer in model.layers]
-    scans = any(isinstance(mixer, MambaConfig) for mixer in mixers)
-    convolves = scans or any(isinstance(mixer, DeltaConfig | ConvConfig) for mixer in mixers)
+    convolves = any(isinstance(mixer, DeltaConfig | ConvConfig) for mixer in mixers)
     return {
         "gated_delta": _name_of(choices.delta, gated_delta.IMPLEMENTATIONS),
-        "mamba2": mamba2.NAME if scans else None,
-        "short_conv": short_conv.NAME if convolves else None,
+        "mamba2": mamba2.NAME if _scans(model) else None,
+        "short_conv": short_conv.NAME if convolves or _scans(model) else None,
         "experts": _name_of(choices.experts, experts.IMPLEMENTATIONS),
     }
 
@@ -251,7 +255,7 @@ def _experts(
     shards: devices that each expert is split over.
     """
     sizes = {
-        ffn.expert_size
+        (ffn.width(model.hidden_size), ffn.expert_size)
         for layer in model.layers
         for ffn in layer.ffns
         if isinstance(ffn, ExpertsConfig)
@@ -261,11 +265,11 @@ def _experts(
     shapes = [
         Shapes(
             dtype=dtype,
-            hidden_size=model.hidden_size,
+            hidden_size=width,
             expert_size=share(size, shards),
             is_plain=is_plain,
         )
-        for size in sorted(sizes)
+        for width, size in sorted(sizes)
     ]
     for name, implementation in experts.IMPLEMENTATIONS.items():
         if implementation.is_compiled_for(device.platform):

@@ -62,20 +62,22 @@ class Index:
     mixture: list[str] = dataclasses.field(default_factory=list)
     others: list[str] = dataclasses.field(default_factory=list)
     text: str = "model."
+    embed: str = "embed_tokens.weight"
     norm: str = "norm.weight"
     head: str | None = "lm_head.weight"
 
     def names(self, config: ModelConfig) -> list[str]:
         """Return all names in a file of a model."""
-        names = [self.text + "embed_tokens.weight", self.text + self.norm]
+        names = [self.text + self.embed, self.text + self.norm]
         for i, layer in enumerate(config.layers):
             ffn = layer.ffn
             count = ffn.num_experts if isinstance(ffn, ExpertsConfig) else 0
             has_window = isinstance(layer.mixer, AttentionConfig) and layer.mixer.window is not None
-            of_kind = [*(self.mixture if count else self.dense), *(self.window * has_window)]
+            of_ffn = self.mixture if count else self.dense
+            of_kind = [*(of_ffn if ffn is not None else []), *(self.window * has_window)]
             kinds = [(DeltaConfig, self.delta), (ConvConfig, self.conv), (MambaConfig, self.mamba)]
             of_mixer = (names for kind, names in kinds if isinstance(layer.mixer, kind))
-            of_kind += next(of_mixer, self.attention)
+            of_kind += next(of_mixer, self.attention) if layer.mixer is not None else []
             for name in [*self.layer, *of_kind]:
                 copies = range(count) if "{x}" in name else [0]
                 names += [f"{self.text}layers.{i}.{name.replace('{x}', str(x))}" for x in copies]
@@ -198,6 +200,31 @@ INDICES = {
             *(f"linear_attn.{x}_conv1d.weight" for x in "qkv"),
         ],
     ),
+    "nemotron_h_latent_experts": Index(
+        layer=["norm.weight"],
+        attention=[name.replace("self_attn", "mixer") for name in QKVO],
+        mamba=[
+            *(name.replace("mamba", "mixer") for name in MAMBA),
+            *("mixer.in_proj.bias", "mixer.out_proj.bias"),
+        ],
+        dense=["mixer.up_proj.weight", "mixer.down_proj.weight"],
+        mixture=[
+            *("mixer.gate.weight", "mixer.gate.e_score_correction_bias"),
+            *("mixer.fc1_latent_proj.weight", "mixer.fc2_latent_proj.weight"),
+            *(f"mixer.experts.{{x}}.{x}_proj.weight" for x in ("up", "down")),
+            *(f"mixer.shared_experts.{x}_proj.weight" for x in ("up", "down")),
+        ],
+        others=["mtp.layers.0.norm.weight", "mtp.layers.0.mixer.q_proj.weight"],
+        text="backbone.",
+        embed="embeddings.weight",
+        norm="norm_f.weight",
+    ),
+    "falcon_h1_p24_n16": Index(
+        layer=["input_layernorm.weight", "pre_ff_layernorm.weight", *QKVO],
+        attention=[name for name in MAMBA if name != "mamba.norm.weight"],
+        dense=[f"feed_forward.{part}" for part in PARTS],
+        norm="final_layernorm.weight",
+    ),
     "granite_hybrid_experts_g2_tied": Index(
         layer=NORMS + SHARED_MLP,
         attention=QKVO,
@@ -286,6 +313,7 @@ def write(folder: Path, raw: dict[str, Any], names: list[str]) -> Path:
     tensors = {}
     for name in names:
         ours = name.replace("language_model.model.", "model.").replace("language_model.", "")
+        ours = ours.replace("backbone.", "model.")
         shape = shapes.get(ours, (2, 2))
         if ours.endswith(f"{node}.{gate_up}"):
             one = (2 * config.expert_size, hidden)

@@ -16,7 +16,7 @@ import numpy as np
 from tests.golden.hybrids import GATED, scaled, with_delta
 from tests.golden.latents import FAMILIES as LATENT
 from tests.golden.latents import with_latents
-from tests.golden.mambas import scaled_mamba, with_mambas
+from tests.golden.mambas import nemotron_shapes, scaled_mamba, with_mambas
 from tests.golden.short_convs import scaled_conv, with_convs
 from tests.golden.unequal import UNEQUAL, unequal_shapes
 
@@ -62,6 +62,8 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     if "text_config" in config:
         shapes = tensor_shapes(text_part(config))
         return {k.replace("model.", "model.language_model."): v for k, v in shapes.items()}
+    if config["model_type"] == "nemotron_h":
+        return nemotron_shapes(config)
     if config["model_type"] in UNEQUAL:
         return unequal_shapes(config)
     family, e, f = config["model_type"], config["hidden_size"], config.get("intermediate_size", 0)

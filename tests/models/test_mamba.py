@@ -1,5 +1,5 @@
-"""Mamba-2 in the engine, as files hold it, and in training: layers of one group and of two, beside
-attention and experts.
+"""Mamba-2 in the engine, as files hold it, and in training: with one group and with two, before and
+beside attention, in layers that lack either half; and experts of a latent, without gates.
 """
 
 import dataclasses
@@ -18,12 +18,14 @@ import jpaged
 from jpaged import LLM, ConfigError, ModelConfig, Params, RequestOutput, SamplingParams
 from jpaged.errors import UnsupportedError
 from jpaged.models.forward import bind
-from jpaged.models.kv_groups import kv_groups
+from jpaged.models.kv_groups import kv_groups, kv_places
 from jpaged.models.layers.attention import AttentionConfig
 from jpaged.models.layers.experts import ExpertsConfig
 from jpaged.models.layers.layer import LayerConfig
 from jpaged.models.layers.mamba import MambaConfig
 from jpaged.models.layers.mlp import MLPConfig
+from jpaged.models.layers.parallel_mixer import ParallelMixerConfig
+from jpaged.models.layers.router import RouterConfig
 from jpaged.models.lora import merged, targets
 from jpaged.models.params import param_specs
 from jpaged.models.quantized import is_quantized
@@ -42,17 +44,38 @@ from tests.tiny import (
 
 ONE_GROUP = MambaConfig(num_heads=4, head_dim=12, state_dim=8)
 TWO_GROUPS = MambaConfig(
-    num_heads=4, head_dim=8, state_dim=16, num_groups=2, conv_width=3, conv_bias=False, bias=True
+    num_heads=4,
+    head_dim=8,
+    state_dim=16,
+    num_groups=2,
+    conv_width=3,
+    conv_bias=False,
+    bias=True,
+    norm="before",
 )
-UNGATED = dataclasses.replace(
+WITHOUT_NORM = dataclasses.replace(
     ONE_GROUP, norm=None, multipliers=(0.8, 1.2, 0.7, 1.1, 0.9), conv_width=2
 )
-NORMED_FIRST = dataclasses.replace(TWO_GROUPS, norm="before")
 ATTENTION = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=16)
 MLP = MLPConfig(intermediate_size=24)
 EXPERTS = ExpertsConfig(
     num_experts=6, experts_per_token=2, expert_size=12, shared_expert_size=24, shared_gate=False
 )
+OF_LATENT = dataclasses.replace(
+    EXPERTS,
+    activation="relu2",
+    latent_size=20,
+    router=RouterConfig(score="sigmoid", has_bias=True, num_groups=3, chosen_groups=2),
+)
+BESIDE = ParallelMixerConfig(
+    attention=ATTENTION,
+    mamba=WITHOUT_NORM,
+    attention_in_multiplier=1.2,
+    attention_out_multiplier=0.9,
+    mamba_in_multiplier=1.1,
+    mamba_out_multiplier=0.7,
+)
+UNGATED = MLPConfig(intermediate_size=24, activation="relu2", multiplier=0.8)
 MODEL = ModelConfig(
     family="granitemoehybrid",
     vocab_size=97,
@@ -60,9 +83,9 @@ MODEL = ModelConfig(
     layers=(
         LayerConfig(mixer=ONE_GROUP, ffn=EXPERTS),
         LayerConfig(mixer=ATTENTION, ffn=MLP),
-        LayerConfig(mixer=TWO_GROUPS, ffn=MLP),
-        LayerConfig(mixer=UNGATED, ffn=None),
-        LayerConfig(mixer=NORMED_FIRST, ffn=None),
+        LayerConfig(mixer=TWO_GROUPS, ffn=None),
+        LayerConfig(mixer=None, ffn=OF_LATENT),
+        LayerConfig(mixer=BESIDE, ffn=UNGATED),
     ),
     max_position_embeddings=64,
     eos_token_ids=(EOS,),
@@ -168,6 +191,8 @@ def test_adapters_on_two_devices() -> None:
             "b": jnp.asarray(rng.standard_normal((*outputs, 3)), jnp.float32) / 8,
         }
     assert {f"layers.0.mamba.{x}" for x in ("z", "x", "b", "c", "dt", "out")} <= pairs.keys()
+    assert {"layers.3.mlp.latent_in", "layers.4.mlp.up", "layers.4.mamba.z"} <= pairs.keys()
+    assert "layers.4.mlp.gate" not in pairs
     adapter = jpaged.Adapter(pairs)
     mesh = Mesh(np.array(jax.devices()[:2]), ("tp",))
     llm = LLM(PARAMS, mesh=mesh, **vars(engine(max_loras=1, max_lora_rank=4)))
@@ -194,6 +219,10 @@ def test_heads_are_split_and_one_group_is_not() -> None:
     records = [group.record for group in kv_groups(MODEL) if group.record.per == "block"]
     splits = {tuple(field.split for field in record.fields) for record in records}
     assert splits == {(0, 1, None), (0, 1, 1)}
+    # The keys of both layers with attention lie in one group, and come before a layer's state.
+    groups, places = kv_groups(MODEL), kv_places(MODEL)
+    assert [group.layers for group in groups] == [(0,), (1, 4), (2,), (4,)]
+    assert places == [((0, 0),), ((1, 0),), ((2, 0),), (), ((1, 1), (3, 0))]
 
 
 def test_heads_and_groups_have_to_divide() -> None:
@@ -236,16 +265,32 @@ def test_what_stays_plain_and_in_f32() -> None:
 
 
 def test_configs_that_are_not_supported() -> None:
-    raw = MAMBAS["granite_hybrid_h6_p24_n16"]
     cases: dict[str, dict[str, Any]] = {
         r"layer_types \['sliding_attention'\] are not": {"layer_types": ["sliding_attention"] * 4},
         "none is 'full_attention'": {"layer_types": ["mamba"] * 4},
-        "2 layer_types for num_hidden_layers=4": {"layer_types": ["mamba", "attention"]},
+        "must be equal to the number of `layer_types`": {"layer_types": ["mamba", "attention"]},
         r"time_step_limit=\[0.01, 1.0\] is not supported": {"time_step_limit": [0.01, 1.0]},
     }
-    for message, changes in cases.items():
-        with pytest.raises(ConfigError, match=message):
-            ModelConfig.from_hf(raw | changes)
+    nemotron: dict[str, dict[str, Any]] = {
+        "mlp_hidden_act='silu' is not supported": {"mlp_hidden_act": "silu"},
+        "mlp_bias=True is not supported": {"mlp_bias": True},
+        "none is 'full_attention'": {"hybrid_override_pattern": "MEME-"},
+        r"time_step_limit=\[0.01, 1.0\] is not supported": {"time_step_limit": [0.01, 1.0]},
+    }
+    falcon: dict[str, dict[str, Any]] = {
+        "projectors_bias=True: must be mamba_proj_bias=False": {"projectors_bias": True},
+        "must be five numbers": {"ssm_multipliers": [1.0, 1.0]},
+        "ssm_out_multiplier=0.0": {"ssm_out_multiplier": 0.0},
+    }
+    tables = {
+        "granite_hybrid_h6_p24_n16": cases,
+        "nemotron_h_mlps_g3": nemotron,
+        "falcon_h1_p24_n16": falcon,
+    }
+    for name, table in tables.items():
+        for message, changes in table.items():
+            with pytest.raises(ConfigError, match=message):
+                ModelConfig.from_hf(MAMBAS[name] | changes)
 
 
 @pytest.mark.parametrize("name", MAMBAS)

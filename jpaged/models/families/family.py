@@ -79,9 +79,10 @@ class Family:
     or with its keys beside those of images. also: other model_types whose config.json says the
     same. names: where a Hugging Face file of this family holds a part, by our name of it, where
     that is not what the layer says (ParamSpec.source); parts of one tensor under one name follow
-    each other in it. stacked_experts: a file holds the experts of a
-    layer in one tensor. unread: a regular expression of how names of tensors begin that no part of
-    the model takes, as layers that guess further tokens; {L} stands for the number of layers. mtp:
+    each other in it. prefix: names in its files may begin with it in place of model. (as they all
+    do in ParamSpec). stacked_experts: a file holds the experts of a layer in one tensor. unread: a
+    regular expression of how names of tensors begin that no part of the model takes, as layers that
+    guess further tokens; {L} stands for the number of layers. mtp:
     how these are read as a head of the model; None where they are not.
     """
 
@@ -91,6 +92,7 @@ class Family:
     text_of: tuple[str, ...] | None = None
     also: tuple[str, ...] = ()
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    prefix: str = "model."
     stacked_experts: StackedExperts | None = None
     unread: str | None = None
     mtp: MTPFiles | None = None
