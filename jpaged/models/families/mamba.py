@@ -118,10 +118,10 @@ def _write(mamba: MambaConfig, hidden_size: int) -> dict[str, Any]:
 
 def the_only[Part](kind: type[Part], parts: Iterable[object], family: str) -> Part | None:
     """Return the one part of a kind that layers have, or None; ConfigError where they differ."""
-    found = {part for part in parts if isinstance(part, kind)}
-    if len(found) > 1:
+    distinct = {part for part in parts if isinstance(part, kind)}
+    if len(distinct) > 1:
         raise ConfigError(f"{family}: layers whose {kind.__name__} differs: no config.json says so")
-    return next(iter(found), None)
+    return next(iter(distinct), None)
 
 
 MULTIPLIERS = (

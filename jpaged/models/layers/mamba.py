@@ -318,7 +318,7 @@ def convolved(
 
 
 def scanned(
-    tokens: tuple[Array, ...], slots: Slots, rows: PackedRows, length: int | None
+    tokens: tuple[Array, Array, Array, Array], slots: Slots, rows: PackedRows, length: int | None
 ) -> tuple[Array, Array]:
     """Return y [T, Hm, Pm] of values, decays, keys and queries, and the pool of states. length: of
     every row, if all have as many tokens: a dense batch, in a form that can be differentiated.
@@ -328,6 +328,6 @@ def scanned(
         return xla.prefill(*tokens, pool, rows)
     if length == 1:
         return xla.decode(*tokens, pool, rows)
-    batch = (part.reshape(-1, length, *part.shape[1:]) for part in tokens)
-    y, states = xla.dense(*batch, rows.read(pool))
+    x, g, b, c = (part.reshape(-1, length, *part.shape[1:]) for part in tokens)
+    y, states = xla.dense(x, g, b, c, rows.read(pool))
     return y.reshape(-1, *y.shape[2:]), rows.written(pool, states)
