@@ -220,13 +220,15 @@ def pinned_steps_draw_one_token(config: EngineConfig, is_batch_invariant: bool) 
 
 @_rule("deterministic", "model", error=UnsupportedError)
 def deterministic_states_are_stepped(config: EngineConfig, states_are_alike: bool) -> str | None:
-    """`deterministic=True` takes a model without the gated delta rule, or with its C++ kernel for
-    CPUs: XLA's form computes tokens in chunks, whose bits depend on where a step begins.
+    """`deterministic=True` takes a model without Mamba-2 and without the gated delta rule, or with
+    the rule's C++ kernel for CPUs: XLA computes tokens of both in chunks, whose bits depend on
+    where a step begins.
     """
     if config.deterministic and not states_are_alike:
         return (
-            "deterministic=True: the gated delta rule of this model runs in chunks here, whose "
-            "bits depend on where a step begins; its C++ kernel for CPUs steps token by token"
+            "deterministic=True: the states of this model (of the gated delta rule or of Mamba-2) "
+            "are computed in chunks here, whose bits depend on where a step begins; the rule's C++ "
+            "kernel for CPUs steps token by token"
         )
     return None
 

@@ -29,6 +29,7 @@ from jpaged.models.layers.delta import DeltaConfig
 from jpaged.models.layers.experts import ExpertsConfig
 from jpaged.models.layers.latent import LatentConfig
 from jpaged.models.layers.layer import LayerConfig
+from jpaged.models.layers.mamba import MambaConfig
 from jpaged.models.layers.mlp import MLPConfig
 from jpaged.models.layers.norm import PLAIN_NORM
 from jpaged.models.layers.parallel_ffn import ParallelFFNConfig
@@ -60,6 +61,11 @@ EVERYTHING = (
         norms="both",
         has_scalar=True,
     ),
+    # Before experts that take x, whose parts have the same names.
+    LayerConfig(
+        mixer=None,
+        ffn=ExpertsConfig(num_experts=1, experts_per_token=1, expert_size=1, latent_size=1),
+    ),
     LayerConfig(
         mixer=DeltaConfig(num_key_heads=1, num_value_heads=1, key_dim=1, value_dim=1),
         ffn=ExpertsConfig(
@@ -72,6 +78,7 @@ EVERYTHING = (
         ),
     ),
     LayerConfig(mixer=ConvConfig(channels=1, bias=True), ffn=None),
+    LayerConfig(mixer=MambaConfig(num_heads=1, head_dim=1, state_dim=1, bias=True), ffn=None),
     LayerConfig(
         mixer=LatentConfig(
             num_heads=1,

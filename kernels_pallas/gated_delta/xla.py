@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kernels_pallas.gated_delta.interface import Shapes
-from kernels_pallas.packed_rows import PackedRows
+from kernels_pallas.packed_rows import Chunks, PackedRows, chunks_of
 
 CHUNK = 64  # tokens of a row that are computed together
 TOGETHER = 8  # chunks that are prepared at once: all but their states is parallel
@@ -68,14 +68,8 @@ def prefill(
     are cut at multiples of CHUNK in their own sequences, so that the bits do not depend on where a
     step begins, if that is a multiple too.
     """
-    chunk = CHUNK
     num_tokens, num_rows = q_THD.shape[0], rows.start_S.shape[0]
-    # A row of n tokens touches (n + chunk - 2) // chunk + 1 chunks at most, and no more than n.
-    most = min(num_tokens, (num_tokens - 2 * num_rows) // chunk + 2 * num_rows)
-    most = max(most, 1)
-    together = min(TOGETHER, most)
-    most = -(-most // together) * together
-    chunks, count = _chunks(rows, num_tokens, chunk, most)
+    chunks, count, together = chunks_of(rows, num_tokens, CHUNK, TOGETHER)
     # One token more, of zeros, stands for all padding, whatever padding holds.
     tokens = [
         jnp.concatenate([x, jnp.zeros((1, *x.shape[1:]), x.dtype)])
@@ -83,7 +77,7 @@ def prefill(
     ]
     states, o = rows.read(pool), jnp.zeros(v_THD.shape, v_THD.dtype)
 
-    def one_chunk(carry: tuple[Array, Array], x: tuple[_Parts, _Chunks]) -> Any:
+    def one_chunk(carry: tuple[Array, Array], x: tuple[_Parts, Chunks]) -> Any:
         (state, states), (parts, chunk) = carry, x
         state = jnp.where(chunk.is_first_N, states[jnp.minimum(chunk.row_N, num_rows - 1)], state)
         o, state = _across(state, parts)
@@ -92,7 +86,7 @@ def prefill(
 
     def one_group(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         state, states, o = carry
-        group = _Chunks(*(lax.dynamic_slice_in_dim(x, i * together, together) for x in chunks))
+        group = Chunks(*(lax.dynamic_slice_in_dim(x, i * together, together) for x in chunks))
         parts = _within(*(jnp.moveaxis(x[group.token_NC], 2, 1) for x in tokens))
         (state, states), o_BHCD = lax.scan(one_chunk, (state, states), (parts, group))
         o = o.at[group.token_NC].set(jnp.moveaxis(o_BHCD, 1, 2), mode="drop")
@@ -209,38 +203,3 @@ def _across(state: Array, parts: _Parts) -> tuple[Array, Array]:
 def _product(axes: str, *factors: Array) -> Array:
     # Without a precision, a TPU would round both to bf16 and a GPU to 11 bits.
     return jnp.einsum(axes, *factors, precision=lax.Precision.HIGHEST)
-
-
-class _Chunks(NamedTuple):
-    """Chunks [N] of packed rows. token_NC: their tokens, T for padding. row_N: S past the last."""
-
-    token_NC: Array
-    row_N: Array
-    is_first_N: Array
-    is_last_N: Array
-
-
-def _chunks(rows: PackedRows, num_tokens: int, chunk: int, most: int) -> tuple[_Chunks, Array]:
-    """Cut rows at multiples of chunk in their sequences. Return chunks, and how many are real."""
-    lengths_S, start_S = rows.lengths_S, rows.start_S
-    first_S = start_S // chunk
-    last_S = (start_S + lengths_S - 1) // chunk
-    ends_S = jnp.cumsum(jnp.where(lengths_S > 0, last_S - first_S + 1, 0))
-    chunks_N = jnp.arange(most, dtype=jnp.int32)
-    row_N = jnp.sum(ends_S[None, :] <= chunks_N[:, None], axis=1, dtype=jnp.int32)
-    is_real_N = row_N < lengths_S.shape[0]
-    row = jnp.minimum(row_N, lengths_S.shape[0] - 1)
-    number_N = chunks_N - ends_S[row] + last_S[row] + 1  # in the row's own sequence
-    offset_NC = (number_N * chunk - start_S[row])[:, None] + jnp.arange(chunk, dtype=jnp.int32)[
-        None
-    ]
-    is_token_NC = (offset_NC >= 0) & (offset_NC < lengths_S[row][:, None]) & is_real_N[:, None]
-    begin_N1 = rows.query_start_loc_S1[row][:, None]
-    token_NC = jnp.where(is_token_NC, begin_N1 + offset_NC, num_tokens)
-    chunks = _Chunks(
-        token_NC=token_NC,
-        row_N=row_N,
-        is_first_N=is_real_N & (number_N == first_S[row]),
-        is_last_N=is_real_N & (number_N == last_S[row]),
-    )
-    return chunks, ends_S[-1]

@@ -20,6 +20,7 @@ from jpaged.models.layers.attention import AttentionConfig
 from jpaged.models.layers.conv import ConvConfig
 from jpaged.models.layers.delta import DeltaConfig
 from jpaged.models.layers.experts import ExpertsConfig
+from jpaged.models.layers.mamba import MambaConfig
 from tests.golden.configs import CONFIGS
 from tests.golden.reference import load
 
@@ -45,10 +46,10 @@ PIXTRAL = [
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Index:
-    """What a file holds. layer: of every layer; window: of those with one; attention, delta, conv:
-    of those that have it, or the gated delta rule, or a short convolution; dense, mixture: of those
-    with an MLP, with experts. norm: after the last layer. others: of no layer of the model, which
-    no part of it takes. {x} is an expert, {L} the number of layers.
+    """What a file holds. layer: of every layer; window: of those with one; attention, delta, mamba,
+    conv: of those that have it, or the gated delta rule, Mamba-2, a short convolution; dense,
+    mixture: of those with an MLP, with experts. norm: after the last layer. others: of no layer of
+    the model, which no part of it takes. {x} is an expert, {L} the number of layers.
     """
 
     layer: list[str]
@@ -56,24 +57,27 @@ class Index:
     conv: list[str] = dataclasses.field(default_factory=list)
     attention: list[str] = dataclasses.field(default_factory=list)
     delta: list[str] = dataclasses.field(default_factory=list)
+    mamba: list[str] = dataclasses.field(default_factory=list)
     dense: list[str] = dataclasses.field(default_factory=lambda: MLP)
     mixture: list[str] = dataclasses.field(default_factory=list)
     others: list[str] = dataclasses.field(default_factory=list)
     text: str = "model."
+    embed: str = "embed_tokens.weight"
     norm: str = "norm.weight"
     head: str | None = "lm_head.weight"
 
     def names(self, config: ModelConfig) -> list[str]:
         """Return all names in a file of a model."""
-        names = [self.text + "embed_tokens.weight", self.text + self.norm]
+        names = [self.text + self.embed, self.text + self.norm]
         for i, layer in enumerate(config.layers):
             ffn = layer.ffn
             count = ffn.num_experts if isinstance(ffn, ExpertsConfig) else 0
             has_window = isinstance(layer.mixer, AttentionConfig) and layer.mixer.window is not None
-            of_kind = [*(self.mixture if count else self.dense), *(self.window * has_window)]
-            kinds = ((DeltaConfig, self.delta), (ConvConfig, self.conv))
+            of_ffn = self.mixture if count else self.dense
+            of_kind = [*(of_ffn if ffn is not None else []), *(self.window * has_window)]
+            kinds = [(DeltaConfig, self.delta), (ConvConfig, self.conv), (MambaConfig, self.mamba)]
             of_mixer = (names for kind, names in kinds if isinstance(layer.mixer, kind))
-            of_kind += next(of_mixer, self.attention)
+            of_kind += next(of_mixer, self.attention) if layer.mixer is not None else []
             for name in [*self.layer, *of_kind]:
                 copies = range(count) if "{x}" in name else [0]
                 names += [f"{self.text}layers.{i}.{name.replace('{x}', str(x))}" for x in copies]
@@ -100,6 +104,10 @@ LFM2 = Index(
     dense=[f"feed_forward.{w}.weight" for w in ("w1", "w2", "w3")],
     norm="embedding_norm.weight",
 )
+MAMBA = [f"mamba.{x}" for x in ("A_log", "D", "dt_bias", "conv1d.weight", "conv1d.bias")]
+MAMBA += [f"mamba.{x}.weight" for x in ("in_proj", "norm", "out_proj")]
+SHARED_MLP = ["shared_mlp.input_linear.weight", "shared_mlp.output_linear.weight"]
+GRANITE_EXPERTS = ("router.layer", "input_linear", "output_linear")
 GUESSES = ["eh_proj.weight", "enorm.weight", "hnorm.weight", "shared_head.norm.weight"]
 INDICES = {
     "ministral3_g4_d64_mscale_tied": Index(
@@ -192,6 +200,38 @@ INDICES = {
             *(f"linear_attn.{x}_conv1d.weight" for x in "qkv"),
         ],
     ),
+    "nemotron_h_latent_experts": Index(
+        layer=["norm.weight"],
+        attention=[name.replace("self_attn", "mixer") for name in QKVO],
+        mamba=[
+            *(name.replace("mamba", "mixer") for name in MAMBA),
+            *("mixer.in_proj.bias", "mixer.out_proj.bias"),
+        ],
+        dense=["mixer.up_proj.weight", "mixer.down_proj.weight"],
+        mixture=[
+            *("mixer.gate.weight", "mixer.gate.e_score_correction_bias"),
+            *("mixer.fc1_latent_proj.weight", "mixer.fc2_latent_proj.weight"),
+            *(f"mixer.experts.{{x}}.{x}_proj.weight" for x in ("up", "down")),
+            *(f"mixer.shared_experts.{x}_proj.weight" for x in ("up", "down")),
+        ],
+        others=["mtp.layers.0.norm.weight", "mtp.layers.0.mixer.q_proj.weight"],
+        text="backbone.",
+        embed="embeddings.weight",
+        norm="norm_f.weight",
+    ),
+    "falcon_h1_p24_n16": Index(
+        layer=["input_layernorm.weight", "pre_ff_layernorm.weight", *QKVO],
+        attention=[name for name in MAMBA if name != "mamba.norm.weight"],
+        dense=[f"feed_forward.{part}" for part in PARTS],
+        norm="final_layernorm.weight",
+    ),
+    "granite_hybrid_experts_g2_tied": Index(
+        layer=NORMS + SHARED_MLP,
+        attention=QKVO,
+        mamba=[*MAMBA, "mamba.in_proj.bias", "mamba.out_proj.bias"],
+        mixture=[f"block_sparse_moe.{x}.weight" for x in GRANITE_EXPERTS],
+        head=None,
+    ),
     "lfm2_c96_w3": LFM2,
     "lfm2_moe_c80_w3": dataclasses.replace(
         LFM2,
@@ -267,14 +307,18 @@ def write(folder: Path, raw: dict[str, Any], names: list[str]) -> Path:
     hidden = config.hidden_size
     stacked = FAMILIES[config.family].stacked_experts
     is_transposed = stacked is not None and stacked.transposed
+    node, gate_up, down = ("", "", "")
+    if stacked is not None:
+        node, gate_up, down = stacked.node, stacked.gate_up, stacked.down
     tensors = {}
     for name in names:
         ours = name.replace("language_model.model.", "model.").replace("language_model.", "")
+        ours = ours.replace("backbone.", "model.")
         shape = shapes.get(ours, (2, 2))
-        if ours.endswith("mlp.experts.gate_up_proj"):
+        if ours.endswith(f"{node}.{gate_up}"):
             one = (2 * config.expert_size, hidden)
             shape = (config.num_experts, *(one[::-1] if is_transposed else one))
-        elif ours.endswith("mlp.experts.down_proj"):
+        elif ours.endswith(f"{node}.{down}"):
             one = (hidden, config.expert_size)
             shape = (config.num_experts, *(one[::-1] if is_transposed else one))
         tensors[name] = np.zeros(shape, np.float32)

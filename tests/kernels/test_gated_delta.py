@@ -253,8 +253,8 @@ def test_the_short_convolution_is_its_definition(taps: int) -> None:
 
 
 MUTATIONS = {
-    "a row begins with the state of the row before it": ("_chunks", "is_first_N", jnp.zeros_like),
-    "a row's state is that before its last chunk": ("_chunks", "is_last_N", lambda x: x & False),
+    "a row begins with the state of the row before it": ("chunks_of", "is_first_N", jnp.zeros_like),
+    "a row's state is that before its last chunk": ("chunks_of", "is_last_N", lambda x: x & False),
     "the state does not decay over a chunk": ("_within", "decay", jnp.ones_like),
     "value heads take key heads backwards": ("_within", "queries", lambda x: x[:, ::-1]),
 }
@@ -267,9 +267,9 @@ def test_a_mistake_fails_the_comparison(mutation: str, monkeypatch: pytest.Monke
 
     def wrong(*args: Any) -> Any:
         result = original(*args)
-        if function == "_chunks":
-            chunks, count = result
-            return chunks._replace(**{field: change(getattr(chunks, field))}), count
+        if function == "chunks_of":
+            chunks, *others = result
+            return chunks._replace(**{field: change(getattr(chunks, field))}), *others
         return result._replace(**{field: change(getattr(result, field))})
 
     monkeypatch.setattr(xla, function, wrong)

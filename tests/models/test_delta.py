@@ -219,7 +219,7 @@ def test_states_go_to_the_host_and_come_back() -> None:
 def test_chunks_are_no_deterministic_form() -> None:
     """XLA's form serves widths that the C++ kernel does not take."""
     params = make_params(1, hybrid(value_dim=8))
-    with pytest.raises(UnsupportedError, match=r"deterministic=True: the gated delta rule"):
+    with pytest.raises(UnsupportedError, match=r"deterministic=True: the states of this model"):
         LLM(params, **vars(dataclasses.replace(CROWDED, deterministic=True)))
 
 

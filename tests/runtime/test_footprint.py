@@ -22,6 +22,8 @@ from jpaged.models.forward import bind
 from jpaged.models.layers.conv import ConvConfig
 from jpaged.models.layers.delta import DeltaConfig
 from jpaged.models.layers.latent import LatentConfig
+from jpaged.models.layers.mamba import MambaConfig
+from jpaged.models.layers.parallel_mixer import ParallelMixerConfig
 from jpaged.models.layers.rope import RopeConfig
 from jpaged.models.params import param_shapes
 from jpaged.models.served import served_config
@@ -131,7 +133,16 @@ LATENTS = dataclasses.replace(
     family="deepseek_v3",
     layers=[dataclasses.replace(layer, mixer=LATENT) for layer in WIDE.layers],
 )
+MAMBA = MambaConfig(num_heads=16, head_dim=32, state_dim=64, num_groups=2)
+BESIDE = ParallelMixerConfig(attention=WIDE.layers[0].mixer, mamba=MAMBA)
+MAMBAS = dataclasses.replace(
+    WIDE,
+    family="granitemoehybrid",
+    layers=[dataclasses.replace(WIDE.layers[0], mixer=x) for x in (MAMBA, MAMBA, BESIDE, BESIDE)],
+)
 SHAPES = [
+    (MAMBAS, "bfloat16", {"max_num_seqs": 64, "max_num_batched_tokens": 512}),
+    (MAMBAS, "float32", {"max_num_batched_tokens": 2048}),
     (LATENTS, "bfloat16", {"max_num_seqs": 64, "max_num_batched_tokens": 512}),
     (LATENTS, "float32", {"max_num_seqs": 128}),
     (hybrid(64), "bfloat16", {"max_num_seqs": 64, "max_num_batched_tokens": 512}),

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, Protocol, Self
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 
 from jpaged.checks import positive
@@ -16,10 +15,12 @@ from jpaged.models.layers.conv import Conv, ConvConfig
 from jpaged.models.layers.delta import Delta, DeltaConfig
 from jpaged.models.layers.experts import Experts, ExpertsConfig
 from jpaged.models.layers.latent import Latent, LatentConfig
-from jpaged.models.layers.linear import StepContext
+from jpaged.models.layers.linear import StepContext, scaled
+from jpaged.models.layers.mamba import Mamba, MambaConfig
 from jpaged.models.layers.mlp import MLP, MLPConfig
 from jpaged.models.layers.norm import PLAIN_NORM, NormConfig, RMSNorm
 from jpaged.models.layers.parallel_ffn import ParallelFFN, ParallelFFNConfig
+from jpaged.models.layers.parallel_mixer import ParallelMixer, ParallelMixerConfig
 from jpaged.models.layers.per_layer import PerLayer, PerLayerConfig
 from jpaged.models.layers.rope import RopeConfig, Rotary
 from jpaged.models.layers.scratch import Scratch, StepSizes
@@ -27,8 +28,9 @@ from jpaged.models.param_spec import Parameters, ParamSpec
 from jpaged.models.quantized import is_quantized
 from jpaged.models.record import Record
 
-type MixerConfig = AttentionConfig | LatentConfig | DeltaConfig | ConvConfig
-type Mixer = Attention | Latent | Delta | Conv
+type SingleMixerConfig = AttentionConfig | LatentConfig | DeltaConfig | MambaConfig | ConvConfig
+type MixerConfig = SingleMixerConfig | ParallelMixerConfig
+type Mixer = Attention | Latent | Delta | Mamba | Conv | ParallelMixer
 type FFNConfig = MLPConfig | ExpertsConfig | ParallelFFNConfig
 type FFN = MLP | Experts | ParallelFFN
 
@@ -91,6 +93,13 @@ class LayerConfig:
     @property
     def _parts(self) -> Iterator[PartConfig[Mixer | FFN | PerLayer]]:
         return (part for part in (self.mixer, self.ffn, self.per_layer) if part is not None)
+
+    @property
+    def mixers(self) -> tuple[SingleMixerConfig, ...]:
+        """Its mixer; both where attention and Mamba-2 stand side by side; or none."""
+        if isinstance(self.mixer, ParallelMixerConfig):
+            return self.mixer.attention, self.mixer.mamba
+        return () if self.mixer is None else (self.mixer,)
 
     @property
     def ffns(self) -> tuple[MLPConfig | ExpertsConfig, ...]:
@@ -210,11 +219,6 @@ class Residual:
     def added(self, x: Array, y: Array) -> Array:
         """x with what the part gives."""
         return x + scaled(y if self.after is None else self.after(y), self.multiplier)
-
-
-def scaled(x: Array, factor: float) -> Array:
-    """x times a number, which is rounded to its dtype first."""
-    return x if factor == 1.0 else x * jnp.asarray(factor, x.dtype)
 
 
 @jax.tree_util.register_dataclass

@@ -246,3 +246,8 @@ class Linear:
         rows = x.reshape(-1, width)
         parts = (weight.values, weight.scales, weight.zeros, form)
         return products.quantized(rows, *parts, step.count(rows)).astype(dtype)
+
+
+def scaled(x: Array, factor: float) -> Array:
+    """x times a number, which is rounded to its dtype first."""
+    return x if factor == 1.0 else x * jnp.asarray(factor, x.dtype)
