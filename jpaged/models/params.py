@@ -27,6 +27,7 @@ from jpaged.models.layers.attention import AttentionConfig
 from jpaged.models.layers.conv import ConvConfig
 from jpaged.models.layers.delta import DeltaConfig
 from jpaged.models.layers.experts import ExpertsConfig
+from jpaged.models.layers.kda import KimiDeltaConfig
 from jpaged.models.layers.latent import LatentConfig
 from jpaged.models.layers.layer import LayerConfig
 from jpaged.models.layers.mlp import MLPConfig
@@ -70,6 +71,15 @@ EVERYTHING = (
             bias=True,
             router=RouterConfig(has_bias=True),
         ),
+    ),
+    *(
+        LayerConfig(
+            mixer=KimiDeltaConfig(
+                num_key_heads=1, num_value_heads=1, key_dim=1, value_dim=1, gate_rank=rank
+            ),
+            ffn=None,
+        )
+        for rank in (None, 1)
     ),
     LayerConfig(mixer=ConvConfig(channels=1, bias=True), ffn=None),
     LayerConfig(

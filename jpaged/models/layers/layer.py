@@ -15,6 +15,7 @@ from jpaged.models.layers.attention import Attention, AttentionConfig
 from jpaged.models.layers.conv import Conv, ConvConfig
 from jpaged.models.layers.delta import Delta, DeltaConfig
 from jpaged.models.layers.experts import Experts, ExpertsConfig
+from jpaged.models.layers.kda import KimiDelta, KimiDeltaConfig
 from jpaged.models.layers.latent import Latent, LatentConfig
 from jpaged.models.layers.linear import StepContext
 from jpaged.models.layers.mlp import MLP, MLPConfig
@@ -27,8 +28,8 @@ from jpaged.models.param_spec import Parameters, ParamSpec
 from jpaged.models.quantized import is_quantized
 from jpaged.models.record import Record
 
-type MixerConfig = AttentionConfig | LatentConfig | DeltaConfig | ConvConfig
-type Mixer = Attention | Latent | Delta | Conv
+type MixerConfig = AttentionConfig | LatentConfig | DeltaConfig | KimiDeltaConfig | ConvConfig
+type Mixer = Attention | Latent | Delta | KimiDelta | Conv
 type FFNConfig = MLPConfig | ExpertsConfig | ParallelFFNConfig
 type FFN = MLP | Experts | ParallelFFN
 
