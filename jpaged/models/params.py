@@ -91,6 +91,7 @@ EVERYTHING = (
             value_dim=1,
             query_latent_dim=1,
             bias=True,
+            gate=True,
         ),
         ffn=None,
     ),
@@ -113,8 +114,8 @@ def param_table(config: ModelConfig) -> dict[str, ParamSpec]:
     """Return a model's parameters by name ("layers.0.attention.qkv"), in the order of the forward
     pass.
     """
-    names = FAMILIES[config.family].names
-    specs = (spec.stored_as(names) for spec in config.params())
+    family = FAMILIES[config.family]
+    specs = (spec.stored_as(family.names).in_nodes(family.nodes) for spec in config.params())
     return {spec.at(spec.name): spec for spec in specs}
 
 

@@ -18,10 +18,11 @@ IMPLEMENTATIONS lists modules of the same functions:
     decode(q_SHD, k_SHD, v_SHD, g_SHC, beta_SH, pool, rows) -> (o_SHD, pool)
 
 q and k have Hk heads of width Dk, v and o have Hv of Dv, beta is [T, Hv], and g [T, Hv, C] where C
-is 1 or Dk; all are f32, as the pool [slots, Hv, Dk, Dv] is. rows: a PackedRows, which says whose tokens these are and which
-slots of the pool they read and write; in decode, token s is that of row s. o is zeros for padding.
-If the bits of a token depend on its row and the tokens before it alone, not on the batch nor on
-where a step begins, the module also has `batch_invariant() -> bool`, which returns True.
+is 1 or Dk; all are f32, as the pool [slots, Hv, Dk, Dv] is. rows: a PackedRows, which says whose
+tokens these are and which slots of the pool they read and write; in decode, token s is that of row
+s. o is zeros for padding. If the bits of a token depend on its row and the tokens before it alone,
+not on the batch nor on where a step begins, the module also has `batch_invariant() -> bool`, which
+returns True.
 
 `reference.py` is the definition. `xla.dense` is the form that can be differentiated.
 """

@@ -180,8 +180,7 @@ def test_bits_do_not_depend_on_any_cut(name: str, channels: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 64, 150])
 def test_the_dense_form_is_the_definition(tokens: int, channels: int) -> None:
     cases = [
-        make([tokens], [0], padding=0, keys=keys, channels=channels)
-        for keys in ("random", "equal")
+        make([tokens], [0], padding=0, keys=keys, channels=channels) for keys in ("random", "equal")
     ]
     batch = [np.stack(pair) for pair in zip(*(case.tokens for case in cases), strict=True)]
     zeros = jnp.zeros((2, HV, DK, DV))

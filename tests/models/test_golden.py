@@ -67,6 +67,8 @@ MIDDLE = {
     "deepseek_v3_h4_l32_groups",
     "gemma4_shared_keys",
     "mimo_d48_v32",
+    "kimi_linear_h3_c16",
+    "ling_h4_c16",
 }
 # Other weights whose tokens are compared in CI.
 QUICK_SEEDS = {"qwen3_g2_d32_tied/1", "gemma2_g2_d64_capped/1", "qwen3_5_h2x3_c16_y24/1"}
@@ -78,7 +80,9 @@ SPLIT = [
     "gpt_oss_g2_d32_yarn",
     "granite_g2_d32_tied",
     "glm4_moe_g4_d32_groups",
+    "kimi_linear_h4_c24_groups",
     "lfm2_c96_w3",
+    "ling_h4_c16",
     "llama_g2_d64_mlp_bias",
     "minimax_m2_g2_d32",
     "olmo2_g4_d32_bias",

@@ -176,7 +176,9 @@ class KimiDelta:
             if self.down is not None and self.gate_up is not None:
                 of_decay, of_gate = jnp.split(self.down(x, step), 2, axis=-1)
                 z = self.gate_up(of_gate, step)
-            inputs, decay = (y.reshape(-1, *y.shape[-2:]) for y in (inputs, self.decay(of_decay, step)))
+            inputs, decay = (
+                y.reshape(-1, *y.shape[-2:]) for y in (inputs, self.decay(of_decay, step))
+            )
             strength = self.strength(x, step)
         changes = (inputs, self._decays(decay), strength.reshape(-1, strength.shape[-1]))
         o_TNY, kv = delta_rule(self.config, self.conv, changes, step, kv, places)

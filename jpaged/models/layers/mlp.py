@@ -69,11 +69,12 @@ class MLPConfig:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MLP:
-    """gate_up has gate and up in one weight: [..., 2, F]."""
+    """gate_up has gate and up in one weight: [..., 2, F]. limit: as of `gated`."""
 
     gate_up: Linear
     down: Linear
     activation: Activation = dataclasses.field(metadata={"static": True})
+    limit: float | None = dataclasses.field(default=None, metadata={"static": True})
 
     def __call__(
         self,
@@ -85,14 +86,18 @@ class MLP:
     ) -> Array:
         """x [..., E], the result in dtype (None is x's). is_partial: as of Linear."""
         gate_up = self.gate_up(x, step, jnp.float32)
-        h = gated(self.activation, gate_up[..., 0, :], gate_up[..., 1, :])
+        h = gated(self.activation, gate_up[..., 0, :], gate_up[..., 1, :], self.limit)
         return self.down(h.astype(x.dtype), step, dtype, is_partial=is_partial)
 
 
-def gated(kind: Activation, gate: Array, up: Array) -> Array:
-    """Return the activation of gate, times up; f32 [..., F]."""
+def gated(kind: Activation, gate: Array, up: Array, limit: float | None = None) -> Array:
+    """Return the activation of gate, times up; f32 [..., F]. limit: the activation is at most that,
+    and up is between it and its negative; None: they have no bounds.
+    """
     if kind == "clamped":  # GPT-OSS's
         gate, up = jnp.minimum(gate, LIMIT), jnp.clip(up, -LIMIT, LIMIT)
         return gate * jax.nn.sigmoid(ALPHA * gate) * (up + 1)
     gate = jax.nn.silu(gate) if kind == "silu" else jax.nn.gelu(gate, approximate=True)
+    if limit is not None:
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
     return gate * up
