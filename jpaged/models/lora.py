@@ -31,6 +31,7 @@ from jpaged.models.trees import to_tree
 # The weights that can have adapters, as names within a layer.
 ADAPTED = (
     *("attention.qkv", "attention.v", "attention.out", "delta.qkvz", "delta.out"),
+    *("kda.qkvz", "kda.qkv", "kda.out"),
     *("latent.q_a", "latent.q", "latent.kv", "latent.out"),
     *("mlp.gate_up", "mlp.down"),
     *("mlp.shared.gate_up", "mlp.shared.down"),
