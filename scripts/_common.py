@@ -219,6 +219,18 @@ LARGE_FILES: dict[str, dict[str, Any]] = {
         intermediate_size=512,
         shared_intermediate_size=1024,
     ),
+    "Kimi-Linear-48B-A3B": {
+        "architectures": ["KimiLinearForCausalLM"],
+        "model_type": "kimi_linear",  # likewise, but for the layers that attend
+        "layer_types": [
+            *([*["linear_attention"] * 3, "full_attention"] * 6),
+            *("linear_attention", "linear_attention", "full_attention"),
+        ],
+    },
+    "Ling-3.0-Flash": {
+        "architectures": ["BailingHybridForCausalLM"],
+        "model_type": "bailing_hybrid",  # likewise
+    },
     "Gemma-4-31B": {
         "architectures": ["Gemma4ForCausalLM"],
         "model_type": "gemma4_text",

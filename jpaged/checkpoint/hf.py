@@ -209,11 +209,11 @@ def plain_name(name: str, config: ModelConfig) -> str:
 
 
 def _squeezed(shape: tuple[int, ...], wanted: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Return the shape of a file's tensor, without axes of one that come before that of a vector
-    (ERNIE's choosing biases have one).
+    """Return the shape of a file's tensor, without axes of one beside that of a vector (ERNIE's
+    choosing biases and Kimi's decays have some).
     """
-    is_vector = wanted is not None and len(wanted) == 1 and set(shape[:-1]) == {1}
-    return shape[-1:] if is_vector else shape
+    is_vector = wanted is not None and len(wanted) == 1 and wanted == (math.prod(shape),)
+    return wanted if is_vector and max(shape) == wanted[0] else shape
 
 
 class Stored(NamedTuple):

@@ -32,6 +32,7 @@ from jpaged.models.trees import to_tree
 ADAPTED = (
     *("attention.qkv", "attention.v", "attention.out", "delta.qkvz", "delta.out"),
     *("mamba.zx", "mamba.bc", "mamba.dt", "mamba.out"),
+    *("kda.qkvz", "kda.qkv", "kda.out"),
     *("latent.q_a", "latent.q", "latent.kv", "latent.out"),
     *("mlp.gate_up", "mlp.down", "mlp.latent_in", "mlp.latent_out"),
     *("mlp.shared.gate_up", "mlp.shared.down"),

@@ -118,6 +118,18 @@ class ParamSpec:
         )
         return dataclasses.replace(self, source=tuple(parts))
 
+    def in_nodes(self, nodes: Mapping[str, str]) -> "ParamSpec":
+        """Return the same parameter with a family's names of nodes in the names of its files."""
+
+        def renamed(hf_name: str) -> str:
+            return ".".join(nodes.get(node, node) for node in hf_name.split("."))
+
+        source = self.source
+        if isinstance(source, str):
+            return dataclasses.replace(self, source=renamed(source))
+        parts = tuple(part._replace(hf_name=renamed(part.hf_name)) for part in source)
+        return dataclasses.replace(self, source=parts)
+
     @property
     def concat_axis(self) -> int:
         """The axis along which its parts are concatenated (0 if there is one part)."""

@@ -27,6 +27,7 @@ from jpaged.models.layers.attention import AttentionConfig
 from jpaged.models.layers.conv import ConvConfig
 from jpaged.models.layers.delta import DeltaConfig
 from jpaged.models.layers.experts import ExpertsConfig
+from jpaged.models.layers.kda import KimiDeltaConfig
 from jpaged.models.layers.latent import LatentConfig
 from jpaged.models.layers.layer import LayerConfig
 from jpaged.models.layers.mamba import MambaConfig
@@ -77,6 +78,15 @@ EVERYTHING = (
             router=RouterConfig(has_bias=True),
         ),
     ),
+    *(
+        LayerConfig(
+            mixer=KimiDeltaConfig(
+                num_key_heads=1, num_value_heads=1, key_dim=1, value_dim=1, gate_rank=rank
+            ),
+            ffn=None,
+        )
+        for rank in (None, 1)
+    ),
     LayerConfig(mixer=ConvConfig(channels=1, bias=True), ffn=None),
     LayerConfig(mixer=MambaConfig(num_heads=1, head_dim=1, state_dim=1, bias=True), ffn=None),
     LayerConfig(
@@ -88,6 +98,7 @@ EVERYTHING = (
             value_dim=1,
             query_latent_dim=1,
             bias=True,
+            gate=True,
         ),
         ffn=None,
     ),
@@ -110,8 +121,8 @@ def param_table(config: ModelConfig) -> dict[str, ParamSpec]:
     """Return a model's parameters by name ("layers.0.attention.qkv"), in the order of the forward
     pass.
     """
-    names = FAMILIES[config.family].names
-    specs = (spec.stored_as(names) for spec in config.params())
+    family = FAMILIES[config.family]
+    specs = (spec.stored_as(family.names).in_nodes(family.nodes) for spec in config.params())
     return {spec.at(spec.name): spec for spec in specs}
 
 

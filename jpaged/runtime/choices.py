@@ -21,7 +21,7 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.kv_groups import attention_options, kv_groups
 from jpaged.models.layers.attention import AttentionConfig
 from jpaged.models.layers.conv import ConvConfig
-from jpaged.models.layers.delta import DeltaConfig
+from jpaged.models.layers.delta import GatedDeltaConfig
 from jpaged.models.layers.experts import ExpertsConfig
 from jpaged.models.layers.latent import LatentConfig
 from jpaged.models.layers.layer import LayerConfig
@@ -150,7 +150,7 @@ def _is_state_invariant(layer: LayerConfig) -> bool:
     of the gated delta rule, by `states_are_alike`, and those of a short convolution, whose products
     of bf16 are exact in f32 and are added up in one order. Other layers make no such promise.
     """
-    is_alike = isinstance(layer.mixer, DeltaConfig | ConvConfig)
+    is_alike = isinstance(layer.mixer, GatedDeltaConfig | ConvConfig)
     return is_alike or all(x.per == "token" for x in layer.keeps())
 
 
@@ -225,7 +225,7 @@ def layer_kernels(model: ModelConfig, choices: Choices) -> dict[str, str | None]
     of.
     """
     mixers = [layer.mixer for layer in model.layers]
-    convolves = any(isinstance(mixer, DeltaConfig | ConvConfig) for mixer in mixers)
+    convolves = any(isinstance(mixer, GatedDeltaConfig | ConvConfig) for mixer in mixers)
     return {
         "gated_delta": _name_of(choices.delta, gated_delta.IMPLEMENTATIONS),
         "mamba2": mamba2.NAME if _scans(model) else None,
@@ -286,7 +286,7 @@ def _delta(model: ModelConfig, device: Any) -> Implementation | None:
     """Return the implementation of the gated delta rule, which supports every layer that has it;
     None for a model without. model: a device's share.
     """
-    mixers = {layer.mixer for layer in model.layers if isinstance(layer.mixer, DeltaConfig)}
+    mixers = {layer.mixer for layer in model.layers if isinstance(layer.mixer, GatedDeltaConfig)}
     if not mixers:
         return None
     for name, implementation in gated_delta.IMPLEMENTATIONS.items():

@@ -18,7 +18,7 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.families import FAMILIES
 from jpaged.models.layers.attention import AttentionConfig
 from jpaged.models.layers.conv import ConvConfig
-from jpaged.models.layers.delta import DeltaConfig
+from jpaged.models.layers.delta import GatedDeltaConfig
 from jpaged.models.layers.experts import ExpertsConfig
 from jpaged.models.layers.mamba import MambaConfig
 from tests.golden.configs import CONFIGS
@@ -75,7 +75,11 @@ class Index:
             has_window = isinstance(layer.mixer, AttentionConfig) and layer.mixer.window is not None
             of_ffn = self.mixture if count else self.dense
             of_kind = [*(of_ffn if ffn is not None else []), *(self.window * has_window)]
-            kinds = [(DeltaConfig, self.delta), (ConvConfig, self.conv), (MambaConfig, self.mamba)]
+            kinds = [
+                (GatedDeltaConfig, self.delta),
+                (ConvConfig, self.conv),
+                (MambaConfig, self.mamba),
+            ]
             of_mixer = (names for kind, names in kinds if isinstance(layer.mixer, kind))
             of_kind += next(of_mixer, self.attention) if layer.mixer is not None else []
             for name in [*self.layer, *of_kind]:
@@ -108,6 +112,11 @@ MAMBA = [f"mamba.{x}" for x in ("A_log", "D", "dt_bias", "conv1d.weight", "conv1
 MAMBA += [f"mamba.{x}.weight" for x in ("in_proj", "norm", "out_proj")]
 SHARED_MLP = ["shared_mlp.input_linear.weight", "shared_mlp.output_linear.weight"]
 GRANITE_EXPERTS = ("router.layer", "input_linear", "output_linear")
+# Of Kimi Linear's and Ling 3's, within a layer's attention.
+KDA = [f"{x}_proj.weight" for x in "qkvbo"] + [f"{x}_conv1d.weight" for x in "qkv"]
+KDA += ["A_log", "dt_bias", "o_norm.weight"]
+KDA_LOW_RANK = [f"{x}_proj.weight" for x in ("f_a", "f_b", "g_a", "g_b")]
+LING_LATENT = ["q_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "dense", "g_proj"]
 GUESSES = ["eh_proj.weight", "enorm.weight", "hnorm.weight", "shared_head.norm.weight"]
 INDICES = {
     "ministral3_g4_d64_mscale_tied": Index(
@@ -268,6 +277,27 @@ INDICES = {
         text="language_model.model.",
         others=PIXTRAL,
         head="language_model.lm_head.weight",
+    ),
+    "kimi_linear_h3_c16": Index(
+        layer=NORMS,
+        attention=["self_attn.q_proj.weight", *LATENT[3:]],
+        delta=[f"self_attn.{name}" for name in KDA + KDA_LOW_RANK],
+        mixture=[
+            *("block_sparse_moe.gate.weight", "block_sparse_moe.gate.e_score_correction_bias"),
+            *(f"block_sparse_moe.experts.{{x}}.{w}.weight" for w in ("w1", "w2", "w3")),
+            *(f"block_sparse_moe.shared_experts.{part}" for part in PARTS),
+        ],
+    ),
+    "ling_h4_c16": Index(
+        layer=NORMS,
+        attention=[f"attention.{name}.weight" for name in LING_LATENT],
+        delta=[f"attention.{name}" for name in (*KDA, "f_proj.weight", "g_proj.weight")],
+        mixture=["mlp.gate.weight", "mlp.gate.expert_bias", *EXPERTS, *SHARED],
+        others=[
+            f"model.layers.{{L}}.{name}"
+            for name in [*GUESSES[:3], "final_layernorm.weight", "attention.dense.weight", *NORMS]
+        ],
+        embed="word_embeddings.weight",
     ),
     "solar_open_g1_d32": Index(layer=QKVO + QKV_BIAS + NORMS, mixture=BIASED + EXPERTS + SHARED),
     "minimax_m2_g2_d32": Index(

@@ -176,12 +176,14 @@ def fused_experts(tensors: dict[str, Any]) -> dict[str, Any]:
     """
     import torch  # pyright: ignore[reportMissingImports]
 
+    from tests.golden.kimi import as_transformers
+
     state, experts = {}, {}
     other = (".linear_attn.", ".kv_b_proj.")  # of families whose files have outputs first
     is_transposed = not any(name in key for key in tensors for name in other)
     for key, tensor in tensors.items():
         of_granite = (key.replace(*names) for names in GRANITE.items() if names[0] in key)
-        key = next(of_granite, key.replace(".block_sparse_moe.", ".mlp."))
+        key = next(of_granite, as_transformers(key).replace(".block_sparse_moe.", ".mlp."))
         key = key.replace("backbone.", "model.")
         key = key.replace(".attention_layer_norm.", ".input_layernorm.")
         key = key.replace(".feedforward_layer_norm.", ".post_attention_layernorm.")

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 
 from tests.golden.hybrids import GATED, scaled, with_delta
+from tests.golden.kimi import FAMILIES as KIMI
+from tests.golden.kimi import kimi_shapes, scaled_kimi
 from tests.golden.latents import FAMILIES as LATENT
 from tests.golden.latents import with_latents
 from tests.golden.mambas import nemotron_shapes, scaled_mamba, with_mambas
@@ -66,6 +68,8 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         return nemotron_shapes(config)
     if config["model_type"] in UNEQUAL:
         return unequal_shapes(config)
+    if config["model_type"] in KIMI:
+        return kimi_shapes(config)
     family, e, f = config["model_type"], config["hidden_size"], config.get("intermediate_size", 0)
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     d = config.get("head_dim") or e // heads
@@ -258,7 +262,7 @@ def _tied(key: str, x: np.ndarray, name: str, config: Mapping[str, Any]) -> np.n
 
 
 def _scaled(key: str, x: np.ndarray, config: Mapping[str, Any]) -> np.ndarray:
-    for special in (scaled, scaled_conv, scaled_mamba):
+    for special in (scaled, scaled_conv, scaled_mamba, scaled_kimi):
         if (values := special(key, x, config)) is not None:
             return values
     if key.endswith("e_score_correction_bias"):

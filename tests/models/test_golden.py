@@ -68,6 +68,8 @@ MIDDLE = {
     "deepseek_v3_h4_l32_groups",
     "gemma4_shared_keys",
     "mimo_d48_v32",
+    "kimi_linear_h3_c16",
+    "ling_h4_c16",
 }
 # Other weights whose tokens are compared in CI.
 QUICK_SEEDS = {"qwen3_g2_d32_tied/1", "gemma2_g2_d64_capped/1", "qwen3_5_h2x3_c16_y24/1"}
@@ -82,7 +84,9 @@ SPLIT = [
     "falcon_h1_g2_norm_before",
     "granite_hybrid_h6_p24_n16",
     "granite_hybrid_experts_g2_tied",
+    "kimi_linear_h4_c24_groups",
     "lfm2_c96_w3",
+    "ling_h4_c16",
     "llama_g2_d64_mlp_bias",
     "nemotron_h_experts_g2",
     "minimax_m2_g2_d32",

@@ -21,6 +21,7 @@ from jpaged.engine.shapes import PrefillShape, shape_table
 from jpaged.models.forward import bind
 from jpaged.models.layers.conv import ConvConfig
 from jpaged.models.layers.delta import DeltaConfig
+from jpaged.models.layers.kda import KimiDeltaConfig
 from jpaged.models.layers.latent import LatentConfig
 from jpaged.models.layers.mamba import MambaConfig
 from jpaged.models.layers.parallel_mixer import ParallelMixerConfig
@@ -119,6 +120,17 @@ def hybrid(value_dim: int) -> ModelConfig:
     return dataclasses.replace(WIDE, family="qwen3_5_text", layers=layers)
 
 
+def by_channel(gate_rank: int | None, value_dim: int) -> ModelConfig:
+    """The same with a decay for each channel of a key."""
+    delta = KimiDeltaConfig(
+        **{"num_key_heads": 8, "num_value_heads": 8, "key_dim": 64, "value_dim": value_dim},
+        gate_rank=gate_rank,
+    )
+    attention = WIDE.layers[0]
+    layers = (dataclasses.replace(attention, mixer=delta),) * 3 + (attention,)
+    return dataclasses.replace(WIDE, family="kimi_linear", layers=layers)
+
+
 LATENT = LatentConfig(
     num_heads=16,
     latent_dim=128,
@@ -147,6 +159,8 @@ SHAPES = [
     (LATENTS, "float32", {"max_num_seqs": 128}),
     (hybrid(64), "bfloat16", {"max_num_seqs": 64, "max_num_batched_tokens": 512}),
     (hybrid(48), "float32", {"max_num_batched_tokens": 2048}),
+    (by_channel(64, 64), "bfloat16", {"max_num_seqs": 64, "max_num_batched_tokens": 512}),
+    (by_channel(None, 48), "float32", {"max_num_batched_tokens": 2048}),
     (WIDE, "bfloat16", {"max_num_seqs": 64, "max_num_batched_tokens": 512}),
     (WIDE, "float32", {"max_num_batched_tokens": 2048}),
     (WIDE, "float16", {"max_num_seqs": 128}),

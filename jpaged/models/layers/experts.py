@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jpaged.checks import at_least
+from jpaged.checks import at_least, positive
 from jpaged.errors import ConfigError
 from jpaged.models.layers.linear import Linear, Products, StepContext
 from jpaged.models.layers.mlp import MLP, Activation, gated, of_activation
@@ -46,7 +46,9 @@ class ExpertsConfig:
     router: how a token's experts are chosen and weighed. shared_gate: what the shared expert gives
     is weighed by a gate. bias: of the router and the experts. latent_size: Le, experts take and
     give so many numbers, which products of their own make of x and of which they make what is
-    added; 0: they take and give E. The router and the shared expert take x.
+    added; 0: they take and give E. The router and the shared expert take x. limit: of what is
+    activated in an expert, as mlp.gated has it; shared_limit: in the one that is shared; None:
+    there is none.
     """
 
     num_experts: int
@@ -58,10 +60,13 @@ class ExpertsConfig:
     bias: bool = False
     activation: Activation = "silu"
     latent_size: int = 0
+    limit: float | None = None
+    shared_limit: float | None = None
 
     def __post_init__(self) -> None:
         at_least(1, self, "num_experts", "experts_per_token", "expert_size")
         at_least(0, self, "shared_expert_size", "latent_size")
+        positive(limit=self.limit, shared_limit=self.shared_limit)
         if self.experts_per_token > self.num_experts:
             most = f"num_experts={self.num_experts}"
             raise ConfigError(f"experts_per_token={self.experts_per_token} of {most}")
@@ -150,6 +155,7 @@ class ExpertsConfig:
                 gate_up=Linear.of(weights["mlp.shared.gate_up"]),
                 down=Linear.of(weights["mlp.shared.down"]),
                 activation=self.activation,
+                limit=self.shared_limit,
             )
         norm = self.router.norm
         latents = (weights.get(name) for name in (LATENT_IN, LATENT_OUT))
@@ -209,7 +215,7 @@ class Experts:
             is_real = jnp.arange(rows.shape[0]) < step.num_rows
             chosen = jnp.where(is_real[:, None], chosen, self.gate_up.shape[0])
         weights = self._weights(step)
-        glu = functools.partial(gated, self.config.activation)
+        glu = functools.partial(gated, self.config.activation, limit=self.config.limit)
         experts = every_expert if step.experts is None else step.experts.experts
         if weights.adapters is not None:  # the others know of none
             experts = tiles.experts

@@ -36,7 +36,8 @@ class LatentConfig:
     their own, of so many numbers, which is normed; None: of x. rope: the rotation of R dimensions;
     None rotates nothing. mscale: m, which multiplies scores by (0.1 * m * ln(factor) + 1)^2 where
     rope is scaled by a factor; 0 does not. bias: of the products that take x, and of the last one.
-    norm: of latents.
+    gate: what a head attends to is multiplied by the sigmoid of a number, which comes of x. norm:
+    of latents.
     """
 
     num_heads: int
@@ -48,6 +49,7 @@ class LatentConfig:
     rope: RopeConfig | None = None
     mscale: float = 0.0
     bias: bool = False
+    gate: bool = False
     norm: NormConfig = PLAIN_NORM
     window: None = None
 
@@ -121,6 +123,9 @@ class LatentConfig:
             ParamSpec("latent.up", "H N+Dv, L", up, "normal", "H", is_always_plain=True),
             ParamSpec("latent.out", "E, H Dv", out, "residual", "H"),
         ]
+        if self.gate:
+            gate = "self_attn.g_proj.weight"
+            specs.append(ParamSpec("latent.gate", "H, E", gate, "normal", "H", is_quantized=False))
         if self.bias:
             specs.append(ParamSpec("latent.out_bias", "E", "self_attn.o_proj.bias", "zeros"))
         return tuple(specs)
@@ -155,6 +160,7 @@ class LatentConfig:
         """Return the module of these parameters."""
         q_a, norm = weights.get("latent.q_a"), RMSNorm.of(self.norm, weights["latent.norm.scale"])
         assert norm is not None
+        gate = weights.get("latent.gate")
         return Latent(
             q_a=None if q_a is None else Linear.of(q_a, weights.get("latent.q_a_bias")),
             q_norm=RMSNorm.of(self.norm, weights.get("latent.q_norm.scale")),
@@ -162,6 +168,7 @@ class LatentConfig:
             kv=Linear.of(weights["latent.kv"], weights.get("latent.kv_bias")),
             norm=norm,
             up=weights["latent.up"].value,
+            gate=None if gate is None else Linear.of(gate),
             out=Linear.of(weights["latent.out"], weights.get("latent.out_bias")),
             config=self,
         )
@@ -172,7 +179,7 @@ class LatentConfig:
 class Latent:
     """q_a, q_norm: to the latents of queries, where these have some. q: [..., H, N + R]. kv: a
     latent and the key that is rotated, [..., L + R]. norm: of latents. up: from latents to keys and
-    values of each head, [H, N + Dv, L].
+    values of each head, [H, N + Dv, L]. gate: [..., H], where heads have some.
     """
 
     q_a: Linear | None
@@ -181,6 +188,7 @@ class Latent:
     kv: Linear
     norm: RMSNorm
     up: Array
+    gate: Linear | None
     out: Linear
     config: LatentConfig = dataclasses.field(metadata={"static": True})
 
@@ -204,4 +212,7 @@ class Latent:
         o = kv.attend(place, q, self.config.options)
         with jax.named_scope("out"):
             o = by_head("...hl,hvl->...hv", o, up_v)
+            if self.gate is not None:
+                gate = jax.nn.sigmoid(self.gate(x, step).astype(jnp.float32))
+                o = o * gate.astype(o.dtype)[..., None]
             return self.out(o.reshape(*x.shape[:-1], -1), step), kv

@@ -14,6 +14,7 @@ from jpaged.models.layers.attention import Attention, AttentionConfig
 from jpaged.models.layers.conv import Conv, ConvConfig
 from jpaged.models.layers.delta import Delta, DeltaConfig
 from jpaged.models.layers.experts import Experts, ExpertsConfig
+from jpaged.models.layers.kda import KimiDelta, KimiDeltaConfig
 from jpaged.models.layers.latent import Latent, LatentConfig
 from jpaged.models.layers.linear import StepContext, scaled
 from jpaged.models.layers.mamba import Mamba, MambaConfig
@@ -28,9 +29,11 @@ from jpaged.models.param_spec import Parameters, ParamSpec
 from jpaged.models.quantized import is_quantized
 from jpaged.models.record import Record
 
-type SingleMixerConfig = AttentionConfig | LatentConfig | DeltaConfig | MambaConfig | ConvConfig
+type SingleMixerConfig = (
+    AttentionConfig | LatentConfig | DeltaConfig | KimiDeltaConfig | MambaConfig | ConvConfig
+)
 type MixerConfig = SingleMixerConfig | ParallelMixerConfig
-type Mixer = Attention | Latent | Delta | Mamba | Conv | ParallelMixer
+type Mixer = Attention | Latent | Delta | KimiDelta | Mamba | Conv | ParallelMixer
 type FFNConfig = MLPConfig | ExpertsConfig | ParallelFFNConfig
 type FFN = MLP | Experts | ParallelFFN
 

@@ -80,13 +80,16 @@ class MLPConfig:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MLP:
-    """gate_up has gate and up in one weight: [..., 2, F]; without gates up alone: [..., 1, F]."""
+    """gate_up has gate and up in one weight: [..., 2, F]; without gates up alone: [..., 1, F]. limit:
+    as of `gated`.
+    """
 
     gate_up: Linear
     down: Linear
     activation: Activation = dataclasses.field(metadata={"static": True})
     gate_multiplier: float = dataclasses.field(default=1.0, metadata={"static": True})
     multiplier: float = dataclasses.field(default=1.0, metadata={"static": True})
+    limit: float | None = dataclasses.field(default=None, metadata={"static": True})
 
     def __call__(
         self,
@@ -99,7 +102,7 @@ class MLP:
         """x [..., E], the result in dtype (None is x's). is_partial: as of Linear."""
         gate_up = self.gate_up(x, step, jnp.float32)
         gate, *up = (gate_up[..., i, :] for i in range(gate_up.shape[-2]))
-        h = gated(self.activation, scaled(gate, self.gate_multiplier), *up)
+        h = gated(self.activation, scaled(gate, self.gate_multiplier), *up, limit=self.limit)
         y = self.down(h.astype(x.dtype), step, dtype, is_partial=is_partial)
         return scaled(y, self.multiplier)
 
@@ -109,9 +112,12 @@ def of_activation(kind: Activation, gate_up: tuple[Part, Part]) -> tuple[Part, .
     return gate_up[1:] if kind in UNGATED else gate_up
 
 
-def gated(kind: Activation, gate: Array, up: Array | None = None) -> Array:
+def gated(
+    kind: Activation, gate: Array, up: Array | None = None, *, limit: float | None = None
+) -> Array:
     """Return the activation of gate, times up; f32 [..., F]. Without gates, `gate` is up, and `up`
-    is not looked at.
+    is not looked at. limit: the activation is at most that, and up is between it and its negative;
+    None: they have no bounds.
     """
     if kind == "relu2":
         return jnp.square(jax.nn.relu(gate))
@@ -120,4 +126,6 @@ def gated(kind: Activation, gate: Array, up: Array | None = None) -> Array:
         gate, up = jnp.minimum(gate, LIMIT), jnp.clip(up, -LIMIT, LIMIT)
         return gate * jax.nn.sigmoid(ALPHA * gate) * (up + 1)
     gate = jax.nn.silu(gate) if kind == "silu" else jax.nn.gelu(gate, approximate=True)
+    if limit is not None:
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
     return gate * up
