@@ -32,6 +32,7 @@ from jpaged.models.trees import to_tree
 ADAPTED = (
     *("attention.qkv", "attention.v", "attention.out", "delta.qkvz", "delta.out"),
     *("latent.q_a", "latent.q", "latent.kv", "latent.out"),
+    *("latent.index.q", "latent.index.k", "latent.index.weights"),
     *("mlp.gate_up", "mlp.down"),
     *("mlp.shared.gate_up", "mlp.shared.down"),
 )
