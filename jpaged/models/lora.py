@@ -34,6 +34,7 @@ ADAPTED = (
     *("mamba.zx", "mamba.bc", "mamba.dt", "mamba.out"),
     *("kda.qkvz", "kda.qkv", "kda.out"),
     *("latent.q_a", "latent.q", "latent.kv", "latent.out"),
+    *("latent.index.q", "latent.index.k", "latent.index.weights"),
     *("mlp.gate_up", "mlp.down", "mlp.latent_in", "mlp.latent_out"),
     *("mlp.shared.gate_up", "mlp.shared.down"),
 )

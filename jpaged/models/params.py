@@ -27,6 +27,7 @@ from jpaged.models.layers.attention import AttentionConfig
 from jpaged.models.layers.conv import ConvConfig
 from jpaged.models.layers.delta import DeltaConfig
 from jpaged.models.layers.experts import ExpertsConfig
+from jpaged.models.layers.indexer import IndexerConfig
 from jpaged.models.layers.kda import KimiDeltaConfig
 from jpaged.models.layers.latent import LatentConfig
 from jpaged.models.layers.layer import LayerConfig
@@ -99,6 +100,8 @@ EVERYTHING = (
             query_latent_dim=1,
             bias=True,
             gate=True,
+            chosen=1,
+            indexer=IndexerConfig(num_heads=1, key_dim=2),
         ),
         ffn=None,
     ),

@@ -20,6 +20,7 @@ from jpaged.models.layers.attention import AttentionConfig
 from jpaged.models.layers.conv import ConvConfig
 from jpaged.models.layers.delta import GatedDeltaConfig
 from jpaged.models.layers.experts import ExpertsConfig
+from jpaged.models.layers.latent import LatentConfig
 from jpaged.models.layers.mamba import MambaConfig
 from tests.golden.configs import CONFIGS
 from tests.golden.reference import load
@@ -46,14 +47,16 @@ PIXTRAL = [
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Index:
-    """What a file holds. layer: of every layer; window: of those with one; attention, delta, mamba,
-    conv: of those that have it, or the gated delta rule, Mamba-2, a short convolution; dense,
-    mixture: of those with an MLP, with experts. norm: after the last layer. others: of no layer of
-    the model, which no part of it takes. {x} is an expert, {L} the number of layers.
+    """What a file holds. layer: of every layer; window: of those with one; indexer: of those that
+    choose what they attend to; attention, delta, mamba, conv: of those that have it, or the gated
+    delta rule, Mamba-2, a short convolution; dense, mixture: of those with an MLP, with experts.
+    norm: after the last layer. others: of no layer of the model, which no part of it takes. {x} is
+    an expert, {L} the number of layers.
     """
 
     layer: list[str]
     window: list[str] = dataclasses.field(default_factory=list)
+    indexer: list[str] = dataclasses.field(default_factory=list)
     conv: list[str] = dataclasses.field(default_factory=list)
     attention: list[str] = dataclasses.field(default_factory=list)
     delta: list[str] = dataclasses.field(default_factory=list)
@@ -75,6 +78,8 @@ class Index:
             has_window = isinstance(layer.mixer, AttentionConfig) and layer.mixer.window is not None
             of_ffn = self.mixture if count else self.dense
             of_kind = [*(of_ffn if ffn is not None else []), *(self.window * has_window)]
+            if isinstance(layer.mixer, LatentConfig) and layer.mixer.indexer is not None:
+                of_kind += self.indexer
             kinds = [
                 (GatedDeltaConfig, self.delta),
                 (ConvConfig, self.conv),
@@ -96,6 +101,8 @@ SHARED_EXPERT = [f"mlp.shared_expert.{part}" for part in PARTS] + ["mlp.shared_e
 LATENT = [f"self_attn.{x}.weight" for x in ("q_a_proj", "q_a_layernorm", "q_b_proj")]
 LATENT += [f"self_attn.{x}.weight" for x in ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")]
 LATENT += ["self_attn.o_proj.weight"]
+INDEXER = [f"self_attn.indexer.{x}.weight" for x in ("wq_b", "wk", "k_norm", "weights_proj")]
+INDEXER += ["self_attn.indexer.k_norm.bias"]
 MTP = [f"mtp.{x}.weight" for x in ("fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")]
 MTP += [f"mtp.layers.0.{name}" for name in [*QKVO, *QK_NORMS, *NORMS]]
 LFM2 = Index(
@@ -263,6 +270,17 @@ INDICES = {
             ]
         ],
     ),
+    **{
+        name: Index(
+            layer=LATENT + NORMS,
+            indexer=INDEXER,
+            mixture=BIASED + EXPERTS + SHARED,
+            others=[
+                f"model.layers.{{L}}.{name}" for name in [*GUESSES, *LATENT, *INDEXER, *BIASED]
+            ],
+        )
+        for name in ("deepseek_v32_h4_l32_top8", "glm_moe_dsa_h6_l24_shared")
+    },
     "glm4_moe_lite_h5_l48": Index(
         layer=LATENT + NORMS,
         mixture=BIASED + EXPERTS + SHARED,

@@ -48,6 +48,8 @@ CHOOSING_BIASES: dict[str, tuple[str, tuple[int, ...]]] = {  # and the axes befo
     "solar_open": ("mlp.gate.e_score_correction_bias", ()),
     "deepseek_v3": ("mlp.gate.e_score_correction_bias", ()),
     "glm4_moe_lite": ("mlp.gate.e_score_correction_bias", ()),
+    "deepseek_v32": ("mlp.gate.e_score_correction_bias", ()),
+    "glm_moe_dsa": ("mlp.gate.e_score_correction_bias", ()),
     "minimax_m2": ("block_sparse_moe.e_score_correction_bias", ()),
     "lfm2_moe": ("mlp.expert_bias", ()),
     "ernie4_5_moe": ("mlp.moe_statics.e_score_correction_bias", (1,)),

@@ -181,15 +181,24 @@ SCALAR = "scalar"
 
 def check_layers(layers: Sequence[LayerConfig]) -> None:
     """ConfigError unless these can be the layers of one model: all have the same per-layer
-    embeddings, or none; and a layer that reads another's keys and values names the last one before
-    it that keeps such keys and values, of as many heads and with the same window.
+    embeddings, or none; a layer that reads another's keys and values names the last one before it
+    that keeps such keys and values, of as many heads and with the same window; and one that attends
+    to what another chose comes after one that chooses as many.
     """
     for i, layer in enumerate(layers):
         if layer.per_layer != layers[0].per_layer:
             raise ConfigError(f"per_layer={layer.per_layer} in layer {i}: must be that of layer 0")
     last: dict[tuple[object, ...], int] = {}
+    chosen: int | None = None
     for i, layer in enumerate(layers):
         mixer = layer.mixer
+        if isinstance(mixer, LatentConfig) and mixer.chosen is not None:
+            if mixer.indexer is None and mixer.chosen != chosen:
+                raise ConfigError(
+                    f"layer {i} attends to {mixer.chosen} tokens that a layer before it chose: the "
+                    f"last indexer before it chooses {chosen}"
+                )
+            chosen = mixer.chosen
         if not isinstance(mixer, AttentionConfig):
             continue
         heads = (mixer.num_heads, mixer.num_kv_heads)

@@ -80,8 +80,8 @@ class MLPConfig:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MLP:
-    """gate_up has gate and up in one weight: [..., 2, F]; without gates up alone: [..., 1, F]. limit:
-    as of `gated`.
+    """gate_up has gate and up in one weight: [..., 2, F]; without gates up alone: [..., 1, F].
+    limit: as of `gated`.
     """
 
     gate_up: Linear
