@@ -128,17 +128,27 @@ class DenseKV:
     def write(self, place: Place, qkv: Any, heads: Heads | LatentHeads) -> tuple[Any, Self]:
         """See KVView."""
         q, k, v = heads(qkv)
+        return q, self.keeping(place, k, v)
+
+    def keeping(self, place: Place, k: Any, v: Any) -> Self:
+        """Return the view in which these are the keys and values [..., T, K, D] of the group, or
+        latents and rotated keys.
+        """
         at = place.group
         newest = (*self.newest[:at], (k, v), *self.newest[at + 1 :])
-        return q, dataclasses.replace(self, newest=newest)
+        return dataclasses.replace(self, newest=newest)
+
+    def written(self, place: Place) -> tuple[Any, Any]:
+        """Return the keys and values that the last layer of the group has written."""
+        written = self.newest[place.group]
+        assert not isinstance(written, FirstState), "this group keeps states"
+        return written
 
     def attend(self, place: Place, q: Any, options: AttentionOptions, sinks: Any = None) -> Any:
         """See KVView: jax's reference attention, differentiable, its softmax in f32. The layer
         reads what the last layer of its group wrote.
         """
-        written = self.newest[place.group]
-        assert not isinstance(written, FirstState)
-        k, v = written
+        k, v = self.written(place)
         if options.latent:
             k, v = jnp.concatenate([k, v], axis=-1), k
         if reason := unknown_options(options, OPTIONS):

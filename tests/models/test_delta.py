@@ -437,7 +437,7 @@ def test_grpo_on_a_hybrid() -> None:
     optimizer = optax.adam(settings.learning_rate)
     params, update = PARAMS, grpo.make_update(optimizer, settings)
     state = optimizer.init(params)  # pyright: ignore[reportArgumentType]
-    logprobs_of = jax.jit(lambda p, arrays: grpo.logprobs_of(p, arrays, settings.temperature))
+    logprobs_of = jax.jit(functools.partial(jpaged.logprobs, temperature=settings.temperature))
     rewards = []
     for step in range(16):
         outs = jpaged.generate(params, prompts, sampling, engine_config=config, seed=step)
