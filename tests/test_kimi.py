@@ -217,9 +217,10 @@ def test_the_cache_holds_a_state_and_a_latent() -> None:
 
 def test_limits_of_what_is_activated() -> None:
     rng = np.random.default_rng(0)
-    gate, up = (rng.standard_normal((2, 5, 7)).astype(np.float32) * 4 for _ in range(2))
+    gate, up = (4 * rng.standard_normal((2, 5, 7)).astype(np.float32) for _ in range(2))
     activated = np.minimum(gate / (1 + np.exp(-gate)), 0.7) * np.clip(up, -0.7, 0.7)
-    np.testing.assert_allclose(gated("silu", gate, up, 0.7), activated, rtol=1e-5, atol=1e-6)
+    found = gated("silu", jnp.asarray(gate), jnp.asarray(up), limit=0.7)
+    np.testing.assert_allclose(found, activated, rtol=1e-5, atol=1e-6)
     unlimited = dataclasses.replace(EXPERTS, limit=None, shared_limit=None)
     layers = (LAYERS[0], dataclasses.replace(LAYERS[1], ffn=unlimited), LAYERS[2])
     other = Params(PARAMS, dataclasses.replace(MODEL, layers=layers))

@@ -62,9 +62,9 @@ def config(**changes: Any) -> ModelConfig:
     return dataclasses.replace(CONFIG, **changes)
 
 
-def routed(model: ModelConfig) -> ModelConfig:
+def routed(model: ModelConfig, shared_expert_size: int = 16) -> ModelConfig:
     """The same with another router: sigmoids, a choosing bias, groups where experts can be halved,
-    a scale, and experts that every token takes without a gate.
+    a scale, and an expert that every token takes without a gate.
     """
     layers = []
     for layer in model.layers:
@@ -74,7 +74,9 @@ def routed(model: ModelConfig) -> ModelConfig:
             router = RouterConfig(
                 score="sigmoid", has_bias=True, num_groups=groups, normalized=True, scale=1.5
             )
-            ffn = dataclasses.replace(ffn, router=router, shared_gate=False, shared_expert_size=16)
+            ffn = dataclasses.replace(
+                ffn, router=router, shared_gate=False, shared_expert_size=shared_expert_size
+            )
         layers.append(dataclasses.replace(layer, ffn=ffn))
     return dataclasses.replace(model, family="glm4_moe", layers=tuple(layers))
 

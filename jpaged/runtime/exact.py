@@ -174,7 +174,7 @@ class ExactLayer:
         """See Layer; x [B, L, E]."""
 
         def serve(layer: Layer, x: Array, rotary: Any, kv: DenseKV, places: Any, inputs: Any):
-            view: Any = ExactKV(dense=kv, by=self.by, batch=x.shape[:2])
+            view: Any = ExactKV(dense=kv, by=self.by, batch=(x.shape[0], x.shape[1]))
             packed = _packed((x, rotary, inputs))
             y, view = layer(packed[0], self.by.context, packed[1], view, places, packed[2])
             return y.reshape(x.shape), view.dense
@@ -197,7 +197,8 @@ class ExactInputs:
         """See PerLayerInputs; tokens [B, L]."""
 
         def serve(inputs: PerLayerInputs, tokens: Array, x: Array) -> Array:
-            y = inputs(*_packed((tokens, x)), self.by.context)
+            packed_tokens, packed_x = _packed((tokens, x))
+            y = inputs(packed_tokens, packed_x, self.by.context)
             return y.reshape(*tokens.shape, *y.shape[1:])
 
         def train(inputs: PerLayerInputs, tokens: Array, x: Array) -> Array:

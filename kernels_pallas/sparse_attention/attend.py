@@ -54,7 +54,9 @@ def attend(
         def over(i: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             most, total, acc = state
             at = lax.dynamic_slice_in_dim(chosen_BC, i * width, width, 1)
-            rows = rows_of_blocks(pool, layer, block_table_SM, row_B, at // P, options.num_layers)
+            rows = rows_of_blocks(
+                pool.shape[0], layer, block_table_SM, row_B, at // P, options.num_layers
+            )
             seen = (at >= 0)[:, None, :]
             kv = _latents(pool, rows, at % P, D, V)
             kv = jnp.where(seen.swapaxes(1, 2), kv, 0.0)

@@ -62,7 +62,9 @@ def choose(
 
         def score(i: Array, scores: Array) -> Array:
             block = i * blocks + jnp.arange(blocks, dtype=jnp.int32)
-            at = rows_of_blocks(pool, layer, block_table_SM, row_B, block[None, :], num_layers)
+            at = rows_of_blocks(
+                pool.shape[0], layer, block_table_SM, row_B, block[None, :], num_layers
+            )
             keys = pool[at].reshape(B, width, -1)
             seen = i * width + jnp.arange(width, dtype=jnp.int32)[None, :] <= position_B[:, None]
             # What lies in slots that are not written may be anything.

@@ -24,16 +24,16 @@ def loop_over_tiles(body: Callable[[Array], Array], out: Array, size: int, count
 
 
 def rows_of_blocks(
-    pool: Array,
+    pool_rows: int,
     layer: Array | int,
     block_table_SM: Array,
     row_B: Array,
     block: Array,
     num_layers: int,
 ) -> Array:
-    """Return the pool's rows that hold blocks [B or 1, n] of the tables of rows [B]: int32 [B, n].
-    A row or block past the table's end is any valid one.
+    """Return which of a pool's pool_rows hold blocks [B or 1, n] of the tables of rows [B]: int32
+    [B, n]. A row or block past the table's end is any valid one.
     """
     S, M = block_table_SM.shape
     row = jnp.clip(row_B, 0, S - 1)[:, None]
-    return layer * (pool.shape[0] // num_layers) + block_table_SM[row, jnp.clip(block, 0, M - 1)]
+    return layer * (pool_rows // num_layers) + block_table_SM[row, jnp.clip(block, 0, M - 1)]

@@ -135,6 +135,7 @@ def test_scores_of_a_half_are_exact() -> None:
     q, keys = (jnp.asarray(made[n], jnp.bfloat16) for n in ("q", "q"))
     weights = jnp.asarray(made["weights"])
     scores = jax.jit(sparse_attention.index_scores)(q, keys, weights)
-    wide = sparse_attention.index_scores(*(x.astype(jnp.float32) for x in (q, keys)), weights)
+    wide_q, wide_keys = (x.astype(jnp.float32) for x in (q, keys))
+    wide = sparse_attention.index_scores(wide_q, wide_keys, weights)
     assert scores.dtype == jnp.float32
     np.testing.assert_allclose(scores, wide, rtol=1e-6, atol=1e-6)

@@ -76,8 +76,7 @@ VARIANTS["hybrid"] = dataclasses.replace(
 )
 for rank in (None, 5):
     KDA = KimiDeltaConfig(
-        **{"num_key_heads": 2, "num_value_heads": 2, "key_dim": 8, "value_dim": 16},
-        gate_rank=rank,
+        num_key_heads=2, num_value_heads=2, key_dim=8, value_dim=16, gate_rank=rank
     )
     layers = (dataclasses.replace(CONFIG.layers[0], mixer=KDA), *CONFIG.layers[1:])
     VARIANTS[f"kda_{rank}"] = dataclasses.replace(CONFIG, family="kimi_linear", layers=layers)

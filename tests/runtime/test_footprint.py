@@ -19,6 +19,7 @@ import jpaged
 from jpaged import ConfigError, EngineConfig, ModelConfig, SamplingParams
 from jpaged.engine.shapes import PrefillShape, shape_table
 from jpaged.models.forward import bind
+from jpaged.models.layers.attention import AttentionConfig
 from jpaged.models.layers.conv import ConvConfig
 from jpaged.models.layers.delta import DeltaConfig
 from jpaged.models.layers.kda import KimiDeltaConfig
@@ -123,8 +124,7 @@ def hybrid(value_dim: int) -> ModelConfig:
 def by_channel(gate_rank: int | None, value_dim: int) -> ModelConfig:
     """The same with a decay for each channel of a key."""
     delta = KimiDeltaConfig(
-        **{"num_key_heads": 8, "num_value_heads": 8, "key_dim": 64, "value_dim": value_dim},
-        gate_rank=gate_rank,
+        num_key_heads=8, num_value_heads=8, key_dim=64, value_dim=value_dim, gate_rank=gate_rank
     )
     attention = WIDE.layers[0]
     layers = (dataclasses.replace(attention, mixer=delta),) * 3 + (attention,)
@@ -146,7 +146,9 @@ LATENTS = dataclasses.replace(
     layers=[dataclasses.replace(layer, mixer=LATENT) for layer in WIDE.layers],
 )
 MAMBA = MambaConfig(num_heads=16, head_dim=32, state_dim=64, num_groups=2)
-BESIDE = ParallelMixerConfig(attention=WIDE.layers[0].mixer, mamba=MAMBA)
+ATTENTION = WIDE.layers[0].mixer
+assert isinstance(ATTENTION, AttentionConfig)
+BESIDE = ParallelMixerConfig(attention=ATTENTION, mamba=MAMBA)
 MAMBAS = dataclasses.replace(
     WIDE,
     family="granitemoehybrid",

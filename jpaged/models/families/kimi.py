@@ -115,7 +115,7 @@ class Ling:
         return raw | {"layer_types": _kinds(config)}
 
 
-def _sizes(hf: Mapping[str, Any]) -> dict[str, int]:
+def _sizes(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sizes of KimiDeltaConfig that transformers has for both families."""
     heads, width = hf["linear_num_heads"], hf["linear_head_dim"]
     sizes = {"num_key_heads": heads, "num_value_heads": heads, "key_dim": width}
