@@ -237,16 +237,16 @@ def _of_chunks(
 
 def _chunks_forward(
     told: _Told, unembedding: Unembedding, x: Array, targets: Array, tau_B: Array
-) -> tuple[tuple[Array, Array], Any]:
+) -> tuple[tuple[Array, Array], PyTree]:
     kept = unembedding, x, targets, tau_B
     return _of_chunks(told, *kept), kept
 
 
-def _chunks_backward(told: _Told, kept: Any, grads: tuple[Array, Array]) -> Any:
+def _chunks_backward(told: _Told, kept: PyTree, grads: tuple[Array, Array]) -> PyTree:
     unembedding, x, targets, tau_B = kept
     _, with_entropy = told
 
-    def one(total: Any, args: Any) -> tuple[Any, Array]:
+    def one(total: PyTree, args: PyTree) -> tuple[PyTree, Array]:
         x, targets, grads = args
 
         def forward(unembedding: Unembedding, x: Array, tau_B: Array) -> tuple[Array, Array]:
@@ -265,18 +265,18 @@ def _chunks_backward(told: _Told, kept: Any, grads: tuple[Array, Array]) -> Any:
 _of_chunks.defvjp(_chunks_forward, _chunks_backward)
 
 
-def _zeros(x: Array) -> Any:
+def _zeros(x: Array) -> Array | np.ndarray:
     """Return zeros in which gradients of x are added up."""
     if jnp.issubdtype(x.dtype, jnp.floating):
         return jnp.zeros(x.shape, jnp.float32)
     return np.zeros(x.shape, jax.dtypes.float0)  # integers have none
 
 
-def _plus(total: Any, grad: Any) -> Any:
+def _plus(total: Array, grad: Array) -> Array:
     return total if total.dtype == jax.dtypes.float0 else total + grad.astype(jnp.float32)
 
 
-def _like(total: Any, x: Array) -> Any:
+def _like(total: Array, x: Array) -> Array:
     return total if total.dtype == jax.dtypes.float0 else total.astype(x.dtype)
 
 

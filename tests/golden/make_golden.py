@@ -108,7 +108,7 @@ def make(name: str, config: dict[str, Any], out: Path) -> str:
     for i, ids in enumerate(prompts):
         positions = np.unique(np.linspace(0, len(ids) - 1, min(ROWS, len(ids))).astype(np.int32))
         logits = forward(exact, ids)[positions].float().numpy()
-        bf16 = forward(rounded, ids)[positions]
+        bf16 = forward(rounded, ids)[positions].to(torch.bfloat16)  # some families give f32
         differences.append((bf16.float().numpy() - logits).ravel())
         arrays |= {
             f"token_ids_{i}": np.asarray(ids, np.int32),
