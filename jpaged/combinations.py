@@ -42,6 +42,8 @@ class Facts:
     is_batch_invariant: whether a row's bits are the same in any batch without pinned steps.
     states_are_alike: whether the bits of states depend neither on the batch nor on where a step
     begins; also where there are none.
+    no_exact: why a forward pass over whole sequences cannot have the bits of serving, "" where
+    nothing speaks against it.
     activations: the setting quantized_activations. no_cpu_products: why the C++ products of CPUs
     cannot run, "" where they can. no_kernel: why the attention kernel that was named cannot run, ""
     where it can.
@@ -80,6 +82,7 @@ class Facts:
     heads: tuple[int, int] | None = None
     is_batch_invariant: bool | None = None
     states_are_alike: bool | None = None
+    no_exact: str | None = None
     activations: str | None = None
     no_cpu_products: str | None = None
     no_kernel: str | None = None
@@ -226,15 +229,25 @@ def pinned_steps_draw_one_token(config: EngineConfig, is_batch_invariant: bool) 
 
 @_rule("deterministic", "model", error=UnsupportedError)
 def deterministic_states_are_stepped(config: EngineConfig, states_are_alike: bool) -> str | None:
-    """`deterministic=True` takes a model without the gated delta rule, or with its C++ kernel for
-    CPUs: XLA's form computes tokens in chunks, whose bits depend on where a step begins.
+    """`deterministic=True` takes a model without Mamba-2 and without the gated delta rule, or with
+    the rule's C++ kernel for CPUs: XLA computes tokens of both in chunks, whose bits depend on
+    where a step begins.
     """
     if config.deterministic and not states_are_alike:
         return (
-            "deterministic=True: the gated delta rule of this model runs in chunks here, whose "
-            "bits depend on where a step begins; its C++ kernel for CPUs steps token by token"
+            "deterministic=True: the states of this model (of the gated delta rule or of Mamba-2) "
+            "are computed in chunks here, whose bits depend on where a step begins; the rule's C++ "
+            "kernel for CPUs steps token by token"
         )
     return None
+
+
+@_rule("logprobs(exact=)", "deterministic", error=UnsupportedError)
+def exact_forwards_have_the_bits_of_serving(no_exact: str) -> str | None:
+    """`logprobs(exact=True)` takes plain weights, in bf16 or with a `dtype` of bfloat16, on one CPU
+    with the C++ kernels, where `deterministic` serving needs no steps of one size.
+    """
+    return f"exact=True: {no_exact}" if no_exact else None
 
 
 @_rule("separate_draw", "decode_steps")

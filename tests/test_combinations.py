@@ -310,7 +310,7 @@ def test_rules_are_whole() -> None:
     fields = {field.name for field in dataclasses.fields(EngineConfig)}
     facts = {field.name for field in dataclasses.fields(Facts)}
     beside = {"draft", "lora", "mesh", "model", "processes"}
-    beside |= {"SamplingParams", "hidden", "load_params", "score", "update_params"}
+    beside |= {"SamplingParams", "hidden", "load_params", "logprobs", "score", "update_params"}
     beside |= {"AsyncLLM", "as_completed", "rollout", "submit"}
     assert len({rule.name for rule in RULES}) == len(RULES) > 30
     for rule in RULES:

@@ -66,9 +66,7 @@ def wanted(params: Params) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["data 2", "data 2, tp 2", "data 4, tp 2"])
-def test_everything_is_as_on_one_device(
-    name: str, params: Params, wanted: dict[str, Any]
-) -> None:
+def test_everything_is_as_on_one_device(name: str, params: Params, wanted: dict[str, Any]) -> None:
     """Prefix hits, samples, preemption, beams, scores, adapters and more."""
     mesh = MESHES[name]
     llm = LLM(params, mesh=mesh, **(vars(SETTINGS) | {"expert_parallel": True}))
@@ -196,7 +194,10 @@ def test_what_passes_between_devices(devices: int) -> None:
     ("settings", "message"),
     [
         ({"expert_parallel": True}, "there is one device"),
-        ({"expert_parallel": True, "mesh": Mesh(DEVICES[:3], ("data",))}, "8 experts do not divide"),
+        (
+            {"expert_parallel": True, "mesh": Mesh(DEVICES[:3], ("data",))},
+            "8 experts do not divide",
+        ),
         (
             {
                 "expert_parallel": True,

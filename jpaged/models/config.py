@@ -236,7 +236,7 @@ class ModelConfig:
 
     def _same(self, kind: Any, name: str, default: int | None = None) -> Any:
         """Return what all parts of a kind have; AttributeError where they differ."""
-        parts = (part for layer in self.layers for part in (layer.mixer, *layer.ffns))
+        parts = (part for layer in self.layers for part in (*layer.mixers, *layer.ffns))
         values = {getattr(part, name) for part in parts if isinstance(part, kind)}
         if not values and default is not None:
             return default
@@ -258,7 +258,7 @@ class ModelConfig:
     @property
     def rope(self) -> RopeConfig:
         """The rotation of layers without a window, or of all where there are none of those."""
-        mixers = [x.mixer for x in self.layers if isinstance(x.mixer, AttentionConfig)]
+        mixers = [m for x in self.layers for m in x.mixers if isinstance(m, AttentionConfig)]
         rotating = [mixer for mixer in mixers if mixer.rope is not None]
         ropes = {m.rope for m in rotating if m.window is None} or {m.rope for m in rotating}
         if len(ropes) != 1:

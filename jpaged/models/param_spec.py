@@ -47,7 +47,8 @@ class ParamSpec:
     device holds the whole. over_replicas: replicas split it, too. in_f32: it is kept in f32,
     whatever the dtype of the model.
     is_quantized: whether quantization= may store it in 8 or 4 bits, if it is a linear weight; None:
-    if a mesh splits it, which leaves routers and gates plain.
+    if a mesh splits it, which leaves routers and gates plain. is_always_plain: no Linear multiplies
+    by it, so that files which hold it in 8 or 4 bits are read as what they stand for.
     layer: the number that replaces {i}. sizes: (letter, size) pairs. `placed` sets the last two.
     """
 
@@ -58,6 +59,7 @@ class ParamSpec:
     split: str | None = None
     in_f32: bool = False
     is_quantized: bool | None = None
+    is_always_plain: bool = False
     over_replicas: bool = False
     layer: int | None = None
     sizes: tuple[tuple[str, int], ...] = ()
@@ -96,7 +98,7 @@ class ParamSpec:
     def may_be_quantized(self) -> bool:
         """Whether it is a linear weight that may be in 8 or 4 bits."""
         wanted = self.split is not None if self.is_quantized is None else self.is_quantized
-        return self.is_multiplied and wanted
+        return self.is_multiplied and wanted and not self.is_always_plain
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -117,6 +119,18 @@ class ParamSpec:
             part._replace(hf_name=names.get(node + part.name, part.hf_name)) for part in self.source
         )
         return dataclasses.replace(self, source=tuple(parts))
+
+    def in_nodes(self, nodes: Mapping[str, str]) -> "ParamSpec":
+        """Return the same parameter with a family's names of nodes in the names of its files."""
+
+        def renamed(hf_name: str) -> str:
+            return ".".join(nodes.get(node, node) for node in hf_name.split("."))
+
+        source = self.source
+        if isinstance(source, str):
+            return dataclasses.replace(self, source=renamed(source))
+        parts = tuple(part._replace(hf_name=renamed(part.hf_name)) for part in source)
+        return dataclasses.replace(self, source=parts)
 
     @property
     def concat_axis(self) -> int:

@@ -83,10 +83,12 @@ def stored_shapes(spec: ParamSpec, stored: Format, dtype: Any) -> QuantizedWeigh
     plain.
 
     The folder holds the weights of all products but the head's in 8 or 4 bits, or those of experts
-    alone.
+    alone, and those plain that its config says it ignores.
     """
     is_expert = spec.sides[0][:1] == ["X"]
-    is_plain = not spec.may_be_quantized or spec.split == "V"
+    names = (spec.at(part.hf_name).removesuffix(".weight") for part in spec.parts)
+    is_ignored = any(stored.ignores(name.replace("{x}", "0")) for name in names)
+    is_plain = not spec.may_be_quantized or spec.split == "V" or is_ignored
     if is_plain or (stored.only_experts and not is_expert):
         return None
     shape, num_outputs, form = spec.shape, len(spec.sides[0]), stored.form

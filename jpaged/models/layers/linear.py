@@ -68,7 +68,7 @@ class DeltaRule(Protocol):
         q_THD: Array,
         k_THD: Array,
         v_THD: Array,
-        g_TH: Array,
+        g_THC: Array,
         beta_TH: Array,
         pool: Array,
         rows: PackedRows,
@@ -82,7 +82,7 @@ class DeltaRule(Protocol):
         q_SHD: Array,
         k_SHD: Array,
         v_SHD: Array,
-        g_SH: Array,
+        g_SHC: Array,
         beta_SH: Array,
         pool: Array,
         rows: PackedRows,
@@ -250,3 +250,8 @@ class Linear:
         rows = x.reshape(-1, width)
         parts = (weight.values, weight.scales, weight.zeros, form)
         return products.quantized(rows, *parts, step.count(rows)).astype(dtype)
+
+
+def scaled(x: Array, factor: float) -> Array:
+    """x times a number, which is rounded to its dtype first."""
+    return x if factor == 1.0 else x * jnp.asarray(factor, x.dtype)
