@@ -32,6 +32,9 @@ class Facts:
 
     has_state: whether layers of the model keep a state a sequence.
 
+    has_experts: whether layers of the model are mixtures of experts. num_experts: of one of them.
+    holders: how many devices share whole experts.
+
     devices: how many share the model. replicas: copies of it. processes: how many hold the mesh.
     available: the devices that there are. mesh_axes: the names of the mesh's axes. heads: query
     heads and KV heads of a layer.
@@ -68,6 +71,9 @@ class Facts:
     draft: Any = None
     has_draft_weights: bool | None = None
     has_state: bool | None = None
+    has_experts: bool | None = None
+    num_experts: int | None = None
+    holders: int | None = None
     devices: int | None = None
     replicas: int | None = None
     processes: int | None = None
@@ -436,6 +442,49 @@ def replicas_are_those_of_the_mesh(config: EngineConfig, replicas: int) -> str |
     """`data_parallel_size` beside a mesh is the number of devices along its other axes."""
     if (size := config.data_parallel_size) not in (None, replicas):
         return f"data_parallel_size={size}: the mesh has {replicas} replicas; pass one of the two"
+    return None
+
+
+@_rule("expert_parallel", "mesh")
+def experts_have_devices(config: EngineConfig, holders: int) -> str | None:
+    """`expert_parallel=True` takes several devices."""
+    if config.expert_parallel and holders == 1:
+        return (
+            "expert_parallel=True: there is one device; pass a mesh, tensor_parallel_size or "
+            "data_parallel_size"
+        )
+    return None
+
+
+@_rule("expert_parallel", "model")
+def experts_are_there(config: EngineConfig, has_experts: bool) -> str | None:
+    """`expert_parallel=True` takes a model with a mixture of experts."""
+    if config.expert_parallel and not has_experts:
+        return "expert_parallel=True: the model has no mixture of experts"
+    return None
+
+
+@_rule("expert_parallel", "mesh", "model")
+def experts_divide(num_experts: int, holders: int) -> str | None:
+    """`expert_parallel=True` takes a number of experts that divides by that of the devices."""
+    if num_experts % holders:
+        return (
+            f"expert_parallel=True: {num_experts} experts do not divide over {holders} devices; "
+            "choose tensor_parallel_size and data_parallel_size so that they do"
+        )
+    return None
+
+
+@_rule("expert_parallel", "lora_extra", "data_parallel_size")
+def adapters_of_experts_stay(config: EngineConfig, replicas: int) -> str | None:
+    """`expert_parallel=True` over several replicas takes no adapters of experts: each replica has
+    tables of its own.
+    """
+    if config.expert_parallel and replicas > 1 and "experts" in config.lora_extra:
+        return (
+            "expert_parallel=True: lora_extra has 'experts', whose adapters no other replica has; "
+            "leave one of the two out, or serve a single replica"
+        )
     return None
 
 

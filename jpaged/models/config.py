@@ -194,6 +194,11 @@ class ModelConfig:
         return self._same(AttentionConfig, "group_size")
 
     @property
+    def has_experts(self) -> bool:
+        """Whether a layer is a mixture of experts."""
+        return any(isinstance(ffn, ExpertsConfig) for x in self.layers for ffn in x.ffns)
+
+    @property
     def num_experts(self) -> int:
         """X, of experts in every layer that has them; 0 where none has."""
         return self._same(ExpertsConfig, "num_experts", 0)

@@ -165,12 +165,18 @@ def param_shapes(config: ModelConfig) -> dict[str, Any]:
     return nest({name: spec.shape for name, spec in param_table(config).items()})
 
 
-def param_specs(config: ModelConfig, axis: MeshAxis | None, size: int = 1) -> dict[str, Any]:
+def param_specs(
+    config: ModelConfig,
+    axis: MeshAxis | None,
+    size: int = 1,
+    data_axes: tuple[str, ...] = (),
+) -> dict[str, Any]:
     """Return a nested dict of PartitionSpecs, which split KV heads, FFN and vocabulary over `axis`
-    of `size` devices where they divide (see ParamSpec.partition).
+    of `size` devices where they divide (see ParamSpec.partition). data_axes: those that replicas
+    lie along, over which a served model may split experts.
     """
     table = param_table(config)
-    return nest({name: spec.partition(axis, size) for name, spec in table.items()})
+    return nest({name: spec.partition(axis, size, data_axes) for name, spec in table.items()})
 
 
 def initial_tree(config: ModelConfig, rngs: "nnx.Rngs", dtype: DTypeLike) -> dict[str, Any]:

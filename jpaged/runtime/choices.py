@@ -28,9 +28,7 @@ from jpaged.models.layers.layer import LayerConfig
 from jpaged.models.layers.linear import DeltaRule, ExpertProducts
 from jpaged.models.layers.mamba import MambaConfig
 from jpaged.models.layers.per_layer import TABLE
-from jpaged.models.param_spec import share
 from jpaged.models.quantized import is_quantized
-from jpaged.models.served import served_config, share_of
 from jpaged.runtime.attention import Kernel, choose_kernel
 from jpaged.runtime.logprobs import OnePass
 from jpaged.runtime.mesh import Placement
@@ -102,15 +100,15 @@ def choose(
     bits.
     """
     device, shards, dtype = placement.device, placement.axis_size, jnp.dtype(dtype)
-    served = served_config(model, shards)
+    served = placement.served(model)
     products = choose_products(
         device,
         dtype,
         deterministic=bool(config.deterministic),
         activations=config.quantized_activations,
     )
-    mixture = _experts(served, device, dtype, shards, is_plain)
-    delta = _delta(share_of(model, shards), device)
+    mixture = _experts(placement.share_of(model), device, dtype, is_plain)
+    delta = _delta(placement.share_of(model), device)
     states_are_alike = delta is None or delta.is_batch_invariant()
     states_are_alike &= not _scans(served)
     kernels = tuple(
@@ -135,7 +133,7 @@ def choose(
             products is not None
             and (mixture is None or mixture.is_batch_invariant())
             and not (config.max_loras and "experts" in config.lora_extra)
-            and all(map(is_width_supported, _widths(share_of(model, shards))))
+            and all(map(is_width_supported, _widths(placement.share_of(model))))
             and all(kernel is None or kernel.is_batch_invariant for kernel in kernels)
             and states_are_alike
             and all(map(_is_state_invariant, served.layers))
@@ -246,13 +244,9 @@ def multiplies_fp8(device: Any) -> bool:
     return (capability_of(device) or 0) >= 8.9
 
 
-def _experts(
-    model: ModelConfig, device: Any, dtype: Any, shards: int, is_plain: bool
-) -> Implementation | None:
+def _experts(model: ModelConfig, device: Any, dtype: Any, is_plain: bool) -> Implementation | None:
     """Return the implementation of experts, which supports those of every layer; None for a model
-    without experts.
-
-    shards: devices that each expert is split over.
+    without experts. model: a device's share.
     """
     sizes = {
         (ffn.width(model.hidden_size), ffn.expert_size)
@@ -266,7 +260,7 @@ def _experts(
         Shapes(
             dtype=dtype,
             hidden_size=width,
-            expert_size=share(size, shards),
+            expert_size=size,
             is_plain=is_plain,
         )
         for width, size in sorted(sizes)

@@ -2,20 +2,22 @@
 
 import dataclasses
 import functools
-from typing import Any, Self
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from jpaged.checks import at_least, positive
+from jpaged.combinations import Facts, check_combination
 from jpaged.errors import ConfigError
 from jpaged.models.layers.linear import Linear, Products, StepContext
 from jpaged.models.layers.mlp import MLP, Activation, gated, of_activation
 from jpaged.models.layers.norm import RMSNorm
 from jpaged.models.layers.router import PLAIN_ROUTER, RouterConfig, route
 from jpaged.models.layers.scratch import Scratch, StepSizes
-from jpaged.models.param_spec import Parameters, ParamSpec, Part, share
+from jpaged.models.param_spec import Parameters, ParamSpec, Part, axes_of, share
 from jpaged.models.quantized import QuantizedWeight, is_quantized
 from kernels_cpu.experts import MOST_PAIRS
 from kernels_pallas.experts import tiles
@@ -38,6 +40,22 @@ SHARED = (
 )
 
 
+type Compute = Callable[[Array, Array, Array], Array]  # rows, chosen and weight to their sums
+
+
+class ExpertSharing(NamedTuple):
+    """How devices are to share a mixture. whole: each has whole experts; False: shares of their
+    widths; None: shares, unless the width does not divide and the number of experts does. replicas:
+    how many replicas of the model share whole experts.
+    """
+
+    whole: bool | None = None
+    replicas: int = 1
+
+
+BY_SHAPE = ExpertSharing()
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
     """A mixture of num_experts X experts of expert_size I, of which each token takes
@@ -49,6 +67,10 @@ class ExpertsConfig:
     added; 0: they take and give E. The router and the shared expert take x. limit: of what is
     activated in an expert, as mlp.gated has it; shared_limit: in the one that is shared; None:
     there is none.
+
+    split: devices that share the model have a share of every expert's width, or an equal number of
+    whole experts each. replicas: how many replicas of the model share whole experts; each has the
+    tokens of all of them, and computes those that chose its own.
     """
 
     num_experts: int
@@ -62,6 +84,8 @@ class ExpertsConfig:
     latent_size: int = 0
     limit: float | None = None
     shared_limit: float | None = None
+    split: Literal["width", "expert"] = "width"
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         at_least(1, self, "num_experts", "experts_per_token", "expert_size")
@@ -85,6 +109,8 @@ class ExpertsConfig:
     def params(self) -> tuple[ParamSpec, ...]:
         """Return its parameters, by names within a layer."""
         specs: list[ParamSpec] = []
+        split = "I" if self.split == "width" else "X"
+        is_exchanged = self.replicas > 1
         parts, biases, shared = (
             of_activation(self.activation, x) for x in (GATE_UP, BIASES, SHARED)
         )
@@ -108,13 +134,34 @@ class ExpertsConfig:
             down_bias = "mlp.experts.down_proj_bias"
             specs += [
                 ParamSpec("mlp.router_bias", "X", "mlp.router.bias", "zeros"),
-                ParamSpec("mlp.experts.gate_up_bias", f"X {count} I", biases, "zeros", "I"),
+                ParamSpec(
+                    "mlp.experts.gate_up_bias",
+                    f"X {count} I",
+                    biases,
+                    "zeros",
+                    split,
+                    over_replicas=is_exchanged,
+                ),
                 ParamSpec("mlp.experts.down_bias", f"X {inputs}", down_bias, "zeros"),
             ]
         down = "mlp.experts.{x}.down_proj.weight"
         specs += [
-            ParamSpec("mlp.experts.gate_up", f"X {count} I, {inputs}", parts, "normal", "I"),
-            ParamSpec("mlp.experts.down", f"X {inputs}, I", down, "residual", "I"),
+            ParamSpec(
+                "mlp.experts.gate_up",
+                f"X {count} I, {inputs}",
+                parts,
+                "normal",
+                split,
+                over_replicas=is_exchanged,
+            ),
+            ParamSpec(
+                "mlp.experts.down",
+                f"X {inputs}, I",
+                down,
+                "residual",
+                split,
+                over_replicas=is_exchanged,
+            ),
         ]
         if self.shared_expert_size:
             down = "mlp.shared_expert.down_proj.weight"
@@ -132,17 +179,39 @@ class ExpertsConfig:
         in their order, and a sum that each layer has for itself.
         """
         width, hidden = self.expert_size, self.width(step.hidden_size)
-        pairs = step.tokens * self.experts_per_token
+        tokens = step.tokens * self.replicas
+        pairs = tokens * self.experts_per_token
         shared = 24 * hidden * width + 64 * pairs
         shared += min(pairs, MOST_PAIRS) * (24 * width + 16 * hidden)
         shared += step.rows * 12 * self.shared_expert_size
         shared += 8 * step.expert_adapter_rank * (hidden + width)  # an expert's, out of the tables
         shared += step.rows * 12 * self.latent_size
+        if self.replicas > 1:  # the tokens of all, and of each a sum, or what each choice gives
+            shared += 2 * tokens * hidden * (step.itemsize + 4 * self.experts_per_token)
         return Scratch(shared=shared, kept=8 * step.tokens * max(hidden, step.hidden_size))
 
+    def served(self, devices: int, sharing: ExpertSharing) -> Self:
+        """Return an equal mixture that so many devices can share. ConfigError where `sharing` asks
+        for whole experts and their number does not divide.
+        """
+        holders = devices * sharing.replicas
+        if sharing.whole is None:
+            is_whole = self.expert_size % devices > 0 and self.num_experts % holders == 0
+        else:
+            is_whole = sharing.whole
+            if is_whole:
+                check_combination(Facts(num_experts=self.num_experts, holders=holders))
+        if not is_whole:
+            return self
+        return dataclasses.replace(self, split="expert", replicas=sharing.replicas)
+
     def share(self, devices: int) -> Self:
-        """Return what each of so many devices has of it."""
+        """Return what each of so many devices has of it; of whole experts all are counted, though
+        it has some of them.
+        """
         expert, shared = (share(n, devices) for n in (self.expert_size, self.shared_expert_size))
+        if self.split == "expert":
+            expert = self.expert_size
         return dataclasses.replace(self, expert_size=expert, shared_expert_size=shared)
 
     def build(self, weights: Parameters) -> "Experts":
@@ -188,7 +257,8 @@ class Experts:
     expert_scales: [X] or None. choosing_bias: f32 [X] or None. gate_up: [X, 2, I, E], its bias [X,
     2, I] or None. down: [X, E, I], its bias [X, E] or None. shared and shared_gate are None where
     no expert is shared, and shared_gate also where what it gives is not weighed. config: the width
-    of an expert is that on all devices together.
+    and the number of experts are those of all devices together; the arrays of experts, but for the
+    bias of down, are a device's share.
     """
 
     latent_in: Linear | None
@@ -213,7 +283,7 @@ class Experts:
             chosen, weight = self._route(seen, step)
         if step.num_rows is not None:  # padding chooses none
             is_real = jnp.arange(rows.shape[0]) < step.num_rows
-            chosen = jnp.where(is_real[:, None], chosen, self.gate_up.shape[0])
+            chosen = jnp.where(is_real[:, None], chosen, self.config.num_experts)
         weights = self._weights(step)
         glu = functools.partial(gated, self.config.activation, limit=self.config.limit)
         experts = every_expert if step.experts is None else step.experts.experts
@@ -221,14 +291,22 @@ class Experts:
             experts = tiles.experts
         if step.products is not None and x.dtype == jnp.bfloat16:
             weights = _multiplied_by(step.products, weights)
+        compute = functools.partial(experts, weights=weights, glu=glu)
+        in_order = step.in_order and self.config.split == "expert"
         with jax.named_scope("experts"):
             taken = rows if self.latent_in is None else self.latent_in(rows, step)
-            y = experts(taken, chosen, weight, weights, glu)
+            if self.config.split == "width":
+                y = compute(taken, chosen, weight)
+            elif in_order:
+                y = self._in_order(compute, taken, chosen, weight, step)
+            else:
+                y = self._of_all(compute, taken, chosen, weight, step)
         # Each device has a share of every expert's width; None: this one has it whole.
-        sum_over = step.axis_over(self.config.expert_size)
+        divides = self.config.expert_size % step.axis_size == 0 or self.config.split == "expert"
+        sum_over = step.tensor_axis if divides and not in_order else None
         # Where the shared one is split too, both are summed over the devices at once.
-        sizes = (self.config.expert_size, self.config.shared_expert_size)
-        sums_shared = self.shared is not None and not any(n % step.axis_size for n in sizes)
+        splits_shared = self.config.shared_expert_size % step.axis_size == 0
+        sums_shared = self.shared is not None and splits_shared and sum_over is not None
         sums_shared &= self.latent_out is None
         shared = self._shared(rows, step, is_partial=sums_shared)
         if sums_shared:
@@ -242,6 +320,48 @@ class Experts:
         if self.latent_out is not None:
             y = self.latent_out(y.astype(x.dtype), step, jnp.float32)
         return (y + shared).astype(x.dtype).reshape(x.shape)
+
+    def _of_all(
+        self, compute: Compute, rows: Array, chosen: Array, weight: Array, step: StepContext
+    ) -> Array:
+        """Return for each row of this replica [T, E] the weighted sum of those of its experts that
+        this device has, or another replica's device in its place. The devices of a replica are yet
+        to be summed.
+
+        Every device takes the tokens of all replicas. A token may choose any expert, so that an
+        exchange of tokens with shapes that are fixed before would move as much.
+        """
+        axes = step.data_axes if self.config.replicas > 1 else ()
+        if axes:
+            rows, chosen, weight = (
+                jax.lax.all_gather(x, axes, axis=0, tiled=True) for x in (rows, chosen, weight)
+            )
+        held = self.gate_up.shape[0]
+        names = (*axes, *axes_of(step.tensor_axis))
+        place = chosen - jax.lax.axis_index(names) * held
+        is_here = (place >= 0) & (place < held)
+        y = compute(rows, jnp.where(is_here, place, held), weight)
+        if axes:
+            y = jax.lax.psum_scatter(y, axes, scatter_dimension=0, tiled=True)
+        return y
+
+    def _in_order(
+        self, compute: Compute, rows: Array, chosen: Array, weight: Array, step: StepContext
+    ) -> Array:
+        """Return the same for each row, summed over the devices of a replica too, with the bits
+        that one device with all experts would give: devices exchange what each choice gives, which
+        is one device's number and zeros, and add up none of them.
+        """
+        num = chosen.shape[1]
+        apart = jnp.repeat(rows, num, axis=0), chosen.reshape(-1, 1)
+        y = self._of_all(compute, *apart, jnp.ones((chosen.size, 1), weight.dtype), step)
+        if step.tensor_axis is not None:
+            y = jax.lax.psum(y, step.tensor_axis)
+        y = y.reshape(*chosen.shape, -1)
+        total = y[:, 0] * weight[:, :1]
+        for choice in range(1, num):
+            total = total + y[:, choice] * weight[:, choice, None]
+        return total
 
     def _route(self, x: Array, step: StepContext) -> tuple[Array, Array]:
         """Return the experts of each row of x [T, E], and their weights, f32."""

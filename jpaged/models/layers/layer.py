@@ -13,7 +13,7 @@ from jpaged.models.kv_view import KVView, Place
 from jpaged.models.layers.attention import Attention, AttentionConfig
 from jpaged.models.layers.conv import Conv, ConvConfig
 from jpaged.models.layers.delta import Delta, DeltaConfig
-from jpaged.models.layers.experts import Experts, ExpertsConfig
+from jpaged.models.layers.experts import Experts, ExpertsConfig, ExpertSharing
 from jpaged.models.layers.kda import KimiDelta, KimiDeltaConfig
 from jpaged.models.layers.latent import Latent, LatentConfig
 from jpaged.models.layers.linear import StepContext, scaled
@@ -42,7 +42,7 @@ class PartConfig[Module](Protocol):
     """What each kind of mixer and of feed-forward part says of itself, beside its mathematics.
 
     A mixer also has `keeps`, what the cache holds for it; `served`, an equal mixer that so many
-    devices can share; and `rope`, or None.
+    devices can share; and `rope`, or None. A mixture of experts has `served`, too.
     """
 
     @property
@@ -144,9 +144,13 @@ class LayerConfig:
         norms = Scratch(shared=step.rows * 4 * step.hidden_size)
         return sum((part.scratch(step) for part in self._parts), norms)
 
-    def served(self, devices: int) -> Self:
+    def served(self, devices: int, sharing: ExpertSharing) -> Self:
         """Return an equal layer that so many devices can share; ConfigError where there is none."""
-        return self if self.mixer is None else self._with(mixer=self.mixer.served(devices))
+        mixer = None if self.mixer is None else self.mixer.served(devices)
+        ffn = self.ffn
+        if isinstance(ffn, ExpertsConfig | ParallelFFNConfig):
+            ffn = ffn.served(devices, sharing)
+        return self._with(mixer=mixer, ffn=ffn)
 
     def share(self, devices: int) -> Self:
         """Return what each of so many devices has of a served one."""

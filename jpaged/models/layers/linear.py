@@ -106,6 +106,8 @@ class StepContext:
     computes all of them, and can be differentiated. delta: a module of the gated delta rule; None
     is XLA's. tensor_axis: the mesh axis (or axes) of
     axis_size devices that hold shares of the weights, inside shard_map; None where each holds all.
+    data_axes: those that replicas lie along. in_order: a row's bits do not depend on which devices
+    have which of its experts.
     in_fp8: XLA has tensor cores for products of fp8 by fp8.
     """
 
@@ -118,6 +120,8 @@ class StepContext:
     delta: DeltaRule | None = dataclasses.field(default=None, metadata={"static": True})
     tensor_axis: MeshAxis | None = dataclasses.field(default=None, metadata={"static": True})
     axis_size: int = dataclasses.field(default=1, metadata={"static": True})
+    data_axes: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
+    in_order: bool = dataclasses.field(default=False, metadata={"static": True})
     in_fp8: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def in_layer(self, index: int) -> Self:
