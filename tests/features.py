@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jpaged import LLM, SamplingParams
+from jpaged import LLM, EngineConfig, SamplingParams
 from tests.tiny import CROWDED, assert_idle, assert_same, config, make_params, make_prompts
 
 MODEL = config(
@@ -31,6 +31,13 @@ CONTROLS = {
     "min_tokens": 3,
     "logprobs": 4,
 }
+
+
+def settings_of(replicas: int) -> EngineConfig:
+    """SETTINGS under which so many replicas still swap: of a prompt each of four have fewer blocks
+    that are gone when it runs again.
+    """
+    return SETTINGS if replicas < 4 else dataclasses.replace(SETTINGS, swap_min_tokens=12)
 
 
 def sampled(**changes: Any) -> SamplingParams:

@@ -18,9 +18,10 @@ from jax.sharding import Mesh
 
 from jpaged import LLM, ConfigError, EngineConfig, SamplingParams
 from jpaged.models.layers.experts import ExpertsConfig
+from jpaged.models.layers.router import RouterConfig
 from jpaged.models.params import Params
 from kernels_cpu.library import unavailable
-from tests.features import PROMPTS, SETTINGS, everything
+from tests.features import PROMPTS, SETTINGS, everything, settings_of
 from tests.tiny import assert_same, config, make_params
 
 # The width of an expert divides by no number of devices; four of them choose each token's two.
@@ -69,7 +70,8 @@ def wanted(params: Params) -> dict[str, Any]:
 def test_everything_is_as_on_one_device(name: str, params: Params, wanted: dict[str, Any]) -> None:
     """Prefix hits, samples, preemption, beams, scores, adapters and more."""
     mesh = MESHES[name]
-    llm = LLM(params, mesh=mesh, **(vars(SETTINGS) | {"expert_parallel": True}))
+    settings = dataclasses.replace(settings_of(mesh.shape["data"]), expert_parallel=True)
+    llm = LLM(params, mesh=mesh, **vars(settings))
     assert split_of(llm) == {("expert", mesh.shape["data"])}
     found = everything(llm)
     llm.close()
@@ -112,7 +114,7 @@ def test_the_bits_of_shares_of_whole_experts(name: str) -> None:
     for whole in (False, True):
         settings: dict[str, Any] = {"max_num_seqs": 8, "num_blocks": 64, "deterministic": True}
         llm = LLM(made, mesh=MESHES[name], expert_parallel=whole, **settings)
-        assert llm.stats()["kernels"]["experts"] == "native"
+        assert llm.stats()["experts"] == "native"
         found.append(llm.generate(PROMPTS, sampling, use_tqdm=False))
         llm.close()
     tp = MESHES[name].shape.get("tp", 1)
@@ -134,7 +136,36 @@ def test_a_row_has_its_bits_in_any_batch() -> None:
     alone = [llm.generate([prompt], sampling, use_tqdm=False)[0] for prompt in PROMPTS]
     llm.close()
     for a, b in zip(together, alone, strict=True):
-        assert a.outputs[0].token_logprobs == b.outputs[0].token_logprobs
+        x, y = (out.outputs[0].token_logprobs for out in (a, b))
+        np.testing.assert_array_equal(x, y)
+
+
+def test_experts_of_latents_and_of_no_gates() -> None:
+    """What experts give is summed over devices before it is taken back from latents; the shared
+    expert, whose width divides, is not summed with it.
+    """
+    mixture = ExpertsConfig(
+        num_experts=8,
+        experts_per_token=2,
+        expert_size=15,
+        shared_expert_size=12,
+        shared_gate=False,
+        router=RouterConfig(score="sigmoid", has_bias=True, normalized=True),
+        activation="relu2",
+        latent_size=10,
+    )
+    layers = tuple(dataclasses.replace(layer, ffn=mixture) for layer in UNEVEN.layers)
+    made = make_params(5, dataclasses.replace(UNEVEN, family="nemotron_h", layers=layers))
+    sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    outs = []
+    for chosen in ({}, {"mesh": MESHES["data 4, tp 2"], "expert_parallel": True}):
+        llm = LLM(made, max_num_seqs=8, num_blocks=64, **chosen)
+        outs.append(llm.generate(PROMPTS, sampling, use_tqdm=False))
+        llm.close()
+    assert_same(*outs)
+    for a, b in zip(*outs, strict=True):
+        x, y = (out.outputs[0].token_logprobs for out in (a, b))
+        np.testing.assert_allclose(x, y, atol=1e-5)
 
 
 def test_what_is_chosen_by_shape(params: Params) -> None:

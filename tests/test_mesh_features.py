@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jpaged import LLM
 from jpaged.models.layers.linear import StepContext
-from tests.features import PARAMS, PROMPTS, SETTINGS, everything, sampled
+from tests.features import PARAMS, PROMPTS, SETTINGS, everything, sampled, settings_of
 from tests.tiny import assert_same
 
 
@@ -48,9 +48,7 @@ MESHES = [  # and how many devices share the model
 def test_everything_is_as_on_one_device(
     mesh: Mesh, axis: Any, size: int, wanted: dict[str, Any]
 ) -> None:
-    settings = dataclasses.replace(SETTINGS, tensor_axis=axis)
-    if mesh.size == 4 * size:  # of a prompt each, the blocks of the shortest ones are gone first
-        settings = dataclasses.replace(settings, swap_min_tokens=12)
+    settings = dataclasses.replace(settings_of(mesh.size // size), tensor_axis=axis)
     llm = LLM(PARAMS, mesh=mesh, **vars(settings))
     found = everything(llm)
     assert found.keys() == wanted.keys()
