@@ -24,7 +24,6 @@ import optax
 
 import jpaged
 from jpaged.demo import MODEL_PATH
-from jpaged.models.forward import bind
 
 PROMPTS = (
     "def area(width, height):\n    return ",
@@ -81,32 +80,14 @@ def parses(code: str) -> bool:
     return True
 
 
-def logprobs_of(params: Any, arrays: Any, temperature: float) -> jax.Array:
-    """[B, C]: log-probabilities of the completions' tokens by the dense, differentiable forward of
-    the same weights.
-    """
-    tokens = jnp.concatenate([arrays["prompt_ids"], arrays["completion_ids"]], axis=1)
-    left = arrays["prompt_ids"].shape[1] - arrays["prompt_lens"]
-    # Prompts are padded on the left: begin at 0.
-    tokens = jax.vmap(lambda row, n: jnp.roll(row, -n))(tokens, left)
-    model = bind(params.config, dict(params))
-    hidden, _ = model(tokens)
-    before = (
-        arrays["prompt_lens"][:, None] - 1 + jnp.arange(arrays["completion_ids"].shape[1])[None, :]
-    )
-    logits = model.logits(jnp.take_along_axis(hidden, before[:, :, None], axis=1)) / temperature
-    return jnp.take_along_axis(
-        jax.nn.log_softmax(logits), arrays["completion_ids"][:, :, None], axis=2
-    )[:, :, 0]
-
-
 def make_update(optimizer: optax.GradientTransformation, settings: Settings) -> Any:
     """update(params, state, arrays, advantages [B]) -> params, state, loss; one compile for all of
     a run.
     """
 
     def loss_of(params: Any, arrays: Any, advantages: jax.Array) -> jax.Array:
-        ratio = jnp.exp(logprobs_of(params, arrays, settings.temperature) - arrays["logprobs"])
+        new = jpaged.logprobs(params, arrays, temperature=settings.temperature)
+        ratio = jnp.exp(new - arrays["logprobs"])
         clipped = jnp.clip(ratio, 1 - settings.clip, 1 + settings.clip)
         gain = jnp.minimum(ratio * advantages[:, None], clipped * advantages[:, None])
         return -jnp.sum(gain * arrays["completion_mask"]) / jnp.sum(arrays["completion_mask"])

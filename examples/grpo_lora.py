@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from grpo import COMPILED, PROMPTS, Settings, logprobs_of, reward
+from grpo import COMPILED, PROMPTS, Settings, reward
 
 import jpaged
 from jpaged.demo import MODEL_PATH
@@ -25,7 +25,8 @@ def make_update(params: Any, optimizer: optax.GradientTransformation, settings: 
     """
 
     def loss_of(lora: Any, arrays: Any, advantages: jax.Array) -> jax.Array:
-        new = logprobs_of(jpaged.merged(params, lora), arrays, settings.temperature)
+        merged = jpaged.merged(params, lora)
+        new = jpaged.logprobs(merged, arrays, temperature=settings.temperature)
         ratio = jax.numpy.exp(new - arrays["logprobs"])
         clipped = jax.numpy.clip(ratio, 1 - settings.clip, 1 + settings.clip)
         gain = jax.numpy.minimum(ratio * advantages[:, None], clipped * advantages[:, None])

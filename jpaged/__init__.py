@@ -40,6 +40,7 @@ from jpaged.runtime.processes import broadcast
 from jpaged.runtime.step_table import BucketReport
 from jpaged.sampling_params import SamplingParams
 from jpaged.session import Snapshot
+from jpaged.trainer import logprobs
 
 __all__ = [
     "LLM",
@@ -77,6 +78,7 @@ __all__ = [
     "initial_lora",
     "load_params",
     "logits",
+    "logprobs",
     "lora_from",
     "merged",
     "params_from",

@@ -4,25 +4,22 @@ Any thread may call; the calls of a process take turns, first come first served.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal, overload
 
 import jax
 import numpy as np
-from jax.core import Tracer
 from jax.sharding import Mesh
 
 from jpaged import kept
 from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError
 from jpaged.models.forward import bind
-from jpaged.models.params import Params
 from jpaged.request.inputs import CallKeys, PromptsLike, SamplingParamsLike
 from jpaged.request.outputs import RequestOutput
 from jpaged.request.scores import ScoreCalls, ScoreOptions, ScoreResult, Scores
-from jpaged.runtime.weights import as_params
 from jpaged.search.beam import EarlyStopping
 from jpaged.session import OnError
+from jpaged.trainer import loaded_params
 from jpaged.types import IntArrays, ModelLike, PyTree, Structured, Tokenizer
 
 _keys = CallKeys(0)  # A new process draws the same: its first call without a seed has key 1.
@@ -247,13 +244,7 @@ def logits(params: PyTree, hidden: jax.Array, *, config: ModelLike | None = None
     params: Params, or any other tree with config= as in generate; under jit Params alone, which
     params_from makes. Raises ConfigError.
     """
-    if isinstance(params, str | Path):
-        raise ConfigError(f"params={str(params)!r}: logits takes loaded params: see load_params")
-    if not isinstance(params, Params):
-        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(params)):
-            kind = type(params).__name__
-            raise ConfigError(f"params of type {kind} under jit: make Params by params_from first")
-        params = as_params(params, config)
+    params = loaded_params("logits", params, config)
     return bind(params.config, dict(params)).logits(hidden)
 
 

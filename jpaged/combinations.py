@@ -32,6 +32,9 @@ class Facts:
 
     has_state: whether layers of the model keep a state a sequence.
 
+    has_experts: whether layers of the model are mixtures of experts. num_experts: of one of them.
+    holders: how many devices share whole experts.
+
     devices: how many share the model. replicas: copies of it. processes: how many hold the mesh.
     available: the devices that there are. mesh_axes: the names of the mesh's axes. heads: query
     heads and KV heads of a layer.
@@ -39,6 +42,8 @@ class Facts:
     is_batch_invariant: whether a row's bits are the same in any batch without pinned steps.
     states_are_alike: whether the bits of states depend neither on the batch nor on where a step
     begins; also where there are none.
+    no_exact: why a forward pass over whole sequences cannot have the bits of serving, "" where
+    nothing speaks against it.
     activations: the setting quantized_activations. no_cpu_products: why the C++ products of CPUs
     cannot run, "" where they can. no_kernel: why the attention kernel that was named cannot run, ""
     where it can.
@@ -66,6 +71,9 @@ class Facts:
     draft: Any = None
     has_draft_weights: bool | None = None
     has_state: bool | None = None
+    has_experts: bool | None = None
+    num_experts: int | None = None
+    holders: int | None = None
     devices: int | None = None
     replicas: int | None = None
     processes: int | None = None
@@ -74,6 +82,7 @@ class Facts:
     heads: tuple[int, int] | None = None
     is_batch_invariant: bool | None = None
     states_are_alike: bool | None = None
+    no_exact: str | None = None
     activations: str | None = None
     no_cpu_products: str | None = None
     no_kernel: str | None = None
@@ -220,15 +229,25 @@ def pinned_steps_draw_one_token(config: EngineConfig, is_batch_invariant: bool) 
 
 @_rule("deterministic", "model", error=UnsupportedError)
 def deterministic_states_are_stepped(config: EngineConfig, states_are_alike: bool) -> str | None:
-    """`deterministic=True` takes a model without the gated delta rule, or with its C++ kernel for
-    CPUs: XLA's form computes tokens in chunks, whose bits depend on where a step begins.
+    """`deterministic=True` takes a model without Mamba-2 and without the gated delta rule, or with
+    the rule's C++ kernel for CPUs: XLA computes tokens of both in chunks, whose bits depend on
+    where a step begins.
     """
     if config.deterministic and not states_are_alike:
         return (
-            "deterministic=True: the gated delta rule of this model runs in chunks here, whose "
-            "bits depend on where a step begins; its C++ kernel for CPUs steps token by token"
+            "deterministic=True: the states of this model (of the gated delta rule or of Mamba-2) "
+            "are computed in chunks here, whose bits depend on where a step begins; the rule's C++ "
+            "kernel for CPUs steps token by token"
         )
     return None
+
+
+@_rule("logprobs(exact=)", "deterministic", error=UnsupportedError)
+def exact_forwards_have_the_bits_of_serving(no_exact: str) -> str | None:
+    """`logprobs(exact=True)` takes plain weights, in bf16 or with a `dtype` of bfloat16, on one CPU
+    with the C++ kernels, where `deterministic` serving needs no steps of one size.
+    """
+    return f"exact=True: {no_exact}" if no_exact else None
 
 
 @_rule("separate_draw", "decode_steps")
@@ -423,6 +442,49 @@ def replicas_are_those_of_the_mesh(config: EngineConfig, replicas: int) -> str |
     """`data_parallel_size` beside a mesh is the number of devices along its other axes."""
     if (size := config.data_parallel_size) not in (None, replicas):
         return f"data_parallel_size={size}: the mesh has {replicas} replicas; pass one of the two"
+    return None
+
+
+@_rule("expert_parallel", "mesh")
+def experts_have_devices(config: EngineConfig, holders: int) -> str | None:
+    """`expert_parallel=True` takes several devices."""
+    if config.expert_parallel and holders == 1:
+        return (
+            "expert_parallel=True: there is one device; pass a mesh, tensor_parallel_size or "
+            "data_parallel_size"
+        )
+    return None
+
+
+@_rule("expert_parallel", "model")
+def experts_are_there(config: EngineConfig, has_experts: bool) -> str | None:
+    """`expert_parallel=True` takes a model with a mixture of experts."""
+    if config.expert_parallel and not has_experts:
+        return "expert_parallel=True: the model has no mixture of experts"
+    return None
+
+
+@_rule("expert_parallel", "mesh", "model")
+def experts_divide(num_experts: int, holders: int) -> str | None:
+    """`expert_parallel=True` takes a number of experts that divides by that of the devices."""
+    if num_experts % holders:
+        return (
+            f"expert_parallel=True: {num_experts} experts do not divide over {holders} devices; "
+            "choose tensor_parallel_size and data_parallel_size so that they do"
+        )
+    return None
+
+
+@_rule("expert_parallel", "lora_extra", "data_parallel_size")
+def adapters_of_experts_stay(config: EngineConfig, replicas: int) -> str | None:
+    """`expert_parallel=True` over several replicas takes no adapters of experts: each replica has
+    tables of its own.
+    """
+    if config.expert_parallel and replicas > 1 and "experts" in config.lora_extra:
+        return (
+            "expert_parallel=True: lora_extra has 'experts', whose adapters no other replica has; "
+            "leave one of the two out, or serve a single replica"
+        )
     return None
 
 

@@ -338,6 +338,14 @@ class EngineConfig:
         "one that the params use",
         same_answers=OTHER_DEVICES,
     )
+    expert_parallel: bool | None = _knob(
+        None,
+        "devices and processes",
+        "each device of the mesh has whole experts of a mixture, for the tokens of all replicas; "
+        "False: a share of the width of every expert; None: that, or whole experts for a replica "
+        "where the width does not divide over its devices",
+        same_answers=OTHER_DEVICES,
+    )
     peer_timeout_s: float = _knob(
         300.0,
         "devices and processes",
@@ -488,6 +496,7 @@ class EngineFields(TypedDict, total=False):
     tensor_parallel_size: int | None
     data_parallel_size: int | None
     tensor_axis: str | tuple[str, ...] | None
+    expert_parallel: bool | None
     peer_timeout_s: float
     compilation_cache_dir: str | None
 

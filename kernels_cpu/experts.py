@@ -60,7 +60,7 @@ def _some(
 ) -> Array:
     """Compute all pairs at once."""
     (T, A), (num_experts, _, width, embed) = chosen_TA.shape, weights.gate_up.shape
-    h = _product(x_TE, weights.gate_up.reshape(num_experts, 2 * width, embed), chosen_TA)
+    h = _product(x_TE, weights.gate_up.reshape(num_experts, -1, embed), chosen_TA)
     if weights.gate_up_bias is not None:
         bias = weights.gate_up_bias.reshape(num_experts, -1).astype(jnp.float32)
         h = h + bias[jnp.minimum(chosen_TA, num_experts - 1).reshape(-1)]

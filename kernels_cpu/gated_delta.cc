@@ -7,17 +7,17 @@ namespace jpaged {
 namespace {
 
 // The pool is changed in place: `out` is its memory.
-ffi::Error GatedDelta(ffi::ThreadPool pool, Float32<3> q, Float32<3> k, Float32<3> v, Float32<2> g, Float32<2> beta,
-                      Float32<4> states, Int32<1> starts, Int32<1> read, Int32<1> write, ffi::Result<Float32<3>> o,
+ffi::Error GatedDelta(ffi::ThreadPool pool, Float32<3> q, Float32<3> k, Float32<3> v, Float32<3> decay,
+                      Float32<2> beta, Float32<4> states, Int32<1> starts, Int32<1> read, Int32<1> write, ffi::Result<Float32<3>> o,
                       ffi::Result<Float32<4>> out) {
   if (out->typed_data() != states.typed_data()) {
     std::memcpy(out->typed_data(), states.typed_data(), states.size_bytes());
   }
-  DeltaProblem p{.q = q.typed_data(), .k = k.typed_data(), .v = v.typed_data(), .g = g.typed_data()};
+  DeltaProblem p{.q = q.typed_data(), .k = k.typed_data(), .v = v.typed_data(), .decay = decay.typed_data()};
   p.beta = beta.typed_data(), p.pool = out->typed_data(), p.o = o->typed_data();
   p.starts = starts.typed_data(), p.read = read.typed_data(), p.write = write.typed_data();
   p.slots = states.dimensions()[0], p.Hk = q.dimensions()[1], p.Hv = v.dimensions()[1];
-  p.Dk = q.dimensions()[2], p.Dv = v.dimensions()[2];
+  p.Dk = q.dimensions()[2], p.Dv = v.dimensions()[2], p.Dc = decay.dimensions()[2];
   int64_t S = read.dimensions()[0], T = q.dimensions()[0], width = p.Hv * p.Dv;
   std::memset(p.o + p.starts[S] * width, 0, (T - p.starts[S]) * width * sizeof(float));  // padding
   int64_t tiles = p.Dv / kColumns, heads = S * p.Hv;
@@ -40,7 +40,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_gated_delta, jpaged::GatedDelta,
                                   .Arg<jpaged::Float32<3>>()
                                   .Arg<jpaged::Float32<3>>()
                                   .Arg<jpaged::Float32<3>>()
-                                  .Arg<jpaged::Float32<2>>()
+                                  .Arg<jpaged::Float32<3>>()
                                   .Arg<jpaged::Float32<2>>()
                                   .Arg<jpaged::Float32<4>>()
                                   .Arg<jpaged::Int32<1>>()

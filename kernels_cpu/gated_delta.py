@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 from kernels_cpu.library import unavailable
@@ -29,7 +30,7 @@ def prefill(
     q_THD: Array,
     k_THD: Array,
     v_THD: Array,
-    g_TH: Array,
+    g_THC: Array,
     beta_TH: Array,
     pool: Array,
     rows: PackedRows,
@@ -41,7 +42,7 @@ def prefill(
     results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (v_THD, pool))
     call = jax.ffi.ffi_call("jpaged_gated_delta", results, input_output_aliases={5: 1})
     places = (rows.query_start_loc_S1, rows.read_S, rows.write_S)
-    o_THD, pool = call(q_THD, k_THD, v_THD, g_TH, beta_TH, pool, *places)
+    o_THD, pool = call(q_THD, k_THD, v_THD, jnp.exp(g_THC), beta_TH, pool, *places)
     return o_THD, pool
 
 

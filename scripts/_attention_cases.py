@@ -401,6 +401,9 @@ GPU = (
     ),
 )
 
+# Those that scripts/gpu_programs.py runs under compute-sanitizer, by name.
+SANITIZED = ("decode_d64_p16_g2", "prefill_d64_p16_g2")
+
 # Keys and values in 8 bits with scales: with windows, caps, sinks and padding.
 _IN_8_BITS = (
     *("decode_d64_p16_g2", "decode_d64_p16_g8_sinks_window", "decode_d256_p128_g8_cap"),

@@ -118,6 +118,23 @@ def _deepseek(**fields: Any) -> dict[str, Any]:
     return {**base, **heads, **fields}
 
 
+def _granite_hybrid(**fields: Any) -> dict[str, Any]:
+    """Return the config.json of a hybrid Granite 4 of 40 layers, 4 of them attention."""
+    mamba, attention = "mamba", "attention"
+    base = {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "model_type": "granitemoehybrid",
+        "vocab_size": 100352,
+        "num_hidden_layers": 40,
+        "layer_types": [attention if i % 10 == 5 else mamba for i in range(40)],
+        "position_embedding_type": "nope",
+        "mamba_d_state": 128,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+    }
+    return base | fields
+
+
 # The same of models whose layers differ, as their config.json has them.
 LARGE_FILES: dict[str, dict[str, Any]] = {
     "Qwen3.6-35B-A3B": {
@@ -160,6 +177,59 @@ LARGE_FILES: dict[str, dict[str, Any]] = {
         "architectures": ["Glm4MoeLiteForCausalLM"],
         "model_type": "glm4_moe_lite",  # likewise
         "tie_word_embeddings": False,
+    },
+    "Nemotron-3-Nano-30B-A3B": {
+        "architectures": ["NemotronHForCausalLM"],
+        "model_type": "nemotron_h",
+        "vocab_size": 131072,
+        "hidden_size": 2688,
+        "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+        "num_attention_heads": 32,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "mamba_num_heads": 64,
+        "mamba_head_dim": 64,
+        "ssm_state_size": 128,
+        "n_groups": 8,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 1856,
+        "moe_shared_expert_intermediate_size": 3712,
+        "routed_scaling_factor": 2.5,
+        "max_position_embeddings": 262144,
+        "tie_word_embeddings": False,
+    },
+    "Granite-4.0-H-Small": _granite_hybrid(
+        hidden_size=4096,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        mamba_n_heads=128,
+        num_local_experts=72,
+        num_experts_per_tok=10,
+        intermediate_size=768,
+        shared_intermediate_size=1536,
+    ),
+    "Granite-4.0-H-Tiny": _granite_hybrid(
+        hidden_size=1536,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        mamba_n_heads=48,
+        num_local_experts=64,
+        num_experts_per_tok=6,
+        intermediate_size=512,
+        shared_intermediate_size=1024,
+    ),
+    "Kimi-Linear-48B-A3B": {
+        "architectures": ["KimiLinearForCausalLM"],
+        "model_type": "kimi_linear",  # likewise, but for the layers that attend
+        "layer_types": [
+            *([*["linear_attention"] * 3, "full_attention"] * 6),
+            *("linear_attention", "linear_attention", "full_attention"),
+        ],
+    },
+    "Ling-3.0-Flash": {
+        "architectures": ["BailingHybridForCausalLM"],
+        "model_type": "bailing_hybrid",  # likewise
     },
     "Gemma-4-31B": {
         "architectures": ["Gemma4ForCausalLM"],

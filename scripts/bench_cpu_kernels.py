@@ -13,6 +13,7 @@ are read and written, and of a plain read of as many bytes.
 """
 
 import functools
+import itertools
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -219,15 +220,15 @@ def experts(rng: np.random.Generator, rounds: int) -> Iterator[dict[str, Any]]:
 
 def delta(rng: np.random.Generator, rounds: int) -> Iterator[dict[str, Any]]:
     _, heads, width = DELTA
-    for count, length in DELTA_ROWS:
+    for (count, length), by_channel in itertools.product(DELTA_ROWS, (False, True)):
         nbytes = 4 * count * heads * width * width
         # Decode goes through the states of as many layers as do not fit into a cache.
         layers = max(1, BYTES // nbytes) if length == 1 else 1
-        calls = delta_calls(rng, count, length, layers)
+        calls = delta_calls(rng, count, length, layers, by_channel=by_channel)
         calls["read"] = functools.partial(jax.jit(jnp.sum), jnp.ones(layers * nbytes // 4))
         seconds = medians(calls, rounds)
         yield {
-            "gated delta": f"{count} x {length}",
+            "gated delta": f"{count} x {length}" + by_channel * " by channel",
             **{f"{name}_ms": 1e3 * seconds[name] / layers for name in DELTA_FORMS},
             "ratio": seconds["native"] / seconds["xla"],
             "native_gb_s": 2 * layers * nbytes / seconds["native"] / 1e9,
@@ -236,9 +237,11 @@ def delta(rng: np.random.Generator, rounds: int) -> Iterator[dict[str, Any]]:
 
 
 def delta_calls(
-    rng: np.random.Generator, count: int, length: int, layers: int
+    rng: np.random.Generator, count: int, length: int, layers: int, *, by_channel: bool
 ) -> dict[str, Callable[[], Any]]:
-    """Return the calls that take so many rows of this length through so many layers, in place."""
+    """Return the calls that take so many rows of this length through so many layers, in place.
+    by_channel: each channel of a key has its decay.
+    """
     key_heads, heads, width = DELTA
     tokens = count * length
 
@@ -250,7 +253,8 @@ def delta_calls(
         draw(tokens, key_heads, width),
         draw(tokens, heads, width),
     )
-    args = (*qkv, -abs(draw(tokens, heads)), abs(draw(tokens, heads)))
+    decays = -abs(draw(tokens, heads, width if by_channel else 1))
+    args = (*qkv, decays, abs(draw(tokens, heads)))
     loc_S1 = jnp.arange(count + 1, dtype=jnp.int32) * length
     start_S = jnp.zeros(count, jnp.int32)
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import _common as common
+from _attention_cases import SANITIZED
 from gpu_jobs import LAST_WAIT, Cases, Found, add_job_flags, run_chosen
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,7 +38,6 @@ STEPS = 50  # decode steps whose graphs are counted
 LIMITS = {"first": 60, "graphs": GRAPHS_S + 5, "sanitizer": SANITIZER_S + 5}
 UPDATED = re.compile(r"Updated command buffer in (\d+)")
 EXECUTED = "Execute command buffer on device"
-SANITIZED = ("decode_d64_p16_g2", "prefill_d64_p16_g2")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,7 +34,7 @@ MODEL = config(
     intermediate_size=96,
 )
 PARAMS = make_params(0, MODEL)
-DRAFT = make_params(1, config(num_layers=1, hidden_size=16, vocab_size=len(TOKENS)))
+DRAFT = make_params(1, dataclasses.replace(MODEL, hidden_size=32))
 RANK = 4
 # Sizes that all cases share: small ones, so that few shapes compile.
 PLAIN: dict[str, Any] = {
@@ -310,7 +310,7 @@ def test_rules_are_whole() -> None:
     fields = {field.name for field in dataclasses.fields(EngineConfig)}
     facts = {field.name for field in dataclasses.fields(Facts)}
     beside = {"draft", "lora", "mesh", "model", "processes"}
-    beside |= {"SamplingParams", "hidden", "load_params", "score", "update_params"}
+    beside |= {"SamplingParams", "hidden", "load_params", "logprobs", "score", "update_params"}
     beside |= {"AsyncLLM", "as_completed", "rollout", "submit"}
     assert len({rule.name for rule in RULES}) == len(RULES) > 30
     for rule in RULES:

@@ -3,8 +3,6 @@ whatever happens to a sequence, its tokens are the dense model's.
 """
 
 import dataclasses
-import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,7 +12,7 @@ import pytest
 from jax.sharding import Mesh
 
 import jpaged
-from jpaged import LLM, ModelConfig, Params, RequestOutput, SamplingParams, initial_lora, merged
+from jpaged import ModelConfig, SamplingParams, initial_lora, merged
 from jpaged.errors import ConfigError
 from jpaged.models.kv_groups import kv_groups
 from jpaged.models.layers.attention import AttentionConfig
@@ -27,7 +25,7 @@ from jpaged.models.layers.router import RouterConfig
 from jpaged.runtime.choices import choose
 from jpaged.runtime.kv_cache import pool_specs
 from jpaged.runtime.mesh import Placement
-from tests.tiny import EOS, assert_idle, dense_greedy, dense_logprobs, make_params, make_prompts
+from tests.tiny import EOS, Compared, assert_idle, dense_logprobs, dense_tokens, make_prompts
 from tests.tiny import engine as engine_config
 
 LATENT = LatentConfig(
@@ -66,39 +64,12 @@ MODEL = ModelConfig(
     max_position_embeddings=64,
     eos_token_ids=(EOS,),
 )
-PARAMS = make_params(0, MODEL)
 CROWDED = engine_config(num_blocks=24, max_num_seqs=12, seq_buckets=(12,), max_logprobs=12)
+COMPARED = Compared(MODEL, CROWDED)
+PARAMS, llm_of, check = COMPARED.params, COMPARED.llm, COMPARED.check
 SHORT = make_prompts(3, 2, 4, 3, 1, 2)
 PROMPTS = make_prompts(5, 21, 40, 33)
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-
-
-def llm_of(mesh: Mesh | None = None, **changes: Any) -> LLM:
-    return LLM(PARAMS, mesh=mesh, **vars(dataclasses.replace(CROWDED, **changes)))
-
-
-@functools.cache
-def dense(prompt: tuple[int, ...], count: int) -> list[int]:
-    return dense_tokens(PARAMS, prompt, count)
-
-
-def dense_tokens(params: Params, prompt: Sequence[int], count: int) -> list[int]:
-    """Greedy tokens of the dense model; none of them ends a text."""
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens += dense_greedy(params, tokens, 1)
-    return tokens[len(prompt) :]
-
-
-def check(prompts: list[list[int]], outputs: list[RequestOutput]) -> None:
-    """Tokens and logprobs of every completion are the dense model's."""
-    for prompt, output in zip(prompts, outputs, strict=True):
-        for completion in output.outputs:
-            tokens = completion.token_ids
-            assert tokens == dense(tuple(prompt), len(tokens))
-            expected = dense_logprobs(PARAMS, prompt + tokens)[len(prompt) - 1 : -1]
-            expected = expected[range(len(tokens)), tokens]
-            np.testing.assert_allclose(completion.token_logprobs, expected, atol=1e-4)
 
 
 def test_a_pool_holds_one_latent_a_token() -> None:
@@ -200,7 +171,7 @@ def test_adapters() -> None:
     for prompt, output in zip(PROMPTS[:2], outputs, strict=True):
         tokens = output.outputs[0].token_ids
         assert tokens == dense_tokens(changed, prompt, len(tokens))
-        assert tokens != dense(tuple(prompt), len(tokens)), "it changes nothing"
+        assert tokens != COMPARED.dense(prompt, len(tokens)), "it changes nothing"
     absorbed = {"layers.0.latent.up": (np.zeros((2, 24)), np.zeros((4, 28, 2)))}
     with pytest.raises(ConfigError, match=r"layers\.0\.latent\.up.*cannot have an adapter"):
         jpaged.generate(PARAMS, PROMPTS[:1], GREEDY, lora=absorbed, engine_config=config)

@@ -48,7 +48,10 @@ MESHES = [  # and how many devices share the model
 def test_everything_is_as_on_one_device(
     mesh: Mesh, axis: Any, size: int, wanted: dict[str, Any]
 ) -> None:
-    llm = LLM(PARAMS, mesh=mesh, **(vars(SETTINGS) | {"tensor_axis": axis}))
+    settings = dataclasses.replace(SETTINGS, tensor_axis=axis)
+    if mesh.size == 4 * size:  # of a prompt each, the blocks of the shortest ones are gone first
+        settings = dataclasses.replace(settings, swap_min_tokens=12)
+    llm = LLM(PARAMS, mesh=mesh, **vars(settings))
     found = everything(llm)
     assert found.keys() == wanted.keys()
     for name, outs in found.items():

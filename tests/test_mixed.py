@@ -151,7 +151,7 @@ def spy(llm: LLM) -> list[tuple[Handle, StepResult]]:
 
 def test_crowded_and_several_steps(params: Params, expected: list[RequestOutput]) -> None:
     """Preempted and resumed in mixed steps, with 4 tokens a dispatch where there are no chunks."""
-    crowded = _settings(num_blocks=24, decode_steps=4, swap_space_gib=0.01, swap_min_tokens=24)
+    crowded = _settings(num_blocks=20, decode_steps=4, swap_space_gib=0.01, swap_min_tokens=8)
     llm = LLM(params, mixed=True, **crowded)
     assert_same(trickle(llm, 2), expected)
     stats = llm.stats()

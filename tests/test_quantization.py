@@ -110,7 +110,7 @@ def test_fp8_by_fp8(monkeypatch: pytest.MonkeyPatch, tensor_parallel_size: int) 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])
 def test_experts_too(form: Any, tensor_parallel_size: int) -> None:
-    params = make_params(0, routed(MIXTURE))
+    params = make_params(0, routed(MIXTURE, shared_expert_size=64))
     llm = served(params, quantization=form, tensor_parallel_size=tensor_parallel_size)
     plain = served(rounded(params, form))
     for (ours, logprobs), (theirs, expected) in zip(answers(llm), answers(plain), strict=True):

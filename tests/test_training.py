@@ -178,14 +178,11 @@ def test_generate_and_score_share_an_engine_whatever_the_tokenizer(tmp_path: Any
     folder = write_folder(tmp_path / "model", "model", MODEL)
     params, tokenizer = jpaged.load_params(folder), jpaged.LLM(folder, **vars(SMALL)).tokenizer
     options: dict[str, Any] = {"engine_config": SMALL}
-    outs = jpaged.generate(
-        params, make_prompts(5), SamplingParams(max_tokens=4), tokenizer=tokenizer, **options
-    )
+    greedy = SamplingParams(temperature=0, max_tokens=4)
+    outs = jpaged.generate(params, make_prompts(5), greedy, tokenizer=tokenizer, **options)
     jpaged.score(params, [outs[0].prompt_token_ids + outs[0].outputs[0].token_ids], **options)  # pyright: ignore
     assert len(kept_sessions()) == 1
-    again = jpaged.generate(
-        folder, make_prompts(5), SamplingParams(max_tokens=4), tokenizer=tokenizer, **options
-    )
+    again = jpaged.generate(folder, make_prompts(5), greedy, tokenizer=tokenizer, **options)
     assert tokens_of(again) == tokens_of(outs), "a folder will do as well"
 
 

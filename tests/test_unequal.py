@@ -5,9 +5,7 @@ and experts beside an MLP. Whatever happens to a sequence, its tokens are the de
 
 import collections
 import dataclasses
-import functools
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,8 +18,6 @@ import jpaged
 from jpaged import (
     LLM,
     ModelConfig,
-    Params,
-    RequestOutput,
     SamplingParams,
     initial_lora,
     merged,
@@ -44,7 +40,15 @@ from jpaged.runtime.kv_cache import pool_specs
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.runner import Runner
 from kernels_cpu.library import unavailable
-from tests.tiny import EOS, assert_idle, dense_greedy, dense_logprobs, make_params, make_prompts
+from tests.tiny import (
+    EOS,
+    Compared,
+    assert_idle,
+    dense_logprobs,
+    dense_tokens,
+    make_params,
+    make_prompts,
+)
 from tests.tiny import engine as engine_config
 
 NORM = NormConfig(in_f32=True)
@@ -111,41 +115,14 @@ MODEL = ModelConfig(
     final_logit_softcapping=15.0,
     eos_token_ids=(EOS,),
 )
-PARAMS = make_params(0, MODEL)
 # Too few blocks for the prompts below at once.
 CROWDED = engine_config(num_blocks=24, max_num_seqs=12, seq_buckets=(12,), max_logprobs=12)
+COMPARED = Compared(MODEL, CROWDED)
+PARAMS, llm_of, check = COMPARED.params, COMPARED.llm, COMPARED.check
 # Short ones are admitted with a block each, of which they need more later.
 SHORT = make_prompts(3, 2, 4, 3, 1, 2)
 PROMPTS = make_prompts(5, 21, 40, 33)
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-
-
-def llm_of(mesh: Mesh | None = None, **changes: Any) -> LLM:
-    return LLM(PARAMS, mesh=mesh, **vars(dataclasses.replace(CROWDED, **changes)))
-
-
-@functools.cache
-def dense(prompt: tuple[int, ...], count: int) -> list[int]:
-    return dense_tokens(PARAMS, prompt, count)
-
-
-def dense_tokens(params: Params, prompt: Sequence[int], count: int) -> list[int]:
-    """Greedy tokens of the dense model; none of them ends a text."""
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens += dense_greedy(params, tokens, 1)
-    return tokens[len(prompt) :]
-
-
-def check(prompts: list[list[int]], outputs: list[RequestOutput], atol: float = 1e-4) -> None:
-    """Tokens and logprobs of every completion are the dense model's."""
-    for prompt, output in zip(prompts, outputs, strict=True):
-        for completion in output.outputs:
-            tokens = completion.token_ids
-            assert tokens == dense(tuple(prompt), len(tokens))
-            expected = dense_logprobs(PARAMS, prompt + tokens)[len(prompt) - 1 : -1]
-            expected = expected[range(len(tokens)), tokens]
-            np.testing.assert_allclose(completion.token_logprobs, expected, atol=atol)
 
 
 def test_groups() -> None:
@@ -285,7 +262,7 @@ def test_adapters() -> None:
     for prompt, output in zip(PROMPTS[:2], outputs, strict=True):
         tokens = output.outputs[0].token_ids
         assert tokens == dense_tokens(changed, prompt, len(tokens))
-        assert tokens != dense(tuple(prompt), len(tokens)), "it changes nothing"
+        assert tokens != COMPARED.dense(prompt, len(tokens)), "it changes nothing"
 
 
 def test_keys_in_8_bits() -> None:

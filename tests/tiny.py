@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import Mesh
 
 import jpaged
 from jpaged import EngineConfig, ModelConfig, Params
@@ -61,9 +62,9 @@ def config(**changes: Any) -> ModelConfig:
     return dataclasses.replace(CONFIG, **changes)
 
 
-def routed(model: ModelConfig) -> ModelConfig:
+def routed(model: ModelConfig, shared_expert_size: int = 16) -> ModelConfig:
     """The same with another router: sigmoids, a choosing bias, groups where experts can be halved,
-    a scale, and experts that every token takes without a gate.
+    a scale, and an expert that every token takes without a gate.
     """
     layers = []
     for layer in model.layers:
@@ -73,7 +74,9 @@ def routed(model: ModelConfig) -> ModelConfig:
             router = RouterConfig(
                 score="sigmoid", has_bias=True, num_groups=groups, normalized=True, scale=1.5
             )
-            ffn = dataclasses.replace(ffn, router=router, shared_gate=False, shared_expert_size=16)
+            ffn = dataclasses.replace(
+                ffn, router=router, shared_gate=False, shared_expert_size=shared_expert_size
+            )
         layers.append(dataclasses.replace(layer, ffn=ffn))
     return dataclasses.replace(model, family="glm4_moe", layers=tuple(layers))
 
@@ -153,6 +156,48 @@ def dense_greedy(params: Params, prompt: Sequence[int], count: int) -> list[int]
     while len(tokens) < len(prompt) + count and (len(tokens) == len(prompt) or tokens[-1] != EOS):
         tokens.append(int(dense_logits(params, tokens)[-1].argmax()))
     return tokens[len(prompt) :]
+
+
+def dense_tokens(params: Params, prompt: Sequence[int], count: int) -> list[int]:
+    """Greedy tokens of the dense model; none of them ends a text."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens += dense_greedy(params, tokens, 1)
+    return tokens[len(prompt) :]
+
+
+class Compared:
+    """A model whose served tokens are held to its dense forward. config: of its engines."""
+
+    def __init__(self, model: ModelConfig, config: EngineConfig) -> None:
+        self.params, self.config = make_params(0, model), config
+        self._dense: dict[tuple[int, ...], list[int]] = {}
+
+    def llm(self, mesh: Mesh | None = None, **changes: Any) -> jpaged.LLM:
+        return jpaged.LLM(
+            self.params, mesh=mesh, **vars(dataclasses.replace(self.config, **changes))
+        )
+
+    def dense(self, prompt: Sequence[int], count: int) -> list[int]:
+        """The dense model's greedy tokens, each computed once."""
+        known = self._dense.setdefault(tuple(prompt), [])
+        known += dense_tokens(self.params, [*prompt, *known], count - len(known))
+        return known[:count]
+
+    def check(
+        self,
+        prompts: Sequence[list[int]],
+        outputs: Sequence[jpaged.RequestOutput],
+        atol: float = 1e-4,
+    ) -> None:
+        """Tokens and logprobs of every completion are the dense model's."""
+        for prompt, output in zip(prompts, outputs, strict=True):
+            for completion in output.outputs:
+                tokens = completion.token_ids
+                assert tokens == self.dense(prompt, len(tokens))
+                expected = dense_logprobs(self.params, prompt + tokens)[len(prompt) - 1 : -1]
+                expected = expected[range(len(tokens)), tokens]
+                np.testing.assert_allclose(completion.token_logprobs, expected, atol=atol)
 
 
 def tokens_of(outputs: Sequence[jpaged.RequestOutput]) -> list[list[int]]:

@@ -83,6 +83,7 @@ def hf_weights(folder: Path, config: ModelConfig) -> dict[str, Weight]:
         )
     elif FAMILIES[config.family].text_of is not None:
         entries = _text_entries(entries)
+    entries = {plain_name(name, config): entry for name, entry in entries.items()}
     family, unread = FAMILIES[config.family], _unread(config)
     if unread is not None and head is None:
         entries = {name: e for name, e in entries.items() if not unread.match(name)}
@@ -201,12 +202,18 @@ def _text_entries(entries: dict[str, Entry]) -> dict[str, Entry]:
     return tensors
 
 
+def plain_name(name: str, config: ModelConfig) -> str:
+    """Return the name of a tensor with model. in place of what the family's files have."""
+    prefix = FAMILIES[config.family].prefix
+    return "model." + name.removeprefix(prefix) if name.startswith(prefix) else name
+
+
 def _squeezed(shape: tuple[int, ...], wanted: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Return the shape of a file's tensor, without axes of one that come before that of a vector
-    (ERNIE's choosing biases have one).
+    """Return the shape of a file's tensor, without axes of one beside that of a vector (ERNIE's
+    choosing biases and Kimi's decays have some).
     """
-    is_vector = wanted is not None and len(wanted) == 1 and set(shape[:-1]) == {1}
-    return shape[-1:] if is_vector else shape
+    is_vector = wanted is not None and len(wanted) == 1 and wanted == (math.prod(shape),)
+    return wanted if is_vector and max(shape) == wanted[0] else shape
 
 
 class Stored(NamedTuple):
@@ -230,10 +237,12 @@ class Stored(NamedTuple):
 
 
 def stored_names(config: ModelConfig) -> dict[str, list[Stored]]:
-    """Return for each canonical tensor its parts as a Hugging Face file has them."""
+    """Return for each canonical tensor its parts as a Hugging Face file has them. Parts of one
+    tensor follow each other in it, also where they are of several canonical ones.
+    """
+    rows: dict[str, int] = {}
 
     def stored(spec: ParamSpec) -> Iterator[Stored]:
-        rows: dict[str, int] = {}
         for part, index in spec.places:
             name, axes = spec.at(part.hf_name), part.axes
             if "{x}" in name:  # an expert a tensor

@@ -8,7 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from jpaged.checkpoint.hf import OF_TEXT, Entry, Stored, map_entry, read_header, stored_names
+from jpaged.checkpoint.hf import (
+    OF_TEXT,
+    Entry,
+    Stored,
+    map_entry,
+    plain_name,
+    read_header,
+    stored_names,
+)
 from jpaged.checkpoint.tensors import DTYPES
 from jpaged.checks import read_json
 from jpaged.errors import CheckpointError
@@ -60,7 +68,7 @@ def load_adapter(folder: str | Path, model: ModelConfig) -> Pairs:
     stored.setdefault(HEAD, [Stored(head.parts[0].hf_name, head.shape, (), 0)])
     for name, entry in read_header(folder / FILE).items():
         if (base := BASE.fullmatch(name)) is not None:
-            _check_base(folder, _module(base[1]), entry, stored)
+            _check_base(folder, _module(base[1], model), entry, stored)
             continue
         match = SIDE.fullmatch(name)
         if match is None:
@@ -68,13 +76,14 @@ def load_adapter(folder: str | Path, model: ModelConfig) -> Pairs:
         if entry.dtype not in DTYPES:
             raise CheckpointError(f"{folder / FILE}: {name} is of dtype {entry.dtype}")
         side = match[2] or match[3]
-        sides.setdefault(_module(match[1]), {})[side] = map_entry(entry, entry.shape)
+        sides.setdefault(_module(match[1], model), {})[side] = map_entry(entry, entry.shape)
     return _pairs(folder, config, sides, stored, model)
 
 
-def _module(name: str) -> str:
+def _module(name: str, model: ModelConfig) -> str:
     """Return the name that a module has in a model of text alone."""
-    return OF_TEXT.sub(r"\1", name + ".weight").removesuffix(".weight")
+    text = OF_TEXT.sub(r"\1", name + ".weight").removesuffix(".weight")
+    return plain_name(text, model)
 
 
 def _check_base(

@@ -39,7 +39,7 @@ def stacked_pieces(
             continue
         num, width = experts.num_experts, experts.expert_size
         for name, inputs, outputs in (("gate_up", hidden, 2 * width), ("down", width, hidden)):
-            theirs = f"model.layers.{number}.{form.node}.{name}_proj"
+            theirs = f"model.layers.{number}.{form.node}.{getattr(form, name)}"
             alternate = form.alternate and name == "gate_up"
             ours = f"layers.{number}.mlp.experts.{name}"
             if f"{theirs}_blocks" in entries:

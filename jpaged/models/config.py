@@ -194,6 +194,11 @@ class ModelConfig:
         return self._same(AttentionConfig, "group_size")
 
     @property
+    def has_experts(self) -> bool:
+        """Whether a layer is a mixture of experts."""
+        return any(isinstance(ffn, ExpertsConfig) for x in self.layers for ffn in x.ffns)
+
+    @property
     def num_experts(self) -> int:
         """X, of experts in every layer that has them; 0 where none has."""
         return self._same(ExpertsConfig, "num_experts", 0)
@@ -231,7 +236,7 @@ class ModelConfig:
 
     def _same(self, kind: Any, name: str, default: int | None = None) -> Any:
         """Return what all parts of a kind have; AttributeError where they differ."""
-        parts = (part for layer in self.layers for part in (layer.mixer, *layer.ffns))
+        parts = (part for layer in self.layers for part in (*layer.mixers, *layer.ffns))
         values = {getattr(part, name) for part in parts if isinstance(part, kind)}
         if not values and default is not None:
             return default
@@ -253,7 +258,7 @@ class ModelConfig:
     @property
     def rope(self) -> RopeConfig:
         """The rotation of layers without a window, or of all where there are none of those."""
-        mixers = [x.mixer for x in self.layers if isinstance(x.mixer, AttentionConfig)]
+        mixers = [m for x in self.layers for m in x.mixers if isinstance(m, AttentionConfig)]
         rotating = [mixer for mixer in mixers if mixer.rope is not None]
         ropes = {m.rope for m in rotating if m.window is None} or {m.rope for m in rotating}
         if len(ropes) != 1:

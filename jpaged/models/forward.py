@@ -20,8 +20,8 @@ from jpaged.models.config import LM_HEAD, ModelConfig
 from jpaged.models.kv_groups import dense_view, kv_places
 from jpaged.models.kv_view import KVView, Place
 from jpaged.models.layers.embedding import EMBED, Embedding
-from jpaged.models.layers.layer import Layer, scaled
-from jpaged.models.layers.linear import Linear, StepContext
+from jpaged.models.layers.layer import Layer
+from jpaged.models.layers.linear import Linear, StepContext, scaled
 from jpaged.models.layers.norm import RMSNorm
 from jpaged.models.layers.per_layer import PerLayerInputs
 from jpaged.models.layers.rope import RopeConfig, Rotary
@@ -132,12 +132,32 @@ class Forward:
 
     def logits(self, x: Array, step: StepContext = IN_TRAINING) -> Array:
         """f32 logits [..., V] of final hidden states [..., E]."""
+        return self.unembedding(x, step)
+
+    @property
+    def unembedding(self) -> "Unembedding":
+        """What makes logits of hidden states, with the embedding's weight where it is tied."""
+        head = self.head
+        if head.weight is None:
+            head = dataclasses.replace(head, weight=self.embed.weight)
+        return Unembedding(head=head, config=self.config)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Unembedding:
+    """From final hidden states to logits: the product with the head, and what the config does to
+    it.
+    """
+
+    head: Linear
+    config: ModelConfig = dataclasses.field(metadata={"static": True})
+
+    def __call__(self, x: Array, step: StepContext = IN_TRAINING) -> Array:
+        """f32 logits [..., V] of x [..., E]."""
         config = self.config
         with jax.named_scope("head"):
-            head = self.head
-            if head.weight is None:
-                head = dataclasses.replace(head, weight=self.embed.weight)
-            logits = head(x, step, jnp.float32)
+            logits = self.head(x, step, jnp.float32)
             if config.logits_scaling != 1.0:
                 logits = logits / jnp.float32(config.logits_scaling)
             if (cap := config.final_logit_softcapping) is not None:

@@ -31,14 +31,16 @@ def read_hf(raw: Mapping[str, Any]) -> dict[str, Any]:
     model_type = str(raw["model_type"])
     family = FAMILIES.get(model_type)
     architecture = architecture or (family.architecture if family else model_type)
-    if family is None or architecture != family.architecture:
-        named = [(f.architecture, *(f.text_of or ())[1:]) for f in FAMILIES.values()]
+    if family is None or architecture not in (family.architecture, *family.named_also):
+        named = [(f.architecture, *f.named_also, *(f.text_of or ())[1:]) for f in FAMILIES.values()]
         built = ", ".join(sorted({name for names in named for name in names}))
         asked = f"architecture {architecture!r} (model_type {model_type!r})"
         raise ConfigError(f"{asked} is not supported; supported are {built}")
     format_of(raw)
     try:  # of a copy: the config classes write into nested dicts
         known = copy.deepcopy({k: v for k, v in raw.items() if k != "transformers_version"})
+        numbers = (key for key in family.floats if type(known.get(key)) is int)
+        known |= {key: float(known[key]) for key in numbers}
         hf = filled(model_type, known)
     except Exception as e:  # the config classes validate with errors of many types
         raise ConfigError(f"config.json of {architecture}: {' '.join(str(e).split())}") from e

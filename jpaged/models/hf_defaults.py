@@ -12,17 +12,21 @@ from typing import Any
 
 
 def filled(model_type: str, known: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a config with the defaults of its transformers class.
+    """Return the fields of a config with the defaults of its transformers class, under all names
+    that the class has for them.
 
     Kept in the user's cache directory, by content and transformers' version: to import transformers
     takes a second of a start. Raises what the class raises.
     """
     version = importlib.metadata.version("transformers")
-    text = json.dumps([version, model_type, known], sort_keys=True, default=str)
+    text = json.dumps([version, "all names", model_type, known], sort_keys=True, default=str)
     file = cache_folder("configs") / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
     with contextlib.suppress(OSError, ValueError):  # none yet, or one that is broken
         return json.loads(file.read_text())
-    fields = import_transformers().CONFIG_MAPPING[model_type].from_dict(known).to_dict()
+    kind = import_transformers().CONFIG_MAPPING[model_type]
+    fields = kind.from_dict(known).to_dict()
+    aliases = kind.attribute_map.items()
+    fields |= {alias: fields[name] for alias, name in aliases if name in fields}
     made = json.dumps(fields, default=str)
     replace_text(file, made)
     return json.loads(made)

@@ -9,6 +9,7 @@ Shapes: N outputs, E inputs.
 import abc
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -30,14 +31,30 @@ class Format(abc.ABC):
 
     form: of the numbers. group: how many inputs share a scale; None: all inputs of an output.
     block: how many outputs and inputs share one. has_zeros: whether zeros are subtracted before
-    numbers are scaled.
+    numbers are scaled. ignored: the products that the files hold plain, as quantization_config
+    lists them: names, or "re:" and a regular expression of how names begin.
     """
 
     form: WeightForm
     group: int | None = None
     block: tuple[int, int] | None = None
     has_zeros: bool = False
+    ignored: tuple[str, ...] = ()
     only_experts: ClassVar[bool] = False
+
+    def ignores(self, base: str) -> bool:
+        """Return whether quantization_config says that the weight at `base` is plain in the files.
+        What they do hold is what counts when they are read.
+        """
+
+        def is_named(name: str) -> bool:
+            name = name.removeprefix("language_model.")
+            return f"{base}.".startswith(f"{name}.") or base.endswith(f".{name}")
+
+        return any(
+            re.match(name.removeprefix("re:"), base) if name.startswith("re:") else is_named(name)
+            for name in self.ignored
+        )
 
     @property
     def inputs_of_a_scale(self) -> int | None:
@@ -251,7 +268,15 @@ def read_format(raw: Any, *, are_alternate: bool) -> Format | None:
         raise _refused(method, "these experts are read in mxfp4 or plain")
     if not isinstance(raw, Mapping) or method not in METHODS:
         raise _refused(method, f"not one of {', '.join(METHODS)}, nor mxfp4 of GPT-OSS")
-    return METHODS[method](raw)
+    ignored = tuple(raw.get("ignore") or raw.get("modules_to_not_convert") or ())
+    for name in ignored:
+        try:
+            re.compile(name.removeprefix("re:"))
+        except re.error as e:
+            raise _refused(
+                method, f"{name!r}, which it ignores, is no regular expression: {e}"
+            ) from e
+    return dataclasses.replace(METHODS[method](raw), ignored=ignored)
 
 
 def _refused(method: Any, reason: str) -> ConfigError:

@@ -73,8 +73,8 @@ def _reach_of(layer: LayerConfig, record: Record) -> tuple[int | None, int | Non
     """Return the window of what a layer keeps, and the heads that look at it."""
     if record.per == "block":
         return STATE_WINDOW, None
-    mixer = layer.mixer
-    assert isinstance(mixer, AttentionConfig | LatentConfig), "what is kept is attended to"
+    mixers = [x for x in layer.mixers if isinstance(x, AttentionConfig | LatentConfig)]
+    (mixer,) = mixers  # what is kept is attended to
     return mixer.window, mixer.num_heads
 
 
@@ -82,10 +82,14 @@ def kv_places(config: ModelConfig) -> list[tuple[tuple[int, int], ...]]:
     """For each layer the group of each of its records, and its index among the group's layers; for
     a layer that reads another's keys and values those of the other.
     """
-    places: list[tuple[tuple[int, int], ...]] = [() for _ in config.layers]
+    by_record: dict[tuple[int, Record], tuple[int, int]] = {}
     for group, members in enumerate(kv_groups(config)):
         for index, layer in enumerate(members.layers):
-            places[layer] = (*places[layer], (group, index))
+            by_record[layer, members.record] = (group, index)
+    places = [
+        tuple(by_record[i, record] for record in records)
+        for i, records in enumerate(config.keeps())
+    ]
     for i, layer in enumerate(config.layers):
         if isinstance(layer.mixer, AttentionConfig) and layer.mixer.keys_of is not None:
             places[i] = places[layer.mixer.keys_of]
@@ -96,11 +100,14 @@ def attention_options(config: ModelConfig) -> list[set[AttentionOptions]]:
     """Return for each of kv_groups what the layers that read it ask of a kernel; nothing for
     states.
     """
-    options: list[set[AttentionOptions]] = [set() for _ in kv_groups(config)]
+    groups = kv_groups(config)
+    options: list[set[AttentionOptions]] = [set() for _ in groups]
     for layer, places in zip(config.layers, kv_places(config), strict=True):
-        if isinstance(layer.mixer, AttentionConfig | LatentConfig):
-            for group, _ in places:
-                options[group].add(layer.mixer.options)
+        attending = [group for group, _ in places if groups[group].record.per == "token"]
+        for mixer in layer.mixers:
+            if isinstance(mixer, AttentionConfig | LatentConfig):
+                for group in attending:
+                    options[group].add(mixer.options)
     return options
 
 

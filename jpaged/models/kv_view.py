@@ -8,8 +8,10 @@ import jax.numpy as jnp
 
 from jpaged.errors import UnsupportedError
 from jpaged.models.layers.heads import Heads, LatentHeads
+from jpaged.models.layers.indexer import IndexQueries
 from jpaged.models.rows import Rows, Slots, State
 from kernels_pallas.paged_attention.interface import AttentionOptions, unknown_options
+from kernels_pallas.sparse_attention import index_scores
 
 # Those that dense attention has.
 OPTIONS = ("scale", "soft_cap", "window", "value_dim", "sinks", "latent")
@@ -51,6 +53,18 @@ class KVView(Protocol):
         options: passed on to the kernel as it is. sinks: f32 [H] or None, passed on likewise.
         Returns o [..., H, Dv] in q's dtype. A layer that reads another's keys and values calls
         this alone, at the other's place.
+        """
+        ...
+
+    def choose(self, place: Place, queries: IndexQueries) -> Self:
+        """Keep these tokens' index keys at a place, and choose by those of its context which tokens
+        each of them attends to: `attend_chosen` of this and of later layers goes by that.
+        """
+        ...
+
+    def attend_chosen(self, place: Place, q: Any, options: AttentionOptions, count: int) -> Any:
+        """Attend as `attend` does, over the tokens of the last choice alone. count: how many that
+        chose at most.
         """
         ...
 
@@ -105,24 +119,36 @@ class DenseKV:
 
     newest: by group, the keys and values [..., T, K, D] that were last written, or latents and
     rotated keys, or the first state of a mixer with one. `kv_groups.dense_view` makes an empty one.
+    chosen: bool [..., T, T], which tokens each one chose last; None before any choice.
     """
 
     newest: tuple[tuple[Any, Any] | FirstState, ...]
+    chosen: Any = None
 
     def write(self, place: Place, qkv: Any, heads: Heads | LatentHeads) -> tuple[Any, Self]:
         """See KVView."""
         q, k, v = heads(qkv)
+        return q, self.keeping(place, k, v)
+
+    def keeping(self, place: Place, k: Any, v: Any) -> Self:
+        """Return the view in which these are the keys and values [..., T, K, D] of the group, or
+        latents and rotated keys.
+        """
         at = place.group
         newest = (*self.newest[:at], (k, v), *self.newest[at + 1 :])
-        return q, dataclasses.replace(self, newest=newest)
+        return dataclasses.replace(self, newest=newest)
+
+    def written(self, place: Place) -> tuple[Any, Any]:
+        """Return the keys and values that the last layer of the group has written."""
+        written = self.newest[place.group]
+        assert not isinstance(written, FirstState), "this group keeps states"
+        return written
 
     def attend(self, place: Place, q: Any, options: AttentionOptions, sinks: Any = None) -> Any:
         """See KVView: jax's reference attention, differentiable, its softmax in f32. The layer
         reads what the last layer of its group wrote.
         """
-        written = self.newest[place.group]
-        assert not isinstance(written, FirstState)
-        k, v = written
+        k, v = self.written(place)
         if options.latent:
             k, v = jnp.concatenate([k, v], axis=-1), k
         if reason := unknown_options(options, OPTIONS):
@@ -134,6 +160,26 @@ class DenseKV:
             return jax.nn.dot_product_attention(
                 q, k, v, scale=options.scale, is_causal=True, local_window_size=local
             )
+
+    def choose(self, place: Place, queries: IndexQueries) -> Self:
+        """See KVView. The choice itself has no derivative."""
+        scores = index_scores(queries.q, queries.key[..., None, :, :], queries.weights)
+        position = jnp.arange(scores.shape[-1])
+        is_past = position[None, :] <= position[:, None]
+        scores = jnp.where(is_past, jax.lax.stop_gradient(scores), -jnp.inf)
+        count = min(queries.count, scores.shape[-1])
+        best, at = jax.lax.top_k(scores, count)
+        chosen = jnp.zeros(scores.shape, jnp.bool_)
+        chosen = jnp.put_along_axis(chosen, at, best > -jnp.inf, axis=-1, inplace=False)
+        return dataclasses.replace(self, chosen=chosen)
+
+    def attend_chosen(self, place: Place, q: Any, options: AttentionOptions, count: int) -> Any:
+        """See KVView."""
+        written = self.newest[place.group]
+        assert options.latent and self.chosen is not None and not isinstance(written, FirstState)
+        latent, rotated_key = written
+        keys = jnp.concatenate([latent, rotated_key], axis=-1)
+        return _attention(q, keys, latent, options, None, self.chosen)
 
     def rows(self, place: Place) -> Rows:
         """See KVView."""
@@ -168,9 +214,11 @@ class DenseKV:
         return first
 
 
-def _attention(q: Any, k: Any, v: Any, options: AttentionOptions, sinks: Any) -> Any:
-    """Dense attention with sinks, capped scores and values of another width than keys, which jax's
-    reference does not have.
+def _attention(
+    q: Any, k: Any, v: Any, options: AttentionOptions, sinks: Any, chosen: Any = None
+) -> Any:
+    """Dense attention with sinks, capped scores, values of another width than keys, and of chosen
+    tokens [..., T, T] alone, which jax's reference does not have.
     """
     tokens, heads, kv_heads = q.shape[-3], q.shape[-2], k.shape[-2]
     q = q.reshape(*q.shape[:-2], kv_heads, heads // kv_heads, q.shape[-1])
@@ -182,7 +230,10 @@ def _attention(q: Any, k: Any, v: Any, options: AttentionOptions, sinks: Any) ->
     seen = position[None, :] <= position[:, None]
     if options.window is not None:
         seen &= position[None, :] > position[:, None] - options.window
-    scores = jnp.where(seen.reshape((1,) * (scores.ndim - 2) + seen.shape), scores, -jnp.inf)
+    seen = seen.reshape((1,) * (scores.ndim - 2) + seen.shape)
+    if chosen is not None:  # by no head apart
+        seen &= chosen[..., None, None, :, :]
+    scores = jnp.where(seen, scores, -jnp.inf)
     most = jnp.max(scores, axis=-1, keepdims=True)
     if sinks is not None:
         sinks = sinks.astype(jnp.float32).reshape(kv_heads, -1, 1, 1)

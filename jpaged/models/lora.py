@@ -31,8 +31,11 @@ from jpaged.models.trees import to_tree
 # The weights that can have adapters, as names within a layer.
 ADAPTED = (
     *("attention.qkv", "attention.v", "attention.out", "delta.qkvz", "delta.out"),
+    *("mamba.zx", "mamba.bc", "mamba.dt", "mamba.out"),
+    *("kda.qkvz", "kda.qkv", "kda.out"),
     *("latent.q_a", "latent.q", "latent.kv", "latent.out"),
-    *("mlp.gate_up", "mlp.down"),
+    *("latent.index.q", "latent.index.k", "latent.index.weights"),
+    *("mlp.gate_up", "mlp.down", "mlp.latent_in", "mlp.latent_out"),
     *("mlp.shared.gate_up", "mlp.shared.down"),
 )
 # Those that an engine has tables for only where it is asked, by the name of what they are.

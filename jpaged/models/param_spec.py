@@ -44,9 +44,11 @@ class ParamSpec:
     another, and {x} is the number of an expert; or the parts that it is stored as. init: "normal"
     has a standard deviation of 0.02, "residual" that divided by the root of the number of residual
     additions. split: the letter of the axis that a tensor-parallel mesh axis splits; None: every
-    device holds the whole. in_f32: it is kept in f32, whatever the dtype of the model.
+    device holds the whole. over_replicas: replicas split it, too. in_f32: it is kept in f32,
+    whatever the dtype of the model.
     is_quantized: whether quantization= may store it in 8 or 4 bits, if it is a linear weight; None:
-    if a mesh splits it, which leaves routers and gates plain.
+    if a mesh splits it, which leaves routers and gates plain. is_always_plain: no Linear multiplies
+    by it, so that files which hold it in 8 or 4 bits are read as what they stand for.
     layer: the number that replaces {i}. sizes: (letter, size) pairs. `placed` sets the last two.
     """
 
@@ -57,6 +59,8 @@ class ParamSpec:
     split: str | None = None
     in_f32: bool = False
     is_quantized: bool | None = None
+    is_always_plain: bool = False
+    over_replicas: bool = False
     layer: int | None = None
     sizes: tuple[tuple[str, int], ...] = ()
 
@@ -94,7 +98,7 @@ class ParamSpec:
     def may_be_quantized(self) -> bool:
         """Whether it is a linear weight that may be in 8 or 4 bits."""
         wanted = self.split is not None if self.is_quantized is None else self.is_quantized
-        return self.is_multiplied and wanted
+        return self.is_multiplied and wanted and not self.is_always_plain
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -115,6 +119,18 @@ class ParamSpec:
             part._replace(hf_name=names.get(node + part.name, part.hf_name)) for part in self.source
         )
         return dataclasses.replace(self, source=tuple(parts))
+
+    def in_nodes(self, nodes: Mapping[str, str]) -> "ParamSpec":
+        """Return the same parameter with a family's names of nodes in the names of its files."""
+
+        def renamed(hf_name: str) -> str:
+            return ".".join(nodes.get(node, node) for node in hf_name.split("."))
+
+        source = self.source
+        if isinstance(source, str):
+            return dataclasses.replace(self, source=renamed(source))
+        parts = tuple(part._replace(hf_name=renamed(part.hf_name)) for part in source)
+        return dataclasses.replace(self, source=parts)
 
     @property
     def concat_axis(self) -> int:
@@ -167,8 +183,10 @@ class ParamSpec:
         letter = self.split
         return letter if letter and self.shape_of(letter)[0] % devices == 0 else None
 
-    def partition(self, axis: MeshAxis | None, devices: int) -> PartitionSpec:
-        """Return how it is split on a mesh.
+    def partition(
+        self, axis: MeshAxis | None, devices: int, data_axes: tuple[str, ...] = ()
+    ) -> PartitionSpec:
+        """Return how it is split on a mesh. data_axes: those that replicas lie along.
 
         If heads or vocabulary do not divide, E is split instead if it divides: weights can be kept
         in that way, though no step takes them. An FFN or expert that does not divide stays whole.
@@ -176,6 +194,8 @@ class ParamSpec:
         letter, tokens = self.split, tokens_of(self.axes)
         if letter is None:
             return PartitionSpec()
+        if self.over_replicas:
+            return PartitionSpec(*[None] * tokens.index(letter), (*data_axes, *axes_of(axis)))
         divides = self.split_letter(devices) is not None
         if not divides and letter in ("K", "V") and "E" in tokens:
             letter, divides = "E", self.shape_of("E")[0] % devices == 0
@@ -201,6 +221,11 @@ IN_LAYER, HF_LAYER = "layers.{i}.", "model.layers.{i}."
 def tokens_of(axes: str) -> list[str]:
     """Return the axes of a spelling one by one."""
     return axes.replace(",", " ").replace("|", " ").split()
+
+
+def axes_of(axis: MeshAxis | None) -> tuple[str, ...]:
+    """Return the names of a mesh axis, of several as one, or of none."""
+    return (axis,) if isinstance(axis, str) else axis or ()
 
 
 def share(size: int, devices: int) -> int:

@@ -27,8 +27,11 @@ from jpaged.models.layers.attention import AttentionConfig
 from jpaged.models.layers.conv import ConvConfig
 from jpaged.models.layers.delta import DeltaConfig
 from jpaged.models.layers.experts import ExpertsConfig
+from jpaged.models.layers.indexer import IndexerConfig
+from jpaged.models.layers.kda import KimiDeltaConfig
 from jpaged.models.layers.latent import LatentConfig
 from jpaged.models.layers.layer import LayerConfig
+from jpaged.models.layers.mamba import MambaConfig
 from jpaged.models.layers.mlp import MLPConfig
 from jpaged.models.layers.norm import PLAIN_NORM
 from jpaged.models.layers.parallel_ffn import ParallelFFNConfig
@@ -60,6 +63,11 @@ EVERYTHING = (
         norms="both",
         has_scalar=True,
     ),
+    # Before experts that take x, whose parts have the same names.
+    LayerConfig(
+        mixer=None,
+        ffn=ExpertsConfig(num_experts=1, experts_per_token=1, expert_size=1, latent_size=1),
+    ),
     LayerConfig(
         mixer=DeltaConfig(num_key_heads=1, num_value_heads=1, key_dim=1, value_dim=1),
         ffn=ExpertsConfig(
@@ -71,7 +79,17 @@ EVERYTHING = (
             router=RouterConfig(has_bias=True),
         ),
     ),
+    *(
+        LayerConfig(
+            mixer=KimiDeltaConfig(
+                num_key_heads=1, num_value_heads=1, key_dim=1, value_dim=1, gate_rank=rank
+            ),
+            ffn=None,
+        )
+        for rank in (None, 1)
+    ),
     LayerConfig(mixer=ConvConfig(channels=1, bias=True), ffn=None),
+    LayerConfig(mixer=MambaConfig(num_heads=1, head_dim=1, state_dim=1, bias=True), ffn=None),
     LayerConfig(
         mixer=LatentConfig(
             num_heads=1,
@@ -81,6 +99,9 @@ EVERYTHING = (
             value_dim=1,
             query_latent_dim=1,
             bias=True,
+            gate=True,
+            chosen=1,
+            indexer=IndexerConfig(num_heads=1, key_dim=2),
         ),
         ffn=None,
     ),
@@ -103,8 +124,8 @@ def param_table(config: ModelConfig) -> dict[str, ParamSpec]:
     """Return a model's parameters by name ("layers.0.attention.qkv"), in the order of the forward
     pass.
     """
-    names = FAMILIES[config.family].names
-    specs = (spec.stored_as(names) for spec in config.params())
+    family = FAMILIES[config.family]
+    specs = (spec.stored_as(family.names).in_nodes(family.nodes) for spec in config.params())
     return {spec.at(spec.name): spec for spec in specs}
 
 
@@ -144,12 +165,18 @@ def param_shapes(config: ModelConfig) -> dict[str, Any]:
     return nest({name: spec.shape for name, spec in param_table(config).items()})
 
 
-def param_specs(config: ModelConfig, axis: MeshAxis | None, size: int = 1) -> dict[str, Any]:
+def param_specs(
+    config: ModelConfig,
+    axis: MeshAxis | None,
+    size: int = 1,
+    data_axes: tuple[str, ...] = (),
+) -> dict[str, Any]:
     """Return a nested dict of PartitionSpecs, which split KV heads, FFN and vocabulary over `axis`
-    of `size` devices where they divide (see ParamSpec.partition).
+    of `size` devices where they divide (see ParamSpec.partition). data_axes: those that replicas
+    lie along, over which a served model may split experts.
     """
     table = param_table(config)
-    return nest({name: spec.partition(axis, size) for name, spec in table.items()})
+    return nest({name: spec.partition(axis, size, data_axes) for name, spec in table.items()})
 
 
 def initial_tree(config: ModelConfig, rngs: "nnx.Rngs", dtype: DTypeLike) -> dict[str, Any]:

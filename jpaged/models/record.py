@@ -6,6 +6,7 @@ from typing import Any, Literal
 # The names of fields that kernels of attention read and write, as a pair in one pool.
 KEYS_AND_VALUES, LATENT = ("keys", "values"), ("latent", "rotated_key")
 PAIRS = (KEYS_AND_VALUES, LATENT)
+INDEX_KEY = "index_key"  # by which a query chooses the tokens that it attends to
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,7 @@ from jpaged.combinations import Facts, check_combination
 from jpaged.models.config import ModelConfig
 from jpaged.models.hf_quantization import Format
 from jpaged.models.layers.embedding import EMBED
+from jpaged.models.layers.experts import BY_SHAPE, ExpertSharing
 from jpaged.models.layers.per_layer import TABLE
 from jpaged.models.param_spec import ParamSpec
 from jpaged.models.params import Params, nest, param_table
@@ -24,23 +25,28 @@ from jpaged.models.quantized import FORMS, QuantizedWeight, WeightForm, quantize
 VOCAB_TILE = 128  # tokens that are drawn together; no tile lies on two devices
 
 
-def served_config(model: ModelConfig, devices: int) -> ModelConfig:
+def served_config(
+    model: ModelConfig, devices: int, sharing: ExpertSharing = BY_SHAPE
+) -> ModelConfig:
     """Return the model that this many devices of a tensor axis serve: layers that they can share
-    and a vocabulary padded to whole tiles. One device serves the model itself. ConfigError where
-    heads cannot divide.
+    and a vocabulary padded to whole tiles. One device serves the model itself. sharing: how devices
+    and replicas share experts. ConfigError where heads or experts cannot divide.
     """
     if devices == 1:
-        return model
+        if sharing.replicas == 1:
+            return model
+        layers = tuple(layer.served(1, sharing) for layer in model.layers)
+        return dataclasses.replace(model, layers=layers)
     tiles = -(-model.vocab_size // (VOCAB_TILE * devices)) * devices
-    layers = tuple(layer.served(devices) for layer in model.layers)
+    layers = tuple(layer.served(devices, sharing) for layer in model.layers)
     return dataclasses.replace(model, layers=layers, vocab_size=tiles * VOCAB_TILE)
 
 
-def share_of(model: ModelConfig, devices: int) -> ModelConfig:
+def share_of(model: ModelConfig, devices: int, sharing: ExpertSharing = BY_SHAPE) -> ModelConfig:
     """Return the model's sizes on one of this many devices as a ModelConfig: it bounds memory."""
+    served = served_config(model, devices, sharing)
     if devices == 1:
-        return model
-    served = served_config(model, devices)
+        return served
     layers = tuple(layer.share(devices) for layer in served.layers)
     return dataclasses.replace(served, layers=layers, vocab_size=served.vocab_size // devices)
 
@@ -77,10 +83,12 @@ def stored_shapes(spec: ParamSpec, stored: Format, dtype: Any) -> QuantizedWeigh
     plain.
 
     The folder holds the weights of all products but the head's in 8 or 4 bits, or those of experts
-    alone.
+    alone, and those plain that its config says it ignores.
     """
     is_expert = spec.sides[0][:1] == ["X"]
-    is_plain = not spec.may_be_quantized or spec.split == "V"
+    names = (spec.at(part.hf_name).removesuffix(".weight") for part in spec.parts)
+    is_ignored = any(stored.ignores(name.replace("{x}", "0")) for name in names)
+    is_plain = not spec.may_be_quantized or spec.split == "V" or is_ignored
     if is_plain or (stored.only_experts and not is_expert):
         return None
     shape, num_outputs, form = spec.shape, len(spec.sides[0]), stored.form

@@ -180,7 +180,8 @@ class Weight:
         """Return the same weight with its pieces read into numpy arrays, in the dtype that it is
         served in. CheckpointError where the files are damaged.
         """
-        if self.keeps_form and (kept := self._read_quantized()) is not None:
+        keeps_form = self.keeps_form and not self.spec.is_always_plain
+        if keeps_form and (kept := self._read_quantized()) is not None:
             if not kept.is_finite():
                 raise CheckpointError(
                     f"{self.folder}: {self.name} holds a value in {kept.form.name} that is not "

@@ -21,15 +21,14 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.kv_groups import attention_options, kv_groups
 from jpaged.models.layers.attention import AttentionConfig
 from jpaged.models.layers.conv import ConvConfig
-from jpaged.models.layers.delta import DeltaConfig
+from jpaged.models.layers.delta import GatedDeltaConfig
 from jpaged.models.layers.experts import ExpertsConfig
 from jpaged.models.layers.latent import LatentConfig
 from jpaged.models.layers.layer import LayerConfig
 from jpaged.models.layers.linear import DeltaRule, ExpertProducts
+from jpaged.models.layers.mamba import MambaConfig
 from jpaged.models.layers.per_layer import TABLE
-from jpaged.models.param_spec import share
 from jpaged.models.quantized import is_quantized
-from jpaged.models.served import served_config, share_of
 from jpaged.runtime.attention import Kernel, choose_kernel
 from jpaged.runtime.logprobs import OnePass
 from jpaged.runtime.mesh import Placement
@@ -39,6 +38,7 @@ from kernels_cpu.rates import rates
 from kernels_pallas import experts, gated_delta, paged_attention, short_conv
 from kernels_pallas.experts.interface import Shapes
 from kernels_pallas.implementation import CUDA, Implementation, before_ampere, capability_of
+from kernels_pallas.mamba2 import xla as mamba2
 
 log = logging.getLogger("jpaged")
 
@@ -53,8 +53,8 @@ class Choices:
     delta rule; None for a model without. one_pass: the kernel that sums over the vocabulary; None
     is XLA. in_fp8: the device has tensor cores for products of fp8 by fp8. counts_steps: a dispatch
     of several decode steps takes them all, since a loop that ends early would ask the host at each
-    turn. states_are_alike: the bits of the gated delta rule depend neither on the batch nor on
-    where a step begins. is_batch_invariant: the bits of a row depend on that row alone in every
+    turn. states_are_alike: the bits of no layer's state depend on the batch or on where a step
+    begins. is_batch_invariant: the bits of a row depend on that row alone in every
     product and in attention, so that deterministic serving needs no steps of one size. draft: the
     choices for the model that guesses ahead, if one does.
     """
@@ -100,16 +100,17 @@ def choose(
     bits.
     """
     device, shards, dtype = placement.device, placement.axis_size, jnp.dtype(dtype)
-    served = served_config(model, shards)
+    served = placement.served(model)
     products = choose_products(
         device,
         dtype,
         deterministic=bool(config.deterministic),
         activations=config.quantized_activations,
     )
-    mixture = _experts(served, device, dtype, shards, is_plain)
-    delta = _delta(share_of(model, shards), device)
+    mixture = _experts(placement.share_of(model), device, dtype, is_plain)
+    delta = _delta(placement.share_of(model), device)
     states_are_alike = delta is None or delta.is_batch_invariant()
+    states_are_alike &= not _scans(served)
     kernels = tuple(
         choose_kernel(
             group, options, config, dtype, device, shards, unfused=unfused(served, group.layers)
@@ -132,7 +133,7 @@ def choose(
             products is not None
             and (mixture is None or mixture.is_batch_invariant())
             and not (config.max_loras and "experts" in config.lora_extra)
-            and all(map(is_width_supported, _widths(share_of(model, shards))))
+            and all(map(is_width_supported, _widths(placement.share_of(model))))
             and all(kernel is None or kernel.is_batch_invariant for kernel in kernels)
             and states_are_alike
             and all(map(_is_state_invariant, served.layers))
@@ -147,13 +148,18 @@ def _is_state_invariant(layer: LayerConfig) -> bool:
     of the gated delta rule, by `states_are_alike`, and those of a short convolution, whose products
     of bf16 are exact in f32 and are added up in one order. Other layers make no such promise.
     """
-    is_alike = isinstance(layer.mixer, DeltaConfig | ConvConfig)
+    is_alike = isinstance(layer.mixer, GatedDeltaConfig | ConvConfig)
     return is_alike or all(x.per == "token" for x in layer.keeps())
+
+
+def _scans(model: ModelConfig) -> bool:
+    """Return whether a layer has Mamba-2."""
+    return any(isinstance(mixer, MambaConfig) for x in model.layers for mixer in x.mixers)
 
 
 def unfused(model: ModelConfig, layers: tuple[int, ...]) -> str | None:
     """Return why no kernel prepares attention in these layers; None: one can."""
-    mixers = (model.layers[i].mixer for i in layers)
+    mixers = (mixer for i in layers for mixer in model.layers[i].mixers)
     reasons = (m.unfused for m in mixers if isinstance(m, AttentionConfig | LatentConfig))
     return next((reason for reason in reasons if reason is not None), None)
 
@@ -212,14 +218,16 @@ def activations_of(choices: Choices, params: Any) -> str | None:
 
 
 def layer_kernels(model: ModelConfig, choices: Choices) -> dict[str, str | None]:
-    """Return the names of what computes the gated delta rule, short convolutions and the experts of
-    a mixture, as their packages list them; None of what the model has no layers of.
+    """Return the names of what computes the gated delta rule, Mamba-2's scan, short convolutions
+    and the experts of a mixture, as their packages list them; None of what the model has no layers
+    of.
     """
     mixers = [layer.mixer for layer in model.layers]
-    convolves = any(isinstance(mixer, DeltaConfig | ConvConfig) for mixer in mixers)
+    convolves = any(isinstance(mixer, GatedDeltaConfig | ConvConfig) for mixer in mixers)
     return {
         "gated_delta": _name_of(choices.delta, gated_delta.IMPLEMENTATIONS),
-        "short_conv": short_conv.NAME if convolves else None,
+        "mamba2": mamba2.NAME if _scans(model) else None,
+        "short_conv": short_conv.NAME if convolves or _scans(model) else None,
         "experts": _name_of(choices.experts, experts.IMPLEMENTATIONS),
     }
 
@@ -236,16 +244,12 @@ def multiplies_fp8(device: Any) -> bool:
     return (capability_of(device) or 0) >= 8.9
 
 
-def _experts(
-    model: ModelConfig, device: Any, dtype: Any, shards: int, is_plain: bool
-) -> Implementation | None:
+def _experts(model: ModelConfig, device: Any, dtype: Any, is_plain: bool) -> Implementation | None:
     """Return the implementation of experts, which supports those of every layer; None for a model
-    without experts.
-
-    shards: devices that each expert is split over.
+    without experts. model: a device's share.
     """
     sizes = {
-        ffn.expert_size
+        (ffn.width(model.hidden_size), ffn.expert_size)
         for layer in model.layers
         for ffn in layer.ffns
         if isinstance(ffn, ExpertsConfig)
@@ -255,11 +259,11 @@ def _experts(
     shapes = [
         Shapes(
             dtype=dtype,
-            hidden_size=model.hidden_size,
-            expert_size=share(size, shards),
+            hidden_size=width,
+            expert_size=size,
             is_plain=is_plain,
         )
-        for size in sorted(sizes)
+        for width, size in sorted(sizes)
     ]
     for name, implementation in experts.IMPLEMENTATIONS.items():
         if implementation.is_compiled_for(device.platform):
@@ -276,7 +280,7 @@ def _delta(model: ModelConfig, device: Any) -> Implementation | None:
     """Return the implementation of the gated delta rule, which supports every layer that has it;
     None for a model without. model: a device's share.
     """
-    mixers = {layer.mixer for layer in model.layers if isinstance(layer.mixer, DeltaConfig)}
+    mixers = {layer.mixer for layer in model.layers if isinstance(layer.mixer, GatedDeltaConfig)}
     if not mixers:
         return None
     for name, implementation in gated_delta.IMPLEMENTATIONS.items():

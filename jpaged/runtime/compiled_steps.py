@@ -23,7 +23,6 @@ from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
 from jpaged.models.forward import Forward
 from jpaged.models.head_modules import Head, bind_any
-from jpaged.models.params import param_specs
 from jpaged.models.quantized import specs_of
 from jpaged.runtime import kv_cache
 from jpaged.runtime.adapter_tables import table_form, table_specs
@@ -161,7 +160,7 @@ class CompiledSteps:
 
     def _split(self, model: ModelConfig, form: Any) -> Any:
         """Return the PartitionSpecs of the modules of a served model."""
-        specs = param_specs(model, self.placement.axis, self.placement.axis_size)
+        specs = self.placement.specs(model)
         return specs_of(form, bind_any(model, specs))
 
     def _per_device(self, function: Any, in_specs: Any, out_specs: Any) -> Any:

@@ -33,9 +33,9 @@ from jpaged.models.kv_groups import kv_groups
 from jpaged.models.layers.scratch import StepSizes
 from jpaged.models.mtp import mtp_config
 from jpaged.models.param_spec import ParamSpec
-from jpaged.models.params import Params, nest, param_shapes, param_specs, param_table
+from jpaged.models.params import Params, nest, param_shapes, param_table
 from jpaged.models.quantized import is_quantized, quantized, specs_of
-from jpaged.models.served import served_config, served_form, share_of, stored_shapes
+from jpaged.models.served import served_form, stored_shapes
 from jpaged.runtime import logprobs, sampler
 from jpaged.runtime.adapter_tables import adapted_ranks, adapter_scratch_bytes, table_bytes
 from jpaged.runtime.choices import Choices
@@ -100,7 +100,7 @@ def plan_memory(
     model = ModelConfig.coerce(model)
     placement = _place(settings, devices, compiled)
     settings, choices = resolve(model, settings, placement, dtype)
-    served = served_config(model, placement.axis_size)
+    served = placement.served(model)
     params = form_of(served, placement, dtype, settings.quantization, stored)
     drafts: DraftOf | None = None
     if draft is None and reads_mtp_head(settings):
@@ -111,7 +111,7 @@ def plan_memory(
         check_combination(Facts(draft=guesses, devices=placement.axis_size))
         if guesses.is_head:
             guesses, draft_dtype, kept_in = fitted(guesses, model), dtype, None
-        served_draft = served_config(guesses, placement.axis_size)
+        served_draft = placement.served(guesses)
         form = form_of(served_draft, placement, draft_dtype, kept_in)
         drafts = guesses, form
         choices = dataclasses.replace(choices, draft=choose_for(guesses, settings, placement, form))
@@ -177,7 +177,7 @@ def with_rows_beside(
     model = params.config
     if model.has_state:  # ConfigError where nobody says what memory there is
         Limits.of(placement.device, config.memory_utilization)
-    served = served_config(model, placement.axis_size)
+    served = placement.served(model)
     leaves, structure = jax.tree.flatten(params)
     form = form_of(served, placement, dtype, config.quantization)
     if config.quantization is None and all(isinstance(x, jax.Array) for x in leaves):
@@ -207,7 +207,12 @@ def _place(config: EngineConfig, devices: list[Any], compiled: bool) -> Placemen
     if shape and mesh is None:
         kinds = (AxisType.Auto,) * len(shape)
         mesh = AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=kinds)
-    return Placement(mesh=mesh, axis="tp" if "tp" in shape else None, device=devices[0])
+    return Placement(
+        mesh=mesh,
+        axis="tp" if "tp" in shape else None,
+        device=devices[0],
+        expert_parallel=config.expert_parallel,
+    )
 
 
 def form_of(
@@ -232,7 +237,7 @@ def form_of(
         return jax.eval_shape(lambda x: quantized(x, form, len(spec.sides[0])), plain)
 
     tree = nest({name: shape_of(spec) for name, spec in param_table(model).items()})
-    specs = specs_of(tree, param_specs(model, placement.axis, placement.axis_size))
+    specs = specs_of(tree, placement.specs(model))
     tree = jax.tree.map(
         lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placement.sharding(spec)),
         tree,
@@ -313,7 +318,7 @@ def plan_within(
     """
     weights = bytes_on_device((probe.params, probe.draft_params))
     pool, draft = _pool_cost(probe, config), probe.draft_model
-    share = share_of(probe.model, probe.placement.axis_size)
+    share = probe.placement.share_of(probe.model)
     if needs is not None:
         return plan(config, limits, pool=pool, weights=weights, needs=needs)
     needs = bound(share, config, probe.pools[0].dtype, pool.moved(config))
@@ -321,7 +326,7 @@ def plan_within(
     kept = 2 * probe.compiled.setting.replayed_bytes
     needs = dataclasses.replace(needs, temporaries=needs.temporaries + kept)
     if draft is not None:
-        more = bound(share_of(draft, probe.placement.axis_size), config, probe.pools[-1].dtype)
+        more = bound(probe.placement.share_of(draft), config, probe.pools[-1].dtype)
         copied = probe.compiled.setting.copied_bytes
         temporaries = needs.temporaries + more.temporaries + copied
         needs = dataclasses.replace(needs, temporaries=temporaries)
@@ -404,7 +409,7 @@ def measured(probe: Runner, moved: int) -> Needs:
     """
     config = dataclasses.replace(probe.config, structured_output=True)
     table = step_table(dataclasses.replace(probe.compiled.setting, config=config))
-    share = share_of(probe.model, probe.placement.axis_size)
+    share = probe.placement.share_of(probe.model)
     lowered = [probe.compiled.lower(bucket) for bucket in largest_buckets(table)]
     with ThreadPoolExecutor() as threads:  # side by side: each takes a minute on a GPU
         compiled = threads.map(lambda step: step.compile(), lowered)

@@ -20,7 +20,11 @@ from jax.sharding import (
 
 from jpaged.combinations import Facts, check_combination
 from jpaged.config import EngineConfig
-from jpaged.models.param_spec import MeshAxis
+from jpaged.models.config import ModelConfig
+from jpaged.models.layers.experts import ExpertSharing
+from jpaged.models.param_spec import MeshAxis, axes_of
+from jpaged.models.params import param_specs
+from jpaged.models.served import served_config, share_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,22 +32,20 @@ class Placement:
     """One device, or a mesh with heads, FFN and vocabulary over `axis`: an axis of it, or several
     as if they were one (None: the model is whole everywhere). Along all other axes lie replicas:
     each has a pool, rows and inputs of its own, the parts of arrays whose first axis is split.
-    device: the first of this process.
+    device: the first of this process. expert_parallel: every device of the mesh has whole experts
+    of a mixture; see EngineConfig.
     """
 
     mesh: Mesh | AbstractMesh | None  # abstract where nothing is compiled or run
     axis: MeshAxis | None
     device: Any  # jax.Device
+    expert_parallel: bool | None = None
 
     @property
     def axis_size(self) -> int:
         if self.mesh is None:
             return 1
-        return math.prod(self.mesh.shape[name] for name in self._names)
-
-    @property
-    def _names(self) -> tuple[str, ...]:
-        return (self.axis,) if isinstance(self.axis, str) else self.axis or ()
+        return math.prod(self.mesh.shape[name] for name in axes_of(self.axis))
 
     @property
     def tensor_axis(self) -> MeshAxis | None:
@@ -54,13 +56,30 @@ class Placement:
     def data_axes(self) -> tuple[str, ...]:
         """The axes that replicas lie along."""
         shape = {} if self.mesh is None else self.mesh.shape
-        return tuple(name for name in shape if shape[name] > 1 and name not in self._names)
+        return tuple(name for name in shape if shape[name] > 1 and name not in axes_of(self.axis))
 
     @property
     def replicas(self) -> int:
         if self.mesh is None:
             return 1
         return math.prod(self.mesh.shape[name] for name in self.data_axes)
+
+    @property
+    def sharing(self) -> ExpertSharing:
+        """How the devices share a mixture's experts."""
+        return ExpertSharing(self.expert_parallel, self.replicas if self.expert_parallel else 1)
+
+    def served(self, model: ModelConfig) -> ModelConfig:
+        """Return the model that is served in place of this one (see models/served.py)."""
+        return served_config(model, self.axis_size, self.sharing)
+
+    def share_of(self, model: ModelConfig) -> ModelConfig:
+        """Return a model's sizes on one device (see models/served.py)."""
+        return share_of(model, self.axis_size, self.sharing)
+
+    def specs(self, served: ModelConfig) -> dict[str, Any]:
+        """Return a nested dict of the PartitionSpecs of a served model's parameters."""
+        return param_specs(served, self.axis, self.axis_size, self.data_axes)
 
     @property
     def by_replica(self) -> PartitionSpec:

@@ -9,9 +9,13 @@ from jax import Array
 
 from jpaged.models.kv_view import Place
 from jpaged.models.layers.heads import Heads, LatentHeads
+from jpaged.models.layers.indexer import IndexQueries
+from jpaged.models.record import INDEX_KEY
 from jpaged.models.rows import Rows, Slots, State
 from jpaged.runtime.kv_cache import Pool, PoolSpec, num_rows
+from kernels_pallas import sparse_attention
 from kernels_pallas.paged_attention.interface import AttentionOptions
+from kernels_pallas.paged_attention.kv_write import write_kv
 
 
 @jax.tree_util.register_dataclass
@@ -52,13 +56,17 @@ class PagedKV:
     in place.
 
     context_lens_S: tokens of each row once this step is written. query_start_loc_S1: int32 [S+1],
-    where each row's tokens begin in the packed T. is_decode: one token a row.
+    where each row's tokens begin in the packed T. is_decode: one token a row. located_T: the row
+    and the position of each token, -1 for padding; None where no layer chooses. chosen_TC: the
+    positions that each token chose last, see kernels_pallas.sparse_attention; None before that.
     """
 
     pools: tuple[Pool, ...]
     groups: tuple[GroupView | StateView, ...]
     context_lens_S: Array
     query_start_loc_S1: Array
+    located_T: tuple[Array, Array] | None = None
+    chosen_TC: Array | None = None
     specs: tuple[PoolSpec, ...] = dataclasses.field(metadata={"static": True})
     is_decode: bool = dataclasses.field(metadata={"static": True})
 
@@ -90,6 +98,56 @@ class PagedKV:
                 return kernel.module.decode(q, pool, place.index, *rows, **call)
             rows = (*rows, self.query_start_loc_S1, view.prepared)
             return kernel.module.prefill(q, pool, place.index, *rows, **call)
+
+    def choose(self, place: Place, queries: IndexQueries) -> Self:
+        """See models.kv_view.KVView. Where no context is longer than a choice, all is chosen, and
+        index keys are not kept.
+        """
+        spec, view = self._keys_at(place)
+        if self._chooses_all(spec, queries.count):
+            return self
+        assert self.located_T is not None
+        pool, layers = self.pools[place.group], {"num_layers": spec.num_layers}
+        with jax.named_scope("choose"):
+            keys = write_kv(
+                pool[INDEX_KEY], place.index, queries.key, view.slot_mapping_T, **layers
+            )
+            chosen_TC = sparse_attention.choose(
+                queries.q,
+                queries.weights,
+                keys,
+                place.index,
+                view.block_table_SM,
+                *self.located_T,
+                count=queries.count,
+                **layers,
+            )
+        kept = self._with_pool(place.group, pool | {INDEX_KEY: keys})
+        return dataclasses.replace(kept, chosen_TC=chosen_TC)
+
+    def attend_chosen(self, place: Place, q: Array, options: AttentionOptions, count: int) -> Array:
+        """See models.kv_view.KVView."""
+        spec, view = self._keys_at(place)
+        if self._chooses_all(spec, count):
+            return self.attend(place, q, options)
+        assert spec.kernel is not None and self.located_T is not None
+        assert self.chosen_TC is not None, "a layer before has chosen"
+        with jax.named_scope("sparse_attention"):
+            return sparse_attention.attend(
+                q,
+                spec.operand(self.pools[place.group]),
+                place.index,
+                view.block_table_SM,
+                *self.located_T,
+                self.chosen_TC,
+                options=spec.kernel.options(options, spec.num_layers),
+            )
+
+    @staticmethod
+    def _chooses_all(spec: PoolSpec, count: int) -> bool:
+        """Whether the longest context that an engine takes is no longer than a choice."""
+        assert spec.kernel is not None
+        return spec.kernel.shapes.blocks_per_row * spec.block_size <= count
 
     def rows(self, place: Place) -> Rows:
         """See models.kv_view.KVView."""
@@ -149,6 +207,8 @@ class PagedKV:
             self,
             groups=tuple(groups),
             context_lens_S=jnp.where(is_real_R, position_R + 1, 0),
+            located_T=None,
+            chosen_TC=None,
             query_start_loc_S1=jnp.arange(size + 1, dtype=jnp.int32),
             is_decode=True,
         )
@@ -201,6 +261,8 @@ def view_of(
     num_replayed: tokens at most for which states that rows with guesses leave are made later.
     """
     starts_and_lens = (packed.query_start_loc_S1, packed.context_lens_S)
+    kept = (field.name for spec in specs for field in spec.group.record.fields)
+    has_index_keys = INDEX_KEY in kept
     rows: Rows | None = None
     groups: list[GroupView | StateView] = []
     for spec, pool, table_SM in zip(specs, pools, packed.block_tables_GSM, strict=True):
@@ -225,6 +287,7 @@ def view_of(
         groups=tuple(groups),
         context_lens_S=packed.context_lens_S,
         query_start_loc_S1=packed.query_start_loc_S1,
+        located_T=(row_T, positions_T) if has_index_keys else None,
         specs=specs,
         is_decode=is_decode,
     )

@@ -26,7 +26,6 @@ from jpaged.engine.shapes import (
 from jpaged.models.config import ModelConfig
 from jpaged.models.forward import Forward
 from jpaged.models.head_modules import Head
-from jpaged.models.served import served_config
 from jpaged.runtime import kv_cache
 from jpaged.runtime.adapter_tables import AdapterTables
 from jpaged.runtime.choices import Choices, activations_of, choose, layer_kernels
@@ -557,7 +556,7 @@ def _setting(
     model: ModelConfig, config: EngineConfig, placement: Placement, choices: Choices
 ) -> StepSetting:
     assert config.num_blocks is not None
-    served, axis = served_config(model, placement.axis_size), placement.tensor_axis
+    served, axis = placement.served(model), placement.tensor_axis
     return StepSetting(
         model=served,
         config=config,
@@ -567,6 +566,7 @@ def _setting(
         choices=choices,
         tensor_axis=axis,
         axis_size=placement.axis_size,
+        data_axes=placement.data_axes,
         vocabulary=WHOLE if axis is None else Vocabulary(axis=axis, size=model.vocab_size),
     )
 

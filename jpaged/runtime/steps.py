@@ -30,6 +30,7 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.forward import Forward, Last
 from jpaged.models.head_modules import Head
 from jpaged.models.kv_view import KVView, Place
+from jpaged.models.layers.experts import ExpertsConfig
 from jpaged.models.layers.linear import StepContext
 from jpaged.models.layers.low_rank import AdapterTable
 from jpaged.models.param_spec import MeshAxis
@@ -58,8 +59,9 @@ class StepSetting:
     """What all steps of an engine are made for. model: as it is served (models/served.py).
 
     tensor_axis: the mesh axis of axis_size devices that hold shares of heads and vocabulary, or
-    None. vocabulary: how the vocabulary lies on them. draft: the setting of a draft model, whose
-    pools come last among `pools`.
+    None. data_axes: those that replicas lie along. vocabulary: how the vocabulary lies on the
+    devices of the tensor axis. draft: the setting of a draft model, whose pools come last among
+    `pools`.
     """
 
     model: ModelConfig
@@ -68,6 +70,7 @@ class StepSetting:
     choices: Choices
     tensor_axis: MeshAxis | None = None
     axis_size: int = 1
+    data_axes: tuple[str, ...] = ()
     vocabulary: Vocabulary = WHOLE
     draft: "StepSetting | None" = None
 
@@ -88,8 +91,16 @@ class StepSetting:
             delta=self.choices.delta,
             tensor_axis=self.tensor_axis,
             axis_size=self.axis_size,
+            data_axes=self.data_axes,
+            in_order=bool(self.config.deterministic),
             in_fp8=self.choices.in_fp8,
         )
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether replicas share experts, so that all of them compute a layer at once."""
+        ffns = (ffn for layer in self.model.layers for ffn in layer.ffns)
+        return any(isinstance(ffn, ExpertsConfig) and ffn.replicas > 1 for ffn in ffns)
 
     @property
     def own_pools(self) -> tuple[PoolSpec, ...]:
@@ -549,11 +560,20 @@ def _make_decode(step: _Step) -> Callable[..., Any]:
         elif step.to.choices.counts_steps:
             carry = jax.lax.fori_loop(0, step.bucket.steps, lambda _, carry: body(carry), carry)
         else:
-            carry = jax.lax.while_loop(lambda carry: jnp.any(carry[0] < carry[2]), body, carry)
+            carry = jax.lax.while_loop(functools.partial(_runs, step), body, carry)
         _, _, steps_S, state, outputs = carry
         return state, step.pack(outputs | {"num_drawn": steps_S})
 
     return decode
+
+
+def _runs(step: _Step, carry: tuple[Any, ...]) -> Array:
+    """Return whether a row is left that has a step to come; of any replica, where they share
+    experts and so compute together.
+    """
+    i, _, steps_S, *_ = carry
+    runs = jnp.any(i < steps_S)
+    return jax.lax.pmax(runs, step.to.data_axes) if step.to.exchanges else runs
 
 
 def _make_draft(step: _Step) -> Callable[..., Any]:

@@ -28,11 +28,10 @@ from jpaged.models.params import (
     check_leaf,
     nest,
     param_shapes,
-    param_specs,
     param_table,
 )
 from jpaged.models.quantized import QuantizedWeight, is_quantized
-from jpaged.models.served import served_config, served_form
+from jpaged.models.served import served_form
 from jpaged.models.trees import is_module, to_tree
 from jpaged.models.weight import Weight
 from jpaged.runtime.mesh import Placement, serving_mesh
@@ -116,6 +115,7 @@ def place_params(params: Params, config: EngineConfig, mesh: Mesh | None) -> Pla
         devices = leaves[0].devices() if leaves else jax.devices()
         device = next(iter(devices if mesh is None else mesh.devices.flat))
         place = Placement(mesh=None, axis=None, device=device)
+        check_combination(Facts(config=config, holders=1))
         _check_sizes(config, place)
         return place
     axis = config.tensor_axis
@@ -130,11 +130,19 @@ def place_params(params: Params, config: EngineConfig, mesh: Mesh | None) -> Pla
             f"process {jax.process_index()} has no device on the mesh {mesh.axis_names}: every "
             "process that calls must share the model"
         )
-    place = Placement(mesh=mesh, axis=axis or None, device=devices[0])
+    place = Placement(
+        mesh=mesh,
+        axis=axis or None,
+        device=devices[0],
+        expert_parallel=config.expert_parallel,
+    )
+    check_combination(Facts(config=config, has_experts=params.config.has_experts))
     _check_sizes(config, place)
     try:
-        served_config(params.config, place.axis_size)
+        place.served(params.config)
     except ConfigError as e:
+        if e.rule == "experts_divide":  # over all axes
+            raise
         error = ConfigError(f"mesh axis {axis!r}: {e}")
         error.rule = e.rule
         raise error from e
@@ -242,7 +250,7 @@ class ServingWeights:
             number if ours is None else ours for number, ours in zip(numbers, derived, strict=True)
         ]
         structure = jax.tree.structure(params, is_leaf=is_quantized)
-        served = served_config(params.config, self.placement.axis_size)
+        served = self.placement.served(params.config)
         return jax.tree.flatten(bind_any(served, jax.tree.unflatten(structure, chosen)))
 
     def report(self) -> dict[str, Any]:
@@ -283,8 +291,8 @@ class ServingWeights:
     def _weights(self, params: Params) -> list[Weight]:
         """Return each leaf with what it is to become. ConfigError for one that cannot be served."""
         model, devices = params.config, self.placement.axis_size
-        served = served_config(model, devices)
-        splits = jax.tree.leaves(param_specs(served, self.placement.axis, devices))
+        served = self.placement.served(model)
+        splits = jax.tree.leaves(self.placement.specs(served))
         weights = [
             Weight(
                 spec=spec,

@@ -8,13 +8,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-Glu = Callable[[Array, Array], Array]  # gate and up, f32 [..., I] each, to the input of down
+# Gate and up, f32 [..., I] each, to the input of down; without gates up, and an empty [..., 0].
+Glu = Callable[[Array, Array], Array]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertWeights:
     """The weights of all experts: gate_up [X, 2, I, E], its bias [X, 2, I] or None, down [X, E, I].
+    Experts without gates have up alone: [X, 1, I, E].
 
     A weight is an array, or an object in its place that has a `shape` and, as `weight[expert]`, one
     expert's weight, whose `matrix().linear(x)` is the product with rows x in f32, [rows, outputs].

@@ -14,7 +14,7 @@ def prefill(
     q_THD: ArrayLike,
     k_THD: ArrayLike,
     v_THD: ArrayLike,
-    g_TH: ArrayLike,
+    g_THC: ArrayLike,
     beta_TH: ArrayLike,
     pool: ArrayLike,
     rows: PackedRows,
@@ -26,7 +26,7 @@ def prefill(
     exact: compute and return in float64 instead of f32.
     """
     dtype = np.float64 if exact else np.float32
-    q, k, v, g, beta = (np.asarray(x, dtype) for x in (q_THD, k_THD, v_THD, g_TH, beta_TH))
+    q, k, v, g, beta = (np.asarray(x, dtype) for x in (q_THD, k_THD, v_THD, g_THC, beta_TH))
     states = np.array(pool, dtype)
     before = states.copy()
     loc, read, write = (np.asarray(x) for x in (rows.query_start_loc_S1, rows.read_S, rows.write_S))
@@ -47,14 +47,14 @@ def step(
     q_HD: np.ndarray,
     k_HD: np.ndarray,
     v_HD: np.ndarray,
-    g_H: np.ndarray,
+    g_HC: np.ndarray,
     beta_H: np.ndarray,
     state: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return o [Hv, Dv] of one token and the state [Hv, Dk, Dv] after it."""
     repeats = v_HD.shape[0] // q_HD.shape[0]
     q, k = (np.repeat(x, repeats, axis=0) for x in (q_HD, k_HD))
-    state = state * np.exp(g_H)[:, None, None]
+    state = state * np.exp(g_HC)[:, :, None]
     change = beta_H[:, None] * (v_HD - np.einsum("hkv,hk->hv", state, k))
     state = state + k[:, :, None] * change[:, None, :]
     return np.einsum("hkv,hk->hv", state, q), state

@@ -1,18 +1,18 @@
 """The gated delta rule in plain XLA: chunks of tokens at once, or one token a row.
 
 Within a chunk of C tokens that begins with state S, with G the running sum of g and
-M[i, j] = exp(G_i - G_j) for i >= j, else 0, the changes d_i = beta_i (v_i - S_i^T k_i) of all
-tokens solve one lower triangular system:
+x |i, j| y = sum over channels of x_i exp(G_i - G_j) y_j for i >= j, else 0, the changes
+d_i = beta_i (v_i - S_i^T k_i) of all tokens solve one lower triangular system:
 
-    (I + A) d = beta v - (beta k exp(G)) S,   A[i, j] = beta_i (k_i . k_j) M[i, j] for i > j
-    o = (q exp(G)) S + ((q k^T) M) d;   S_end = exp(G_C) S + (k exp(G_C - G))^T d
+    (I + A) d = beta v - (beta k exp(G)) S,   A[i, j] = beta_i (k |i, j| k) for i > j
+    o = (q exp(G)) S + (q |i, j| k) d;   S_end = exp(G_C) S + (k exp(G_C - G))^T d
 
 I + A is inverted by substitution. An inverse by products of powers of A, which is popular,
 overflows where the keys of a chunk are nearly equal. Padding within a chunk has k = beta = g = 0
-and changes nothing.
+and changes nothing. No decay is divided by, since exp(-G) overflows: see `_scores_by_channel`.
 
 Shapes: T packed tokens, S rows, Hk key heads, Hv = R * Hk value heads, C tokens a chunk, B chunks
-that are prepared together.
+that are prepared together. In the names of decays, C is 1, or Dk: one for each channel of a key.
 """
 
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kernels_pallas.gated_delta.interface import Shapes
-from kernels_pallas.packed_rows import PackedRows
+from kernels_pallas.packed_rows import Chunks, PackedRows, chunks_of
 
 CHUNK = 64  # tokens of a row that are computed together
 TOGETHER = 8  # chunks that are prepared at once: all but their states is parallel
@@ -37,7 +37,7 @@ def decode(
     q_SHD: Array,
     k_SHD: Array,
     v_SHD: Array,
-    g_SH: Array,
+    g_SHC: Array,
     beta_SH: Array,
     pool: Array,
     rows: PackedRows,
@@ -46,11 +46,11 @@ def decode(
     state = rows.read(pool)
     repeats = v_SHD.shape[1] // k_SHD.shape[1]
     q, k = (jnp.repeat(x, repeats, axis=1) for x in (q_SHD, k_SHD))
-    by_key, by_query = (_product("shkv,shk->shv", state, x) for x in (k, q))
-    decay = jnp.exp(g_SH)[..., None]
-    change = beta_SH[..., None] * (v_SHD - decay * by_key)
+    decay = jnp.exp(g_SHC)
+    by_key, by_query = (_product("shkv,shk->shv", state, decay * x) for x in (k, q))
+    change = beta_SH[..., None] * (v_SHD - by_key)
     state = decay[..., None] * state + k[..., None] * change[..., None, :]
-    o = decay * by_query + jnp.sum(q * k, axis=-1, keepdims=True) * change
+    o = by_query + jnp.sum(q * k, axis=-1, keepdims=True) * change
     o = jnp.where((rows.lengths_S > 0)[:, None, None], o, 0)
     return o, rows.written(pool, state)
 
@@ -59,7 +59,7 @@ def prefill(
     q_THD: Array,
     k_THD: Array,
     v_THD: Array,
-    g_TH: Array,
+    g_THC: Array,
     beta_TH: Array,
     pool: Array,
     rows: PackedRows,
@@ -68,22 +68,16 @@ def prefill(
     are cut at multiples of CHUNK in their own sequences, so that the bits do not depend on where a
     step begins, if that is a multiple too.
     """
-    chunk = CHUNK
     num_tokens, num_rows = q_THD.shape[0], rows.start_S.shape[0]
-    # A row of n tokens touches (n + chunk - 2) // chunk + 1 chunks at most, and no more than n.
-    most = min(num_tokens, (num_tokens - 2 * num_rows) // chunk + 2 * num_rows)
-    most = max(most, 1)
-    together = min(TOGETHER, most)
-    most = -(-most // together) * together
-    chunks, count = _chunks(rows, num_tokens, chunk, most)
+    chunks, count, together = chunks_of(rows, num_tokens, CHUNK, TOGETHER)
     # One token more, of zeros, stands for all padding, whatever padding holds.
     tokens = [
         jnp.concatenate([x, jnp.zeros((1, *x.shape[1:]), x.dtype)])
-        for x in (q_THD, k_THD, v_THD, g_TH, beta_TH)
+        for x in (q_THD, k_THD, v_THD, g_THC, beta_TH)
     ]
     states, o = rows.read(pool), jnp.zeros(v_THD.shape, v_THD.dtype)
 
-    def one_chunk(carry: tuple[Array, Array], x: tuple[_Parts, _Chunks]) -> Any:
+    def one_chunk(carry: tuple[Array, Array], x: tuple[_Parts, Chunks]) -> Any:
         (state, states), (parts, chunk) = carry, x
         state = jnp.where(chunk.is_first_N, states[jnp.minimum(chunk.row_N, num_rows - 1)], state)
         o, state = _across(state, parts)
@@ -92,7 +86,7 @@ def prefill(
 
     def one_group(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         state, states, o = carry
-        group = _Chunks(*(lax.dynamic_slice_in_dim(x, i * together, together) for x in chunks))
+        group = Chunks(*(lax.dynamic_slice_in_dim(x, i * together, together) for x in chunks))
         parts = _within(*(jnp.moveaxis(x[group.token_NC], 2, 1) for x in tokens))
         (state, states), o_BHCD = lax.scan(one_chunk, (state, states), (parts, group))
         o = o.at[group.token_NC].set(jnp.moveaxis(o_BHCD, 1, 2), mode="drop")
@@ -106,8 +100,8 @@ def prefill(
 def dense(q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array) -> tuple[Array, Array]:
     """Return o [S, T, Hv, Dv] and the states [S, Hv, Dk, Dv] after S rows of T tokens each.
 
-    q and k [S, T, Hk, Dk], v [S, T, Hv, Dv], g and beta [S, T, Hv]; state: that before each row. It
-    can be differentiated.
+    q and k [S, T, Hk, Dk], v [S, T, Hv, Dv], g [S, T, Hv, C], beta [S, T, Hv]; state: that before
+    each row. It can be differentiated.
     """
     (num_rows, num_tokens), chunk = v.shape[:2], CHUNK
     num_chunks = max(-(-num_tokens // chunk), 1)
@@ -134,7 +128,8 @@ class _Parts(NamedTuple):
     """What chunks [..., Hv, C, ...] have before their states are known.
 
     values, keys: the solutions for beta v and for beta k exp(G), of which d = values - keys S.
-    scores: (q k^T) M. queries: q exp(G). last_keys: k exp(G_C - G). decay: exp(G_C), [..., Hv].
+    scores: q |i, j| k. queries: q exp(G). last_keys: k exp(G_C - G). decay: exp(G_C), [..., Hv, 1]
+    or [..., Hv, Dk].
     """
 
     values: Array
@@ -145,27 +140,86 @@ class _Parts(NamedTuple):
     decay: Array
 
 
+class _Scores(NamedTuple):
+    """What tokens of chunks [B, Hv, C, ...] have of each other: by_key k |i, j| k, whose diagonal
+    is of no use, by_query q |i, j| k, [..., C, C]. since_first: G. to_last: G_C - G.
+    """
+
+    by_key: Array
+    by_query: Array
+    since_first: Array
+    to_last: Array
+
+
 def _within(q: Array, k: Array, v: Array, g: Array, beta: Array) -> _Parts:
-    """Return the parts of chunks q, k [B, Hk, C, Dk], v [B, Hv, C, Dv], g, beta [B, Hv, C]."""
+    """Return the parts of chunks q, k [B, Hk, C, Dk], v [B, Hv, C, Dv], g [B, Hv, C, 1 or Dk], beta
+    [B, Hv, C].
+    """
     length, repeats = q.shape[-2], v.shape[-3] // k.shape[-3]
-    total = jnp.cumsum(g, axis=-1)
-    is_seen = jnp.tril(jnp.ones((length, length), bool))[None, None]
-    # Masked before exp, which would overflow above the diagonal.
-    decay = jnp.exp(jnp.where(is_seen, total[..., :, None] - total[..., None, :], -jnp.inf))
-    by_key, by_query = (_product("bhik,bhjk->bhij", x, k) for x in (k, q))
-    by_key, by_query, q, k = (jnp.repeat(x, repeats, axis=1) for x in (by_key, by_query, q, k))
-    strength, grown = beta[..., None], jnp.exp(total)[..., None]
-    below = jnp.where(is_seen & ~jnp.eye(length, dtype=bool)[None, None], strength * by_key, 0)
+    scores = (_scores if g.shape[-1] == 1 else _scores_by_channel)(q, k, g)
+    q, k = (jnp.repeat(x, repeats, axis=1) for x in (q, k))
+    strength, grown = beta[..., None], jnp.exp(scores.since_first)
+    is_below = jnp.tril(jnp.ones((length, length), bool), -1)[None, None]
+    below = jnp.where(is_below, strength * scores.by_key, 0)
     sides = jnp.concatenate([strength * v, strength * k * grown], axis=-1)
-    solved = _product("bhij,bhjd->bhid", _inverse(below * decay), sides)
+    solved = _product("bhij,bhjd->bhid", _inverse(below), sides)
     return _Parts(
         values=solved[..., : v.shape[-1]],
         keys=solved[..., v.shape[-1] :],
-        scores=by_query * decay,
+        scores=scores.by_query,
         queries=q * grown,
-        last_keys=k * jnp.exp(total[..., -1:] - total)[..., None],
-        decay=jnp.exp(total[..., -1]),
+        last_keys=k * jnp.exp(scores.to_last),
+        decay=grown[..., -1, :],
     )
+
+
+def _scores(q: Array, k: Array, g: Array) -> _Scores:
+    """Return the scores where a decay is of a whole head: g [B, Hv, C, 1]."""
+    length, repeats = q.shape[-2], g.shape[-3] // k.shape[-3]
+    total = jnp.cumsum(g, axis=-2)
+    is_seen = jnp.tril(jnp.ones((length, length), bool))[None, None]
+    # Masked before exp, which would overflow above the diagonal.
+    decay = jnp.exp(jnp.where(is_seen, total - jnp.swapaxes(total, -1, -2), -jnp.inf))
+    by_key, by_query = (
+        decay * jnp.repeat(_product("bhik,bhjk->bhij", x, k), repeats, axis=1) for x in (k, q)
+    )
+    return _Scores(by_key, by_query, since_first=total, to_last=total[..., -1:, :] - total)
+
+
+def _scores_by_channel(q: Array, k: Array, g: Array) -> _Scores:
+    """Return the scores where each channel has its decay: g [B, Hv, C, Dk], C a power of 2.
+
+    By blocks that double: between the tokens j of a block and i of the next one, exp(G_i - G_j) is
+    the product of what decays from j to the end of its block and from there to i. Both are at most
+    1, so neither overflows, whatever the decays, and both are sums of g alone, not differences.
+    """
+    repeats = g.shape[-3] // k.shape[-3]
+    # [B, Hv, blocks, tokens of a block, Dk]: every token is a block at first.
+    q, k = (jnp.repeat(x, repeats, axis=1)[..., None, :] for x in (q, k))
+    since_first, to_last = g[..., None, :], jnp.zeros_like(g)[..., None, :]
+    by_key, by_query = (jnp.sum(x * k, axis=-1, keepdims=True) for x in (k, q))
+    while q.shape[-3] > 1:
+        (q0, k0, since0, to0), (q1, k1, since1, to1) = (
+            [x[..., half::2, :, :] for x in (q, k, since_first, to_last)] for half in (0, 1)
+        )
+        grown = jnp.exp(since1)
+        later = jnp.concatenate([k1 * grown, q1 * grown], axis=-2)
+        corners = _product("...ik,...jk->...ij", later, k0 * jnp.exp(to0))
+        corners = jnp.split(corners, 2, axis=-2)
+        by_key, by_query = map(_lower_blocks, (by_key, by_query), corners)
+        q, k = jnp.concatenate([q0, q1], axis=-2), jnp.concatenate([k0, k1], axis=-2)
+        since_first = jnp.concatenate([since0, since0[..., -1:, :] + since1], axis=-2)
+        to_last = jnp.concatenate([to0 + since1[..., -1:, :], to1], axis=-2)
+    return _Scores(*(x[..., 0, :, :] for x in (by_key, by_query, since_first, to_last)))
+
+
+def _lower_blocks(diagonal: Array, corner: Array) -> Array:
+    """Return matrices [[a, 0], [c, b]] [..., N, 2n, 2n] of the blocks a, b, a, b, ... [..., 2N, n,
+    n] and c [..., N, n, n].
+    """
+    first, second = diagonal[..., 0::2, :, :], diagonal[..., 1::2, :, :]
+    above = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+    return jnp.concatenate([above, jnp.concatenate([corner, second], axis=-1)], axis=-2)
 
 
 @jax.custom_jvp
@@ -185,9 +239,7 @@ def _inverse(below: Array) -> Array:
         lower = jnp.einsum("...ninj->...nij", blocks[..., 1, :, :, 0, :])
         first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
         corner = _product("...ij,...jk->...ik", second, lower)
-        corner = -_product("...ij,...jk->...ik", corner, first)
-        above = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
-        inverse = jnp.concatenate([above, jnp.concatenate([corner, second], axis=-1)], axis=-2)
+        inverse = _lower_blocks(inverse, -_product("...ij,...jk->...ik", corner, first))
     return inverse[..., 0, :, :]
 
 
@@ -202,45 +254,10 @@ def _across(state: Array, parts: _Parts) -> tuple[Array, Array]:
     change = parts.values - _product("hck,hkv->hcv", parts.keys, state)
     o = _product("hck,hkv->hcv", parts.queries, state)
     o = o + _product("hij,hjv->hiv", parts.scores, change)
-    state = parts.decay[:, None, None] * state
+    state = parts.decay[..., None] * state
     return o, state + _product("hck,hcv->hkv", parts.last_keys, change)
 
 
 def _product(axes: str, *factors: Array) -> Array:
     # Without a precision, a TPU would round both to bf16 and a GPU to 11 bits.
     return jnp.einsum(axes, *factors, precision=lax.Precision.HIGHEST)
-
-
-class _Chunks(NamedTuple):
-    """Chunks [N] of packed rows. token_NC: their tokens, T for padding. row_N: S past the last."""
-
-    token_NC: Array
-    row_N: Array
-    is_first_N: Array
-    is_last_N: Array
-
-
-def _chunks(rows: PackedRows, num_tokens: int, chunk: int, most: int) -> tuple[_Chunks, Array]:
-    """Cut rows at multiples of chunk in their sequences. Return chunks, and how many are real."""
-    lengths_S, start_S = rows.lengths_S, rows.start_S
-    first_S = start_S // chunk
-    last_S = (start_S + lengths_S - 1) // chunk
-    ends_S = jnp.cumsum(jnp.where(lengths_S > 0, last_S - first_S + 1, 0))
-    chunks_N = jnp.arange(most, dtype=jnp.int32)
-    row_N = jnp.sum(ends_S[None, :] <= chunks_N[:, None], axis=1, dtype=jnp.int32)
-    is_real_N = row_N < lengths_S.shape[0]
-    row = jnp.minimum(row_N, lengths_S.shape[0] - 1)
-    number_N = chunks_N - ends_S[row] + last_S[row] + 1  # in the row's own sequence
-    offset_NC = (number_N * chunk - start_S[row])[:, None] + jnp.arange(chunk, dtype=jnp.int32)[
-        None
-    ]
-    is_token_NC = (offset_NC >= 0) & (offset_NC < lengths_S[row][:, None]) & is_real_N[:, None]
-    begin_N1 = rows.query_start_loc_S1[row][:, None]
-    token_NC = jnp.where(is_token_NC, begin_N1 + offset_NC, num_tokens)
-    chunks = _Chunks(
-        token_NC=token_NC,
-        row_N=row_N,
-        is_first_N=is_real_N & (number_N == first_S[row]),
-        is_last_N=is_real_N & (number_N == last_S[row]),
-    )
-    return chunks, ends_S[-1]

@@ -18,8 +18,10 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.families import FAMILIES
 from jpaged.models.layers.attention import AttentionConfig
 from jpaged.models.layers.conv import ConvConfig
-from jpaged.models.layers.delta import DeltaConfig
+from jpaged.models.layers.delta import GatedDeltaConfig
 from jpaged.models.layers.experts import ExpertsConfig
+from jpaged.models.layers.latent import LatentConfig
+from jpaged.models.layers.mamba import MambaConfig
 from tests.golden.configs import CONFIGS
 from tests.golden.reference import load
 
@@ -45,35 +47,46 @@ PIXTRAL = [
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Index:
-    """What a file holds. layer: of every layer; window: of those with one; attention, delta, conv:
-    of those that have it, or the gated delta rule, or a short convolution; dense, mixture: of those
-    with an MLP, with experts. norm: after the last layer. others: of no layer of the model, which
-    no part of it takes. {x} is an expert, {L} the number of layers.
+    """What a file holds. layer: of every layer; window: of those with one; indexer: of those that
+    choose what they attend to; attention, delta, mamba, conv: of those that have it, or the gated
+    delta rule, Mamba-2, a short convolution; dense, mixture: of those with an MLP, with experts.
+    norm: after the last layer. others: of no layer of the model, which no part of it takes. {x} is
+    an expert, {L} the number of layers.
     """
 
     layer: list[str]
     window: list[str] = dataclasses.field(default_factory=list)
+    indexer: list[str] = dataclasses.field(default_factory=list)
     conv: list[str] = dataclasses.field(default_factory=list)
     attention: list[str] = dataclasses.field(default_factory=list)
     delta: list[str] = dataclasses.field(default_factory=list)
+    mamba: list[str] = dataclasses.field(default_factory=list)
     dense: list[str] = dataclasses.field(default_factory=lambda: MLP)
     mixture: list[str] = dataclasses.field(default_factory=list)
     others: list[str] = dataclasses.field(default_factory=list)
     text: str = "model."
+    embed: str = "embed_tokens.weight"
     norm: str = "norm.weight"
     head: str | None = "lm_head.weight"
 
     def names(self, config: ModelConfig) -> list[str]:
         """Return all names in a file of a model."""
-        names = [self.text + "embed_tokens.weight", self.text + self.norm]
+        names = [self.text + self.embed, self.text + self.norm]
         for i, layer in enumerate(config.layers):
             ffn = layer.ffn
             count = ffn.num_experts if isinstance(ffn, ExpertsConfig) else 0
             has_window = isinstance(layer.mixer, AttentionConfig) and layer.mixer.window is not None
-            of_kind = [*(self.mixture if count else self.dense), *(self.window * has_window)]
-            kinds = ((DeltaConfig, self.delta), (ConvConfig, self.conv))
+            of_ffn = self.mixture if count else self.dense
+            of_kind = [*(of_ffn if ffn is not None else []), *(self.window * has_window)]
+            if isinstance(layer.mixer, LatentConfig) and layer.mixer.indexer is not None:
+                of_kind += self.indexer
+            kinds = [
+                (GatedDeltaConfig, self.delta),
+                (ConvConfig, self.conv),
+                (MambaConfig, self.mamba),
+            ]
             of_mixer = (names for kind, names in kinds if isinstance(layer.mixer, kind))
-            of_kind += next(of_mixer, self.attention)
+            of_kind += next(of_mixer, self.attention) if layer.mixer is not None else []
             for name in [*self.layer, *of_kind]:
                 copies = range(count) if "{x}" in name else [0]
                 names += [f"{self.text}layers.{i}.{name.replace('{x}', str(x))}" for x in copies]
@@ -88,6 +101,8 @@ SHARED_EXPERT = [f"mlp.shared_expert.{part}" for part in PARTS] + ["mlp.shared_e
 LATENT = [f"self_attn.{x}.weight" for x in ("q_a_proj", "q_a_layernorm", "q_b_proj")]
 LATENT += [f"self_attn.{x}.weight" for x in ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")]
 LATENT += ["self_attn.o_proj.weight"]
+INDEXER = [f"self_attn.indexer.{x}.weight" for x in ("wq_b", "wk", "k_norm", "weights_proj")]
+INDEXER += ["self_attn.indexer.k_norm.bias"]
 MTP = [f"mtp.{x}.weight" for x in ("fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")]
 MTP += [f"mtp.layers.0.{name}" for name in [*QKVO, *QK_NORMS, *NORMS]]
 LFM2 = Index(
@@ -100,6 +115,15 @@ LFM2 = Index(
     dense=[f"feed_forward.{w}.weight" for w in ("w1", "w2", "w3")],
     norm="embedding_norm.weight",
 )
+MAMBA = [f"mamba.{x}" for x in ("A_log", "D", "dt_bias", "conv1d.weight", "conv1d.bias")]
+MAMBA += [f"mamba.{x}.weight" for x in ("in_proj", "norm", "out_proj")]
+SHARED_MLP = ["shared_mlp.input_linear.weight", "shared_mlp.output_linear.weight"]
+GRANITE_EXPERTS = ("router.layer", "input_linear", "output_linear")
+# Of Kimi Linear's and Ling 3's, within a layer's attention.
+KDA = [f"{x}_proj.weight" for x in "qkvbo"] + [f"{x}_conv1d.weight" for x in "qkv"]
+KDA += ["A_log", "dt_bias", "o_norm.weight"]
+KDA_LOW_RANK = [f"{x}_proj.weight" for x in ("f_a", "f_b", "g_a", "g_b")]
+LING_LATENT = ["q_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "dense", "g_proj"]
 GUESSES = ["eh_proj.weight", "enorm.weight", "hnorm.weight", "shared_head.norm.weight"]
 INDICES = {
     "ministral3_g4_d64_mscale_tied": Index(
@@ -192,6 +216,38 @@ INDICES = {
             *(f"linear_attn.{x}_conv1d.weight" for x in "qkv"),
         ],
     ),
+    "nemotron_h_latent_experts": Index(
+        layer=["norm.weight"],
+        attention=[name.replace("self_attn", "mixer") for name in QKVO],
+        mamba=[
+            *(name.replace("mamba", "mixer") for name in MAMBA),
+            *("mixer.in_proj.bias", "mixer.out_proj.bias"),
+        ],
+        dense=["mixer.up_proj.weight", "mixer.down_proj.weight"],
+        mixture=[
+            *("mixer.gate.weight", "mixer.gate.e_score_correction_bias"),
+            *("mixer.fc1_latent_proj.weight", "mixer.fc2_latent_proj.weight"),
+            *(f"mixer.experts.{{x}}.{x}_proj.weight" for x in ("up", "down")),
+            *(f"mixer.shared_experts.{x}_proj.weight" for x in ("up", "down")),
+        ],
+        others=["mtp.layers.0.norm.weight", "mtp.layers.0.mixer.q_proj.weight"],
+        text="backbone.",
+        embed="embeddings.weight",
+        norm="norm_f.weight",
+    ),
+    "falcon_h1_p24_n16": Index(
+        layer=["input_layernorm.weight", "pre_ff_layernorm.weight", *QKVO],
+        attention=[name for name in MAMBA if name != "mamba.norm.weight"],
+        dense=[f"feed_forward.{part}" for part in PARTS],
+        norm="final_layernorm.weight",
+    ),
+    "granite_hybrid_experts_g2_tied": Index(
+        layer=NORMS + SHARED_MLP,
+        attention=QKVO,
+        mamba=[*MAMBA, "mamba.in_proj.bias", "mamba.out_proj.bias"],
+        mixture=[f"block_sparse_moe.{x}.weight" for x in GRANITE_EXPERTS],
+        head=None,
+    ),
     "lfm2_c96_w3": LFM2,
     "lfm2_moe_c80_w3": dataclasses.replace(
         LFM2,
@@ -214,6 +270,17 @@ INDICES = {
             ]
         ],
     ),
+    **{
+        name: Index(
+            layer=LATENT + NORMS,
+            indexer=INDEXER,
+            mixture=BIASED + EXPERTS + SHARED,
+            others=[
+                f"model.layers.{{L}}.{name}" for name in [*GUESSES, *LATENT, *INDEXER, *BIASED]
+            ],
+        )
+        for name in ("deepseek_v32_h4_l32_top8", "glm_moe_dsa_h6_l24_shared")
+    },
     "glm4_moe_lite_h5_l48": Index(
         layer=LATENT + NORMS,
         mixture=BIASED + EXPERTS + SHARED,
@@ -228,6 +295,27 @@ INDICES = {
         text="language_model.model.",
         others=PIXTRAL,
         head="language_model.lm_head.weight",
+    ),
+    "kimi_linear_h3_c16": Index(
+        layer=NORMS,
+        attention=["self_attn.q_proj.weight", *LATENT[3:]],
+        delta=[f"self_attn.{name}" for name in KDA + KDA_LOW_RANK],
+        mixture=[
+            *("block_sparse_moe.gate.weight", "block_sparse_moe.gate.e_score_correction_bias"),
+            *(f"block_sparse_moe.experts.{{x}}.{w}.weight" for w in ("w1", "w2", "w3")),
+            *(f"block_sparse_moe.shared_experts.{part}" for part in PARTS),
+        ],
+    ),
+    "ling_h4_c16": Index(
+        layer=NORMS,
+        attention=[f"attention.{name}.weight" for name in LING_LATENT],
+        delta=[f"attention.{name}" for name in (*KDA, "f_proj.weight", "g_proj.weight")],
+        mixture=["mlp.gate.weight", "mlp.gate.expert_bias", *EXPERTS, *SHARED],
+        others=[
+            f"model.layers.{{L}}.{name}"
+            for name in [*GUESSES[:3], "final_layernorm.weight", "attention.dense.weight", *NORMS]
+        ],
+        embed="word_embeddings.weight",
     ),
     "solar_open_g1_d32": Index(layer=QKVO + QKV_BIAS + NORMS, mixture=BIASED + EXPERTS + SHARED),
     "minimax_m2_g2_d32": Index(
@@ -267,14 +355,18 @@ def write(folder: Path, raw: dict[str, Any], names: list[str]) -> Path:
     hidden = config.hidden_size
     stacked = FAMILIES[config.family].stacked_experts
     is_transposed = stacked is not None and stacked.transposed
+    node, gate_up, down = ("", "", "")
+    if stacked is not None:
+        node, gate_up, down = stacked.node, stacked.gate_up, stacked.down
     tensors = {}
     for name in names:
         ours = name.replace("language_model.model.", "model.").replace("language_model.", "")
+        ours = ours.replace("backbone.", "model.")
         shape = shapes.get(ours, (2, 2))
-        if ours.endswith("mlp.experts.gate_up_proj"):
+        if ours.endswith(f"{node}.{gate_up}"):
             one = (2 * config.expert_size, hidden)
             shape = (config.num_experts, *(one[::-1] if is_transposed else one))
-        elif ours.endswith("mlp.experts.down_proj"):
+        elif ours.endswith(f"{node}.{down}"):
             one = (hidden, config.expert_size)
             shape = (config.num_experts, *(one[::-1] if is_transposed else one))
         tensors[name] = np.zeros(shape, np.float32)

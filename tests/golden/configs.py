@@ -12,7 +12,9 @@ odd on purpose: a swapped pair of dimensions must not fit.
 from typing import Any
 
 from tests.golden.hybrids import HYBRIDS
+from tests.golden.kimi import KIMI
 from tests.golden.latents import LATENTS
+from tests.golden.mambas import MAMBAS
 from tests.golden.short_convs import SHORT_CONVS
 
 
@@ -1114,6 +1116,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     **HYBRIDS,
     **SHORT_CONVS,
     **LATENTS,
+    **MAMBAS,
+    **KIMI,
 }
 
 # Of whatever families do one each, whose answers with other weights are stored too (seeds.npz).

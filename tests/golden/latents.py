@@ -3,13 +3,15 @@
 Between them: queries with a latent of their own and without; three, five and six heads, which two
 devices divide or not; interleaved rope and halves; YaRN with scores that are multiplied and queries
 that grow with their position; first layers with an MLP, groups of experts, some of whose scores are
-equal; experts one by one and stacked in the file; the text part of a model of images.
+equal; experts one by one and stacked in the file; the text part of a model of images. And indexers
+that choose 8 tokens, in every layer with halves or in some with interleaved rope, in no order of
+layers with an MLP or experts.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-FAMILIES = ("deepseek_v3", "glm4_moe_lite", "mistral4")
+FAMILIES = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "mistral4")
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
 
 
@@ -146,6 +148,58 @@ LATENTS: dict[str, dict[str, Any]] = {
         rope_theta=1000000.0,
         eos_token_id=[159, 158],
     ),
+    "deepseek_v32_h4_l32_top8": _config(
+        "deepseek_v32",
+        "DeepseekV32ForCausalLM",
+        vocab_size=160,
+        hidden_size=72,
+        intermediate_size=104,
+        num_attention_heads=4,
+        q_lora_rank=48,
+        kv_lora_rank=32,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=24,
+        index_topk=8,
+        index_n_heads=16,
+        index_head_dim=20,
+        first_k_dense_replace=1,
+        routed_scaling_factor=2.5,
+        **GROUPS,
+        rope_theta=10000.0,
+        rope_scaling={
+            "type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+        eos_token_id=159,
+    ),
+    "glm_moe_dsa_h6_l24_shared": _config(
+        "glm_moe_dsa",
+        "GlmMoeDsaForCausalLM",
+        vocab_size=160,
+        hidden_size=80,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=6,
+        q_lora_rank=24,
+        kv_lora_rank=24,
+        qk_nope_head_dim=24,
+        qk_rope_head_dim=16,
+        v_head_dim=32,
+        index_topk=12,
+        index_n_heads=12,
+        index_head_dim=32,
+        indexer_types=["full", "shared", "full", "shared"],
+        mlp_layer_types=["dense", "sparse", "sparse", "dense"],
+        routed_scaling_factor=2.5,
+        **(GROUPS | {"n_group": 1, "topk_group": 1}),
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+        eos_token_id=[159, 158],
+    ),
     "mistral4_h4_l24": _config(
         "mistral4",
         "Mistral4ForCausalLM",
@@ -182,6 +236,8 @@ def with_latents(
     for i in range(config["num_hidden_layers"]):
         attention = f"model.layers.{i}.self_attn."
         made |= {attention + name: shape for name, shape in attention_shapes(config).items()}
+        if "index_topk" in config and config.get("indexer_types", ["full"] * (i + 1))[i] == "full":
+            made |= {attention + name: shape for name, shape in indexer_shapes(config).items()}
     return made
 
 
@@ -204,3 +260,12 @@ def attention_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         if query is not None:
             shapes["q_a_proj.bias"] = (query,)
     return shapes
+
+
+def indexer_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The tensors of one layer's indexer."""
+    e, heads, width = (config[key] for key in ("hidden_size", "index_n_heads", "index_head_dim"))
+    shapes: dict[str, tuple[int, ...]] = {"wq_b.weight": (heads * width, config["q_lora_rank"])}
+    shapes |= {"wk.weight": (width, e), "k_norm.weight": (width,), "k_norm.bias": (width,)}
+    shapes["weights_proj.weight"] = (heads, e)
+    return {f"indexer.{name}": shape for name, shape in shapes.items()}

@@ -42,6 +42,11 @@ ENOUGH_GAP = (
     0.02  # a thousand times float32's error: a right implementation cannot pick the other token
 )
 OF_IMAGES = ("model.vision_tower.", "model.multi_modal_projector.", "model.visual.")
+GRANITE = {  # parts of names in Granite 4's files, and in transformers
+    ".block_sparse_moe.input_linear.weight": ".block_sparse_moe.experts.gate_up_proj",
+    ".block_sparse_moe.output_linear.weight": ".block_sparse_moe.experts.down_proj",
+    ".block_sparse_moe.router.layer.": ".block_sparse_moe.router.",
+}
 VARIETY = 8  # distinct tokens in a continuation
 TRIES = 100
 # What make_golden_beams.py, make_golden_seeds.py and make_golden_mtp.py make, as names on the
@@ -103,7 +108,7 @@ def make(name: str, config: dict[str, Any], out: Path) -> str:
     for i, ids in enumerate(prompts):
         positions = np.unique(np.linspace(0, len(ids) - 1, min(ROWS, len(ids))).astype(np.int32))
         logits = forward(exact, ids)[positions].float().numpy()
-        bf16 = forward(rounded, ids)[positions]
+        bf16 = forward(rounded, ids)[positions].to(torch.bfloat16)  # some families give f32
         differences.append((bf16.float().numpy() - logits).ravel())
         arrays |= {
             f"token_ids_{i}": np.asarray(ids, np.int32),
@@ -171,11 +176,15 @@ def fused_experts(tensors: dict[str, Any]) -> dict[str, Any]:
     """
     import torch  # pyright: ignore[reportMissingImports]
 
+    from tests.golden.kimi import as_transformers
+
     state, experts = {}, {}
     other = (".linear_attn.", ".kv_b_proj.")  # of families whose files have outputs first
     is_transposed = not any(name in key for key in tensors for name in other)
     for key, tensor in tensors.items():
-        key = key.replace(".block_sparse_moe.", ".mlp.")
+        of_granite = (key.replace(*names) for names in GRANITE.items() if names[0] in key)
+        key = next(of_granite, as_transformers(key).replace(".block_sparse_moe.", ".mlp."))
+        key = key.replace("backbone.", "model.")
         key = key.replace(".attention_layer_norm.", ".input_layernorm.")
         key = key.replace(".feedforward_layer_norm.", ".post_attention_layernorm.")
         key = key.replace(".mlp.moe_statics.", ".mlp.gate.moe_statics.")
@@ -196,6 +205,10 @@ def fused_experts(tensors: dict[str, Any]) -> dict[str, Any]:
         state[key.replace("q_conv1d", "conv1d")] = torch.cat(parts)
     for node, own in experts.items():
         count = 1 + max(x for x, _ in own)
+        if (0, "gate_proj") not in own and (0, "w1") not in own:
+            for name in ("up_proj", "down_proj"):
+                state[f"{node}.{name}"] = torch.stack([own[x, name] for x in range(count)])
+            continue
         names = ("w1", "w3", "w2") if (0, "w1") in own else ("gate_proj", "up_proj", "down_proj")
         gate, up, down = (torch.stack([own[x, name] for x in range(count)]) for name in names)
         state |= {f"{node}.gate_up_proj": torch.cat([gate, up], 1), f"{node}.down_proj": down}

@@ -61,8 +61,8 @@ def test_configs_cover_the_families() -> None:
     layers = [layer for c in configs for layer in c.layers]
     mixers = [layer.mixer for layer in layers if isinstance(layer.mixer, AttentionConfig)]
     assert {m.group_size for m in mixers} == {1, 2, 3, 4, 7}
-    assert {m.head_dim for m in mixers} == {16, 32, 48, 64, 80, 128}
-    assert {m.value_width for m in mixers} == {16, 32, 64, 80, 128}
+    assert {m.head_dim for m in mixers} == {16, 18, 32, 48, 64, 80, 128}
+    assert {m.value_width for m in mixers} == {16, 18, 32, 64, 80, 128}
     scalings = {m.rope.scaling for m in mixers if m.rope is not None}
     assert {c.tie_word_embeddings for c in configs} == {True, False}
     assert {scaling.kind if scaling else None for scaling in scalings} == {

@@ -14,8 +14,11 @@ from typing import Any
 import numpy as np
 
 from tests.golden.hybrids import GATED, scaled, with_delta
+from tests.golden.kimi import FAMILIES as KIMI
+from tests.golden.kimi import kimi_shapes, scaled_kimi
 from tests.golden.latents import FAMILIES as LATENT
 from tests.golden.latents import with_latents
+from tests.golden.mambas import nemotron_shapes, scaled_mamba, with_mambas
 from tests.golden.short_convs import scaled_conv, with_convs
 from tests.golden.unequal import UNEQUAL, unequal_shapes
 
@@ -45,6 +48,8 @@ CHOOSING_BIASES: dict[str, tuple[str, tuple[int, ...]]] = {  # and the axes befo
     "solar_open": ("mlp.gate.e_score_correction_bias", ()),
     "deepseek_v3": ("mlp.gate.e_score_correction_bias", ()),
     "glm4_moe_lite": ("mlp.gate.e_score_correction_bias", ()),
+    "deepseek_v32": ("mlp.gate.e_score_correction_bias", ()),
+    "glm_moe_dsa": ("mlp.gate.e_score_correction_bias", ()),
     "minimax_m2": ("block_sparse_moe.e_score_correction_bias", ()),
     "lfm2_moe": ("mlp.expert_bias", ()),
     "ernie4_5_moe": ("mlp.moe_statics.e_score_correction_bias", (1,)),
@@ -61,8 +66,12 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     if "text_config" in config:
         shapes = tensor_shapes(text_part(config))
         return {k.replace("model.", "model.language_model."): v for k, v in shapes.items()}
+    if config["model_type"] == "nemotron_h":
+        return nemotron_shapes(config)
     if config["model_type"] in UNEQUAL:
         return unequal_shapes(config)
+    if config["model_type"] in KIMI:
+        return kimi_shapes(config)
     family, e, f = config["model_type"], config["hidden_size"], config.get("intermediate_size", 0)
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     d = config.get("head_dim") or e // heads
@@ -106,7 +115,8 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
                     shapes[f"{layer}mlp.{name}.bias"] = shape[:1]
         norms = NORMS.get(family, ("input_layernorm", "post_attention_layernorm"))
         shapes |= {f"{layer}{norm}.weight": (e,) for norm in norms}
-    return with_convs(config, with_delta(config, with_latents(config, shapes)))
+    shapes = with_mambas(config, with_latents(config, shapes))
+    return with_convs(config, with_delta(config, shapes))
 
 
 def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -254,9 +264,9 @@ def _tied(key: str, x: np.ndarray, name: str, config: Mapping[str, Any]) -> np.n
 
 
 def _scaled(key: str, x: np.ndarray, config: Mapping[str, Any]) -> np.ndarray:
-    for special in (scaled(key, x, config), scaled_conv(key, x, config)):
-        if special is not None:
-            return special
+    for special in (scaled, scaled_conv, scaled_mamba, scaled_kimi):
+        if (values := special(key, x, config)) is not None:
+            return values
     if key.endswith("e_score_correction_bias"):
         return 0.3 * x  # sigmoids differ by as much
     if key.endswith(("norm.weight", "norm_1.weight", "norm_2.weight", "router.scale")):

@@ -169,11 +169,11 @@ void LowRank() {
 
 // Rows of 3, 0 and 1 tokens: the first begins with zeros, the last reads one slot and writes another.
 void GatedDelta() {
-  for (auto [Hk, r, Dk, Dv] : {std::array<int64_t, 4>{1, 1, 8, 32}, {2, 3, 24, 64}}) {
+  for (auto [Hk, r, Dk, Dv, Dc] : {std::array<int64_t, 5>{1, 1, 8, 32, 1}, {2, 3, 24, 64, 1}, {2, 3, 24, 64, 24}}) {
     int64_t Hv = Hk * r, T = 4, slots = 3, size = Dk * Dv;
     Random random(Dk);
     auto q = random.Floats(T * Hk * Dk, -0.5, 0.5), k = random.Floats(T * Hk * Dk, -0.5, 0.5);
-    auto v = random.Floats(T * Hv * Dv, -1, 1), g = random.Floats(T * Hv, -1, 0), beta = random.Floats(T * Hv, 0, 1);
+    auto v = random.Floats(T * Hv * Dv, -1, 1), decay = random.Floats(T * Hv * Dc, 0.3, 1), beta = random.Floats(T * Hv, 0, 1);
     auto pool = random.Floats(slots * Hv * size, -1, 1);
     std::vector<double> wanted(pool.begin(), pool.end()), outputs(T * Hv * Dv);
     std::vector<int32_t> starts{0, 3, 3, 4}, read{3, 0, 2}, write{0, 1, 1};
@@ -187,7 +187,8 @@ void GatedDelta() {
           const float *of_k = &k[(t * Hk + h / r) * Dk], *of_q = &q[(t * Hk + h / r) * Dk];
           for (int64_t n = 0; n < Dv; ++n) {
             double error = v[(t * Hv + h) * Dv + n], o = 0;
-            for (int64_t c = 0; c < Dk; ++c) error -= (state[c * Dv + n] *= std::exp(double(g[t * Hv + h]))) * of_k[c];
+            const float* of_decay = &decay[(t * Hv + h) * Dc];
+            for (int64_t c = 0; c < Dk; ++c) error -= (state[c * Dv + n] *= of_decay[c % Dc]) * of_k[c];
             for (int64_t c = 0; c < Dk; ++c) o += (state[c * Dv + n] += of_k[c] * beta[t * Hv + h] * error) * of_q[c];
             outputs[(t * Hv + h) * Dv + n] = o;
           }
@@ -196,15 +197,15 @@ void GatedDelta() {
       }
     }
     std::vector<float> o(T * Hv * Dv);
-    DeltaProblem p{.q = q.data(), .k = k.data(), .v = v.data(), .g = g.data(), .beta = beta.data()};
+    DeltaProblem p{.q = q.data(), .k = k.data(), .v = v.data(), .decay = decay.data(), .beta = beta.data()};
     p.pool = pool.data(), p.o = o.data(), p.starts = starts.data(), p.read = read.data(), p.write = write.data();
-    p.slots = slots, p.Hk = Hk, p.Hv = Hv, p.Dk = Dk, p.Dv = Dv;
+    p.slots = slots, p.Hk = Hk, p.Hv = Hv, p.Dk = Dk, p.Dv = Dv, p.Dc = Dc;
     for (int64_t row = 0; row < 3; ++row) {
       for (int64_t h = 0; h < Hv; ++h) {
         for (int64_t n = 0; n < Dv; n += kColumns) StepColumns(p, row, h, n);
       }
     }
-    std::string name = "gated_delta " + std::to_string(Dk) + "x" + std::to_string(Dv);
+    std::string name = "gated_delta " + std::to_string(Dk) + "x" + std::to_string(Dv) + (Dc > 1 ? " by channel" : "");
     Check(name, o, outputs, std::vector<double>(o.size(), 1e-5));
     Check(name + " state", pool, wanted, std::vector<double>(pool.size(), 1e-5));
   }

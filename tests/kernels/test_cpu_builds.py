@@ -28,7 +28,7 @@ DRIVER = Path(__file__).with_name("cpu_driver.cc")
 EMULATION = Path(__file__).with_name("amx_emulation.h")
 TILES = {"amx_tile", "amx_bf16"}
 SANITIZE = ("-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-CASES = 175
+CASES = 177
 
 
 def compiler_of(name: str) -> str:

@@ -95,6 +95,23 @@ def test_no_token_is_dropped(way: str) -> None:
         np.testing.assert_allclose(WAYS[way](*args, GLU), exact(*args), atol=2e-5)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_experts_without_gates(way: str) -> None:
+    """They have up alone, whose relu is squared."""
+    x, chosen, weight, weights = make(24, 6, 2, jnp.float32, bias=False)
+    up = weights.gate_up[:, 1:]
+    found = WAYS[way](
+        *(x, chosen, weight, dataclasses.replace(weights, gate_up=up)),
+        functools.partial(gated, "relu2"),
+    )
+    wanted = np.zeros(x.shape)
+    rows, ups, downs = (np.asarray(a, np.float64) for a in (x, up[:, 0], weights.down))
+    for t, a in np.argwhere(np.asarray(chosen) < len(downs)):
+        e = int(chosen[t, a])
+        wanted[t] += float(weight[t, a]) * (downs[e] @ np.maximum(ups[e] @ rows[t], 0) ** 2)
+    np.testing.assert_allclose(found, wanted, atol=1e-4)
+
+
 def test_tiles_read_drawn_experts_alone() -> None:
     """The others may be anything."""
     x, _, weight, weights = make(8, 6, 2, jnp.float32, bias=False)

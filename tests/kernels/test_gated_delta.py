@@ -53,7 +53,9 @@ def slots_read(rows: PackedRows) -> set[int]:
     return set(read[(read < SLOTS) & (lengths > 0)].tolist())
 
 
-def make(lengths: list[int], starts: list[int], padding: int, keys: str = "random") -> Case:
+def make(
+    lengths: list[int], starts: list[int], padding: int, keys: str = "random", channels: int = 1
+) -> Case:
     rng, rows = np.random.default_rng(7), rows_of(lengths, starts)
     total = sum(lengths)
 
@@ -62,8 +64,9 @@ def make(lengths: list[int], starts: list[int], padding: int, keys: str = "rando
         return x / np.linalg.norm(x, axis=-1, keepdims=True)
 
     q, k = unit(total, HK, DK) * DK**-0.5, unit(total, HK, DK)
-    g, beta = -rng.exponential(0.3, (total, HV)), rng.uniform(0, 1, (total, HV))
+    g, beta = -rng.exponential(0.3, (total, HV, channels)), rng.uniform(0, 1, (total, HV))
     g[3::40] = -50.0  # a token that forgets all before it
+    g[70:90, :, ::3] = -5.0  # as much as a chunk of 64 may not divide by
     if keys == "equal":  # the case in which an inverse by products of powers overflows
         k[:], g[:], beta[:] = k[0] + 1e-4 * k, -1e-4, 0.999
     v = rng.standard_normal((total, HV, DV))
@@ -104,28 +107,37 @@ def compiled(name: str) -> Any:
     return jax.jit(runnable(name).prefill)
 
 
+CHANNELS = pytest.mark.parametrize("channels", [1, DK], ids=["by head", "by channel"])
+
+
+@CHANNELS
 @pytest.mark.parametrize("keys", ["random", "equal"])
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_prefill_is_the_definition(name: str, keys: str) -> None:
-    case = make(LENGTHS, STARTS, padding=13, keys=keys)
+def test_prefill_is_the_definition(name: str, keys: str, channels: int) -> None:
+    case = make(LENGTHS, STARTS, padding=13, keys=keys, channels=channels)
     check(case, *prefill(name, case))
 
 
+@CHANNELS
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_decode_is_the_definition(name: str) -> None:
+def test_decode_is_the_definition(name: str, channels: int) -> None:
     lengths = [1, 1, 1, 1, 0, 0]
-    case = make(lengths, [0, 5, 191, 63, 64, 0], padding=2)
+    case = make(lengths, [0, 5, 191, 63, 64, 0], padding=2, channels=channels)
     check(case, *jax.jit(runnable(name).decode)(*case.tokens, case.pool, case.rows))
 
 
+@CHANNELS
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_bits_do_not_depend_on_the_batch_or_on_where_a_step_begins(name: str) -> None:
-    whole = make([150, 0], [0, 0], padding=10)  # all of one shape: compiled once
+def test_bits_do_not_depend_on_the_batch_or_on_where_a_step_begins(
+    name: str, channels: int
+) -> None:
+    # All of one shape: compiled once.
+    whole = make([150, 0], [0, 0], padding=10, channels=channels)
     o, pool = prefill(name, whole)
     # The same tokens in two steps, cut at the end of a chunk, the second beside another row.
     first = tuple(np.concatenate([x[:CHUNK], x[150:], x[:86]]) for x in whole.tokens)
     o_first, pool_first = prefill(name, Case(first, whole.pool, rows_of([CHUNK, 0], [0, 0])))
-    other = make([74, 0], [9, 0], padding=0)
+    other = make([74, 0], [9, 0], padding=0, channels=channels)
     states = np.where(np.isnan(other.pool), 0, other.pool)
     states[5] = np.asarray(pool_first)[0]
     second = tuple(
@@ -138,12 +150,13 @@ def test_bits_do_not_depend_on_the_batch_or_on_where_a_step_begins(name: str) ->
     np.testing.assert_array_equal(np.asarray(pool_second)[1], np.asarray(pool)[0])
 
 
+@CHANNELS
 @pytest.mark.parametrize(
     "name", [x for x in IMPLEMENTATIONS if IMPLEMENTATIONS[x].is_batch_invariant()]
 )
-def test_bits_do_not_depend_on_any_cut(name: str) -> None:
+def test_bits_do_not_depend_on_any_cut(name: str, channels: int) -> None:
     """A prompt in one step, and token after token beside another row."""
-    whole = make([9, 3], [0, 0], padding=0)
+    whole = make([9, 3], [0, 0], padding=0, channels=channels)
     o, pool = prefill(name, whole)
     states, outputs = whole.pool, []
     for t in range(9):
@@ -163,9 +176,12 @@ def test_bits_do_not_depend_on_any_cut(name: str) -> None:
     np.testing.assert_array_equal(np.asarray(states)[0], np.asarray(pool)[0])
 
 
+@CHANNELS
 @pytest.mark.parametrize("tokens", [1, 64, 150])
-def test_the_dense_form_is_the_definition(tokens: int) -> None:
-    cases = [make([tokens], [0], padding=0, keys=keys) for keys in ("random", "equal")]
+def test_the_dense_form_is_the_definition(tokens: int, channels: int) -> None:
+    cases = [
+        make([tokens], [0], padding=0, keys=keys, channels=channels) for keys in ("random", "equal")
+    ]
     batch = [np.stack(pair) for pair in zip(*(case.tokens for case in cases), strict=True)]
     zeros = jnp.zeros((2, HV, DK, DV))
     o, state = jax.jit(xla.dense)(*map(jnp.asarray, batch), zeros)
@@ -175,17 +191,19 @@ def test_the_dense_form_is_the_definition(tokens: int) -> None:
         check(case, o[i], pool)
 
 
+@CHANNELS
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
-def test_chunks_and_steps_are_lowered_for_chips(platform: str) -> None:
-    case = make([1, 1, 1, 0], [0, 5, 9, 0], padding=1)
+def test_chunks_and_steps_are_lowered_for_chips(platform: str, channels: int) -> None:
+    case = make([1, 1, 1, 0], [0, 5, 9, 0], padding=1, channels=channels)
     args = (*case.tokens, case.pool, case.rows)
     for form in (xla.prefill, xla.decode):
         module = jax.export.export(jax.jit(form), platforms=[platform])(*args)
         assert module.platforms == (platform,) and "dot_general" in module.mlir_module()
 
 
-def test_the_dense_form_can_be_differentiated() -> None:
-    case = make([70], [0], padding=0)
+@CHANNELS
+def test_the_dense_form_can_be_differentiated(channels: int) -> None:
+    case = make([90], [0], padding=0, channels=channels)
     tokens = [
         jnp.asarray(x[:, :HK] if i > 2 else x[:, :HK, :8] if i == 2 else x)
         for i, x in enumerate(case.tokens)
@@ -194,7 +212,7 @@ def test_the_dense_form_can_be_differentiated() -> None:
     def one_by_one(*tokens: Any) -> Any:
         def step(state: Any, token: Any) -> Any:
             q, k, v, g, beta = token
-            state = state * jnp.exp(g)[:, None, None]
+            state = state * jnp.exp(g)[:, :, None]
             change = beta[:, None] * (v - jnp.einsum("hkv,hk->hv", state, k))
             state = state + k[:, :, None] * change[:, None, :]
             return state, jnp.einsum("hkv,hk->hv", state, q)
@@ -253,9 +271,10 @@ def test_the_short_convolution_is_its_definition(taps: int) -> None:
 
 
 MUTATIONS = {
-    "a row begins with the state of the row before it": ("_chunks", "is_first_N", jnp.zeros_like),
-    "a row's state is that before its last chunk": ("_chunks", "is_last_N", lambda x: x & False),
+    "a row begins with the state of the row before it": ("chunks_of", "is_first_N", jnp.zeros_like),
+    "a row's state is that before its last chunk": ("chunks_of", "is_last_N", lambda x: x & False),
     "the state does not decay over a chunk": ("_within", "decay", jnp.ones_like),
+    "channels decay in another order": ("_scores_by_channel", "to_last", lambda x: x[..., ::-1]),
     "value heads take key heads backwards": ("_within", "queries", lambda x: x[:, ::-1]),
 }
 
@@ -267,13 +286,14 @@ def test_a_mistake_fails_the_comparison(mutation: str, monkeypatch: pytest.Monke
 
     def wrong(*args: Any) -> Any:
         result = original(*args)
-        if function == "_chunks":
-            chunks, count = result
-            return chunks._replace(**{field: change(getattr(chunks, field))}), count
+        if function == "chunks_of":
+            chunks, *others = result
+            return chunks._replace(**{field: change(getattr(chunks, field))}), *others
         return result._replace(**{field: change(getattr(result, field))})
 
     monkeypatch.setattr(xla, function, wrong)
-    case = make([65, 0, 70], [0, 3, 70], padding=5)
+    channels = DK if function == "_scores_by_channel" else 1
+    case = make([65, 0, 70], [0, 3, 70], padding=5, channels=channels)
     with pytest.raises(AssertionError):
         check(case, *jax.jit(lambda *x: xla.prefill(*x))(*case.tokens, case.pool, case.rows))
 

@@ -219,7 +219,7 @@ def test_states_go_to_the_host_and_come_back() -> None:
 def test_chunks_are_no_deterministic_form() -> None:
     """XLA's form serves widths that the C++ kernel does not take."""
     params = make_params(1, hybrid(value_dim=8))
-    with pytest.raises(UnsupportedError, match=r"deterministic=True: the gated delta rule"):
+    with pytest.raises(UnsupportedError, match=r"deterministic=True: the states of this model"):
         LLM(params, **vars(dataclasses.replace(CROWDED, deterministic=True)))
 
 
@@ -437,7 +437,7 @@ def test_grpo_on_a_hybrid() -> None:
     optimizer = optax.adam(settings.learning_rate)
     params, update = PARAMS, grpo.make_update(optimizer, settings)
     state = optimizer.init(params)  # pyright: ignore[reportArgumentType]
-    logprobs_of = jax.jit(lambda p, arrays: grpo.logprobs_of(p, arrays, settings.temperature))
+    logprobs_of = jax.jit(functools.partial(jpaged.logprobs, temperature=settings.temperature))
     rewards = []
     for step in range(16):
         outs = jpaged.generate(params, prompts, sampling, engine_config=config, seed=step)

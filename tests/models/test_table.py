@@ -20,6 +20,7 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import Decoder
 from jpaged.models.layers.attention import AttentionConfig
 from jpaged.models.layers.delta import DeltaConfig
+from jpaged.models.layers.kda import KimiDeltaConfig
 from jpaged.models.layers.mlp import MLPConfig
 from jpaged.models.param_spec import ParamSpec, Part
 from jpaged.models.params import (
@@ -73,6 +74,12 @@ VARIANTS["hybrid"] = dataclasses.replace(
     family="qwen3_5_text",
     layers=(dataclasses.replace(CONFIG.layers[0], mixer=DELTA), *CONFIG.layers[1:]),
 )
+for rank in (None, 5):
+    KDA = KimiDeltaConfig(
+        num_key_heads=2, num_value_heads=2, key_dim=8, value_dim=16, gate_rank=rank
+    )
+    layers = (dataclasses.replace(CONFIG.layers[0], mixer=KDA), *CONFIG.layers[1:])
+    VARIANTS[f"kda_{rank}"] = dataclasses.replace(CONFIG, family="kimi_linear", layers=layers)
 
 
 def is_shape(node: Any) -> bool:
@@ -102,6 +109,10 @@ def test_specs_have_the_trees_own_structure(config: ModelConfig, axis: str | Non
     expected = {"qkv", "out", "gate_up", "down", "weight"}
     if config.layers[0].mixer == DELTA:
         expected |= {"qkvz", "ba", "conv", "log_decay", "dt_bias"}
+    elif isinstance(config.layers[0].mixer, KimiDeltaConfig):
+        expected |= {"strength", "conv", "log_decay", "dt_bias"}
+        has_rank = config.layers[0].mixer.gate_rank is not None
+        expected |= {"qkv", "decay_up", "gate_up"} if has_rank else {"qkvz", "decay"}
     else:
         expected |= {"qkv_bias"} if config.switches.qkv_bias else set()
         expected |= {"gate_up_bias"} if config.switches.mlp_bias else set()

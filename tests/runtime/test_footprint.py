@@ -19,9 +19,13 @@ import jpaged
 from jpaged import ConfigError, EngineConfig, ModelConfig, SamplingParams
 from jpaged.engine.shapes import PrefillShape, shape_table
 from jpaged.models.forward import bind
+from jpaged.models.layers.attention import AttentionConfig
 from jpaged.models.layers.conv import ConvConfig
 from jpaged.models.layers.delta import DeltaConfig
+from jpaged.models.layers.kda import KimiDeltaConfig
 from jpaged.models.layers.latent import LatentConfig
+from jpaged.models.layers.mamba import MambaConfig
+from jpaged.models.layers.parallel_mixer import ParallelMixerConfig
 from jpaged.models.layers.rope import RopeConfig
 from jpaged.models.params import param_shapes
 from jpaged.models.served import served_config
@@ -117,6 +121,16 @@ def hybrid(value_dim: int) -> ModelConfig:
     return dataclasses.replace(WIDE, family="qwen3_5_text", layers=layers)
 
 
+def by_channel(gate_rank: int | None, value_dim: int) -> ModelConfig:
+    """The same with a decay for each channel of a key."""
+    delta = KimiDeltaConfig(
+        num_key_heads=8, num_value_heads=8, key_dim=64, value_dim=value_dim, gate_rank=gate_rank
+    )
+    attention = WIDE.layers[0]
+    layers = (dataclasses.replace(attention, mixer=delta),) * 3 + (attention,)
+    return dataclasses.replace(WIDE, family="kimi_linear", layers=layers)
+
+
 LATENT = LatentConfig(
     num_heads=16,
     latent_dim=128,
@@ -131,11 +145,24 @@ LATENTS = dataclasses.replace(
     family="deepseek_v3",
     layers=[dataclasses.replace(layer, mixer=LATENT) for layer in WIDE.layers],
 )
+MAMBA = MambaConfig(num_heads=16, head_dim=32, state_dim=64, num_groups=2)
+ATTENTION = WIDE.layers[0].mixer
+assert isinstance(ATTENTION, AttentionConfig)
+BESIDE = ParallelMixerConfig(attention=ATTENTION, mamba=MAMBA)
+MAMBAS = dataclasses.replace(
+    WIDE,
+    family="granitemoehybrid",
+    layers=[dataclasses.replace(WIDE.layers[0], mixer=x) for x in (MAMBA, MAMBA, BESIDE, BESIDE)],
+)
 SHAPES = [
+    (MAMBAS, "bfloat16", {"max_num_seqs": 64, "max_num_batched_tokens": 512}),
+    (MAMBAS, "float32", {"max_num_batched_tokens": 2048}),
     (LATENTS, "bfloat16", {"max_num_seqs": 64, "max_num_batched_tokens": 512}),
     (LATENTS, "float32", {"max_num_seqs": 128}),
     (hybrid(64), "bfloat16", {"max_num_seqs": 64, "max_num_batched_tokens": 512}),
     (hybrid(48), "float32", {"max_num_batched_tokens": 2048}),
+    (by_channel(64, 64), "bfloat16", {"max_num_seqs": 64, "max_num_batched_tokens": 512}),
+    (by_channel(None, 48), "float32", {"max_num_batched_tokens": 2048}),
     (WIDE, "bfloat16", {"max_num_seqs": 64, "max_num_batched_tokens": 512}),
     (WIDE, "float32", {"max_num_batched_tokens": 2048}),
     (WIDE, "float16", {"max_num_seqs": 128}),

@@ -28,13 +28,15 @@ class StackedExperts:
     """How a file holds the experts of a layer in one tensor (checkpoint/stacked.py).
 
     alternate: rows of gate and up alternate; otherwise all of gate come first. transposed: plain
-    tensors are [X, inputs, outputs]; otherwise [X, outputs, inputs]. node: what gate_up_proj and
-    down_proj are of, in a layer.
+    tensors are [X, inputs, outputs]; otherwise [X, outputs, inputs]. node: what both tensors are
+    of, in a layer; gate_up, down: their names in it.
     """
 
     alternate: bool
     transposed: bool
     node: str = "mlp.experts"
+    gate_up: str = "gate_up_proj"
+    down: str = "down_proj"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,12 +77,15 @@ class Family:
     text_of: `model_type` and architectures of models of text and images whose text part this is: in
     their `text_config`, which says this family's model_type where parts of several families occur,
     or with its keys beside those of images. also: other model_types whose config.json says the
-    same. names: where a Hugging Face file of this family holds a part, by our name of it, where
-    that is not what the layer says (ParamSpec.source); parts of one tensor under one name follow
-    each other in it. stacked_experts: a file holds the experts of a
-    layer in one tensor. unread: a regular expression of how names of tensors begin that no part of
-    the model takes, as layers that guess further tokens; {L} stands for the number of layers. mtp:
-    how these are read as a head of the model; None where they are not.
+    same; named_also: other architectures. floats: keys whose numbers a config.json may have without
+    a point, which transformers refuses. names: where a Hugging Face file of this family holds a
+    part, by our name of it, where that is not what the layer says (ParamSpec.source); parts of one
+    tensor under one name follow each other in it. prefix: names in its files may begin with it in
+    place of model. (as they all do in ParamSpec). nodes: what its files call nodes of layers, in
+    all names. stacked_experts: a file holds the experts of a layer in one tensor. unread: a regular
+    expression of how names of tensors begin that no part of the model takes, as layers that guess
+    further tokens; {L} stands for the number of layers. mtp: how these are read as a head of the
+    model; None where they are not.
     """
 
     model_type: str
@@ -88,7 +93,11 @@ class Family:
     description: Description
     text_of: tuple[str, ...] | None = None
     also: tuple[str, ...] = ()
+    named_also: tuple[str, ...] = ()
+    floats: tuple[str, ...] = ()
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    prefix: str = "model."
+    nodes: Mapping[str, str] = dataclasses.field(default_factory=dict)
     stacked_experts: StackedExperts | None = None
     unread: str | None = None
     mtp: MTPFiles | None = None

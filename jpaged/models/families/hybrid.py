@@ -41,14 +41,7 @@ class Hybrid:
 
     def read(self, hf: dict[str, Any]) -> dict[str, Any]:
         """See Description."""
-        kinds = hf["layer_types"]
-        if unknown := set(kinds) - {LINEAR, FULL}:
-            raise ConfigError(f"layer_types {sorted(unknown)} are not supported")
-        if FULL not in kinds:
-            raise ConfigError(f"layer_types={kinds}: none is {FULL!r}")
-        if len(kinds) != hf["num_hidden_layers"]:
-            layers = f"num_hidden_layers={hf['num_hidden_layers']}"
-            raise ConfigError(f"{len(kinds)} layer_types for {layers}")
+        kinds = read_kinds(hf)
         has_rope = not self.may_lack_rope or bool((hf["rope_parameters"] or {}).get("rope_theta"))
         if not has_rope:
             hf = hf | {"rope_parameters": NO_ROPE}
@@ -92,6 +85,21 @@ class Hybrid:
             LINEAR if isinstance(layer.mixer, DeltaConfig) else FULL for layer in config.layers
         ]
         return raw
+
+
+def read_kinds(hf: Mapping[str, Any]) -> list[str]:
+    """Return `layer_types`; ConfigError unless each layer has one of both kinds, and some layer
+    attention.
+    """
+    kinds = hf["layer_types"]
+    if unknown := set(kinds) - {LINEAR, FULL}:
+        raise ConfigError(f"layer_types {sorted(unknown)} are not supported")
+    if FULL not in kinds:
+        raise ConfigError(f"layer_types={kinds}: none is {FULL!r}")
+    if len(kinds) != hf["num_hidden_layers"]:
+        layers = f"num_hidden_layers={hf['num_hidden_layers']}"
+        raise ConfigError(f"{len(kinds)} layer_types for {layers}")
+    return kinds
 
 
 QWEN: Mapping[str, Any] = {"qk_norm": True, "norm_offset": True, "norm_in_f32": True}

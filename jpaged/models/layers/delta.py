@@ -43,9 +43,10 @@ NORM_EPS = 1e-6  # added to the sum of squares of a query or key
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DeltaConfig:
-    """The gated delta rule of num_key_heads N of width key_dim C, which serve num_value_heads of
-    width value_dim Y: J = num_value_heads / N value heads each, U = J Y channels of values.
+class GatedDeltaConfig:
+    """What all kinds of layers with the gated delta rule share: num_key_heads N of width key_dim C,
+    which serve num_value_heads of width value_dim Y: J = num_value_heads / N value heads each, U =
+    J Y channels of values.
 
     conv_width: W, tokens that the convolution sees. allows_negative: the strength of a change is in
     (0, 2) in place of (0, 1). norm_eps: of the norm of the outputs.
@@ -66,6 +67,11 @@ class DeltaConfig:
         if self.num_value_heads % self.num_key_heads:
             keys = f"num_key_heads={self.num_key_heads}"
             raise ConfigError(f"num_value_heads={self.num_value_heads} is not a multiple of {keys}")
+
+    @property
+    def num_decays(self) -> int:
+        """How many decays a token has in a value head: one, or one for each channel of its key."""
+        return 1
 
     @property
     def channels(self) -> int:
@@ -90,22 +96,6 @@ class DeltaConfig:
             value_dim=self.value_dim,
         )
 
-    def params(self) -> tuple[ParamSpec, ...]:
-        """Return its parameters, by names within a layer. What belongs to a key head lies together:
-        a split over key heads is contiguous.
-        """
-        f32 = {"split": "N", "in_f32": True}
-        out = "linear_attn.out_proj.weight"
-        return (
-            ParamSpec("delta.qkvz", "N C+C+U+U, E", QKVZ, "normal", "N"),
-            ParamSpec("delta.ba", "N J+J, E", BA, "normal", "N", is_quantized=False),
-            ParamSpec("delta.conv", "N C+C+U | 1 | W", CONV, "normal", "N"),
-            ParamSpec("delta.log_decay", "N J", "linear_attn.A_log", "zeros", **f32),
-            ParamSpec("delta.dt_bias", "N J", "linear_attn.dt_bias", "ones", **f32),
-            ParamSpec("delta.norm.scale", "Y", "linear_attn.norm.weight", "ones"),
-            ParamSpec("delta.out", "E, N U", out, "residual", "N"),
-        )
-
     def keeps(self) -> tuple[Record, ...]:
         """Return what the cache holds of a row: the matrices, and the inputs of the convolution
         that the next token sees.
@@ -117,7 +107,7 @@ class DeltaConfig:
         replayed = (
             Field("keys", (self.num_key_heads, self.key_dim), 0, f32),
             Field("values", (heads, self.value_dim), 0, f32),
-            Field("decay", (heads,), 0, f32),
+            Field("decay", (heads, self.num_decays), 0, f32),
             Field("strength", (heads,), 0, f32),
             Field("inputs", (self.num_key_heads, self.channels), 0),
         )
@@ -157,6 +147,27 @@ class DeltaConfig:
         """Return what each of so many devices has of a served one."""
         keys, values = self.num_key_heads // devices, self.num_value_heads // devices
         return dataclasses.replace(self, num_key_heads=keys, num_value_heads=values)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeltaConfig(GatedDeltaConfig):
+    """Gated DeltaNet: each value head of a token has one decay."""
+
+    def params(self) -> tuple[ParamSpec, ...]:
+        """Return its parameters, by names within a layer. What belongs to a key head lies together:
+        a split over key heads is contiguous.
+        """
+        f32 = {"split": "N", "in_f32": True}
+        out = "linear_attn.out_proj.weight"
+        return (
+            ParamSpec("delta.qkvz", "N C+C+U+U, E", QKVZ, "normal", "N"),
+            ParamSpec("delta.ba", "N J+J, E", BA, "normal", "N", is_quantized=False),
+            ParamSpec("delta.conv", "N C+C+U | 1 | W", CONV, "normal", "N"),
+            ParamSpec("delta.log_decay", "N J", "linear_attn.A_log", "zeros", **f32),
+            ParamSpec("delta.dt_bias", "N J", "linear_attn.dt_bias", "ones", **f32),
+            ParamSpec("delta.norm.scale", "Y", "linear_attn.norm.weight", "ones"),
+            ParamSpec("delta.out", "E, N U", out, "residual", "N"),
+        )
 
     def build(self, weights: Parameters) -> "Delta":
         """Return the module of these parameters."""
@@ -200,47 +211,70 @@ class Delta:
         places: tuple[Place, ...],
     ) -> tuple[Array, KVView]:
         """x [..., E]. rotary: None. places: where the cache holds what `keeps` says."""
-        (place,) = places
-        rows, slots, c = kv.rows(place), kv.slots(place), self.config
-        packed = PackedRows(rows.start_loc_S1, rows.first_S, slots.read_S, slots.written_S)
+        channels = self.config.channels
         with jax.named_scope("qkvz"):
             qkvz = self.qkvz(x, step)
             qkvz_TNC = qkvz.reshape(-1, *qkvz.shape[-2:])
-            inputs_TNC, z_TNU = qkvz_TNC[..., : c.channels], qkvz_TNC[..., c.channels :]
+            inputs_TNC, z_TNU = qkvz_TNC[..., :channels], qkvz_TNC[..., channels:]
             ba = self.ba(x, step)
             beta_TNJ, decay_TNJ = jnp.split(ba.reshape(-1, *ba.shape[-2:]), 2, axis=-1)
-        with jax.named_scope("short_conv"):
-            convolve = short_conv.decode if rows.length == 1 else short_conv.packed
-            u_TNC, inputs = convolve(inputs_TNC, self.conv[..., 0, :], slots.pool["inputs"], packed)
-            u_TNC = jax.nn.silu(u_TNC).astype(x.dtype).astype(jnp.float32)
-        with jax.named_scope("gated_delta"):
-            q_TNC, k_TNC, v_TNU = jnp.split(u_TNC, [c.key_dim, 2 * c.key_dim], axis=-1)
-            q_TNC, k_TNC = unit(q_TNC) * jnp.float32(c.key_dim**-0.5), unit(k_TNC)
-            v_THY = v_TNU.reshape(v_TNU.shape[0], -1, c.value_dim)
-            beta_TNJ = jax.nn.sigmoid(beta_TNJ).astype(jnp.float32)
-            if c.allows_negative:
-                beta_TNJ = 2 * beta_TNJ
-            # A caller may have cast its whole tree to a smaller type.
-            log_decay, dt_bias = (w.astype(jnp.float32) for w in (self.log_decay, self.dt_bias))
-            rate_TNJ = jax.nn.softplus(decay_TNJ.astype(jnp.float32) + dt_bias[None])
-            g_TNJ = -jnp.exp(log_decay)[None] * rate_TNJ
+            rate_TNJ = jax.nn.softplus(decay_TNJ.astype(jnp.float32) + in_f32(self.dt_bias)[None])
+            g_TNJ = -jnp.exp(in_f32(self.log_decay))[None] * rate_TNJ
             beta_TH, g_TH = (y.reshape(y.shape[0], -1) for y in (beta_TNJ, g_TNJ))
-            tokens = (q_TNC, k_TNC, v_THY, g_TH, beta_TH)
-            kernel = xla if step.delta is None else step.delta
-            if rows.length is None:
-                o_THY, state = kernel.prefill(*tokens, slots.pool["state"], packed)
-            elif rows.length == 1:
-                o_THY, state = kernel.decode(*tokens, slots.pool["state"], packed)
-            else:
-                o_THY, state = dense(tokens, slots.pool["state"], packed, rows.length)
-        kv = kv.with_slots(place, {"state": state, "inputs": inputs})
-        changes = {"keys": k_TNC, "values": v_THY, "decay": g_TH, "strength": beta_TH}
-        kv = kv.with_replayed(place, changes | {"inputs": inputs_TNC})
+        changes = (inputs_TNC, g_TH[..., None], beta_TH)
+        o_THY, kv = delta_rule(self.config, self.conv, changes, step, kv, places)
         with jax.named_scope("out"):
             z_THY = z_TNU.reshape(o_THY.shape)
             y_THY = self.norm(o_THY.astype(x.dtype)).astype(jnp.float32)
             y_THY = (y_THY * jax.nn.silu(z_THY.astype(jnp.float32))).astype(x.dtype)
             return self.out(y_THY.reshape(*x.shape[:-1], -1), step), kv
+
+
+def in_f32(weight: Array) -> Array:
+    """Return a weight in f32: a caller may have cast its whole tree to a smaller type."""
+    return weight.astype(jnp.float32)
+
+
+def delta_rule(
+    config: GatedDeltaConfig,
+    conv: Array,
+    tokens: tuple[Array, Array, Array],
+    step: StepContext,
+    kv: KVView,
+    places: tuple[Place, ...],
+) -> tuple[Array, KVView]:
+    """Return the outputs f32 [T, H, Y] of the rule behind its short convolution, and the view with
+    what it kept.
+
+    conv: [N, C+C+U, 1, W]. tokens: queries, keys and values [T, N, C+C+U], decays g f32 [T, H, 1 or
+    C], and what becomes their strengths [T, H]. places: where the cache holds what `keeps` says.
+    """
+    (place,) = places
+    inputs_TNC, g_THC, strength_TH = tokens
+    rows, slots = kv.rows(place), kv.slots(place)
+    packed = PackedRows(rows.start_loc_S1, rows.first_S, slots.read_S, slots.written_S)
+    with jax.named_scope("short_conv"):
+        convolve = short_conv.decode if rows.length == 1 else short_conv.packed
+        u_TNC, inputs = convolve(inputs_TNC, conv[..., 0, :], slots.pool["inputs"], packed)
+        u_TNC = jax.nn.silu(u_TNC).astype(inputs_TNC.dtype).astype(jnp.float32)
+    with jax.named_scope("gated_delta"):
+        q_TNC, k_TNC, v_TNU = jnp.split(u_TNC, [config.key_dim, 2 * config.key_dim], axis=-1)
+        q_TNC, k_TNC = unit(q_TNC) * jnp.float32(config.key_dim**-0.5), unit(k_TNC)
+        v_THY = v_TNU.reshape(v_TNU.shape[0], -1, config.value_dim)
+        beta_TH = jax.nn.sigmoid(strength_TH).astype(jnp.float32)
+        if config.allows_negative:
+            beta_TH = 2 * beta_TH
+        changes = (q_TNC, k_TNC, v_THY, g_THC, beta_TH)
+        kernel = xla if step.delta is None else step.delta
+        if rows.length is None:
+            o_THY, state = kernel.prefill(*changes, slots.pool["state"], packed)
+        elif rows.length == 1:
+            o_THY, state = kernel.decode(*changes, slots.pool["state"], packed)
+        else:
+            o_THY, state = dense(changes, slots.pool["state"], packed, rows.length)
+    kv = kv.with_slots(place, {"state": state, "inputs": inputs})
+    replayed = {"keys": k_TNC, "values": v_THY, "decay": g_THC, "strength": beta_TH}
+    return o_THY, kv.with_replayed(place, replayed | {"inputs": inputs_TNC})
 
 
 def unit(x: Array) -> Array:

@@ -2,20 +2,22 @@
 
 import dataclasses
 import functools
-from typing import Any, Self
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jpaged.checks import at_least
+from jpaged.checks import at_least, positive
+from jpaged.combinations import Facts, check_combination
 from jpaged.errors import ConfigError
 from jpaged.models.layers.linear import Linear, Products, StepContext
-from jpaged.models.layers.mlp import MLP, Activation, gated
+from jpaged.models.layers.mlp import MLP, Activation, gated, of_activation
 from jpaged.models.layers.norm import RMSNorm
 from jpaged.models.layers.router import PLAIN_ROUTER, RouterConfig, route
 from jpaged.models.layers.scratch import Scratch, StepSizes
-from jpaged.models.param_spec import Parameters, ParamSpec, Part, share
+from jpaged.models.param_spec import Parameters, ParamSpec, Part, axes_of, share
 from jpaged.models.quantized import QuantizedWeight, is_quantized
 from kernels_cpu.experts import MOST_PAIRS
 from kernels_pallas.experts import tiles
@@ -30,11 +32,28 @@ BIASES = (
     Part("up_bias", "X 1 I", "mlp.experts.up_proj_bias"),
 )
 CHOOSING_BIAS = "mlp.choosing_bias"
+LATENT_IN, LATENT_OUT = "mlp.latent_in", "mlp.latent_out"
 ROUTER_NORM, EXPERT_SCALES = "mlp.router_norm.scale", "mlp.expert_scales"
 SHARED = (
     Part("gate", "1 R, E", "mlp.shared_expert.gate_proj.weight"),
     Part("up", "1 R, E", "mlp.shared_expert.up_proj.weight"),
 )
+
+
+type Compute = Callable[[Array, Array, Array], Array]  # rows, chosen and weight to their sums
+
+
+class ExpertSharing(NamedTuple):
+    """How devices are to share a mixture. whole: each has whole experts; False: shares of their
+    widths; None: shares, unless the width does not divide and the number of experts does. replicas:
+    how many replicas of the model share whole experts.
+    """
+
+    whole: bool | None = None
+    replicas: int = 1
+
+
+BY_SHAPE = ExpertSharing()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,7 +62,15 @@ class ExpertsConfig:
     experts_per_token, and of one of shared_expert_size R that every token takes (0: there is none).
 
     router: how a token's experts are chosen and weighed. shared_gate: what the shared expert gives
-    is weighed by a gate. bias: of the router and the experts.
+    is weighed by a gate. bias: of the router and the experts. latent_size: Le, experts take and
+    give so many numbers, which products of their own make of x and of which they make what is
+    added; 0: they take and give E. The router and the shared expert take x. limit: of what is
+    activated in an expert, as mlp.gated has it; shared_limit: in the one that is shared; None:
+    there is none.
+
+    split: devices that share the model have a share of every expert's width, or an equal number of
+    whole experts each. replicas: how many replicas of the model share whole experts; each has the
+    tokens of all of them, and computes those that chose its own.
     """
 
     num_experts: int
@@ -54,10 +81,16 @@ class ExpertsConfig:
     router: RouterConfig = PLAIN_ROUTER
     bias: bool = False
     activation: Activation = "silu"
+    latent_size: int = 0
+    limit: float | None = None
+    shared_limit: float | None = None
+    split: Literal["width", "expert"] = "width"
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         at_least(1, self, "num_experts", "experts_per_token", "expert_size")
-        at_least(0, self, "shared_expert_size")
+        at_least(0, self, "shared_expert_size", "latent_size")
+        positive(limit=self.limit, shared_limit=self.shared_limit)
         if self.experts_per_token > self.num_experts:
             most = f"num_experts={self.num_experts}"
             raise ConfigError(f"experts_per_token={self.experts_per_token} of {most}")
@@ -66,11 +99,28 @@ class ExpertsConfig:
     @property
     def sizes(self) -> dict[str, int]:
         """The sizes of its axes by their letters."""
-        return {"X": self.num_experts, "I": self.expert_size, "R": self.shared_expert_size}
+        sizes = {"X": self.num_experts, "I": self.expert_size, "R": self.shared_expert_size}
+        return sizes | {"Le": self.latent_size} if self.latent_size else sizes
+
+    def width(self, hidden_size: int) -> int:
+        """Return how many numbers an expert takes and gives, in a model of this hidden_size."""
+        return self.latent_size or hidden_size
 
     def params(self) -> tuple[ParamSpec, ...]:
         """Return its parameters, by names within a layer."""
         specs: list[ParamSpec] = []
+        split = "I" if self.split == "width" else "X"
+        is_exchanged = self.replicas > 1
+        parts, biases, shared = (
+            of_activation(self.activation, x) for x in (GATE_UP, BIASES, SHARED)
+        )
+        count, inputs = len(parts), "E"
+        if self.latent_size:
+            inputs, latent_in, latent_out = "Le", "mlp.fc1_latent_proj", "mlp.fc2_latent_proj"
+            parts = tuple(part._replace(axes=part.axes.replace("E", inputs)) for part in parts)
+            specs.append(ParamSpec(LATENT_IN, "Le, E", f"{latent_in}.weight", is_quantized=True))
+            source = f"{latent_out}.weight"
+            specs.append(ParamSpec(LATENT_OUT, "E, Le", source, "residual", is_quantized=True))
         if self.router.norm is not None:
             init = self.router.norm.init
             specs.append(ParamSpec(ROUTER_NORM, "E", "router.scale", init))
@@ -84,18 +134,39 @@ class ExpertsConfig:
             down_bias = "mlp.experts.down_proj_bias"
             specs += [
                 ParamSpec("mlp.router_bias", "X", "mlp.router.bias", "zeros"),
-                ParamSpec("mlp.experts.gate_up_bias", "X 2 I", BIASES, "zeros", "I"),
-                ParamSpec("mlp.experts.down_bias", "X E", down_bias, "zeros"),
+                ParamSpec(
+                    "mlp.experts.gate_up_bias",
+                    f"X {count} I",
+                    biases,
+                    "zeros",
+                    split,
+                    over_replicas=is_exchanged,
+                ),
+                ParamSpec("mlp.experts.down_bias", f"X {inputs}", down_bias, "zeros"),
             ]
         down = "mlp.experts.{x}.down_proj.weight"
         specs += [
-            ParamSpec("mlp.experts.gate_up", "X 2 I, E", GATE_UP, "normal", "I"),
-            ParamSpec("mlp.experts.down", "X E, I", down, "residual", "I"),
+            ParamSpec(
+                "mlp.experts.gate_up",
+                f"X {count} I, {inputs}",
+                parts,
+                "normal",
+                split,
+                over_replicas=is_exchanged,
+            ),
+            ParamSpec(
+                "mlp.experts.down",
+                f"X {inputs}, I",
+                down,
+                "residual",
+                split,
+                over_replicas=is_exchanged,
+            ),
         ]
         if self.shared_expert_size:
             down = "mlp.shared_expert.down_proj.weight"
             specs += [
-                ParamSpec("mlp.shared.gate_up", "2 R, E", SHARED, "normal", "R"),
+                ParamSpec("mlp.shared.gate_up", f"{count} R, E", shared, "normal", "R"),
                 ParamSpec("mlp.shared.down", "E, R", down, "residual", "R"),
             ]
             if self.shared_gate:
@@ -107,17 +178,40 @@ class ExpertsConfig:
         """Return what a step allocates for it: an expert's weights, the pairs of token and choice
         in their order, and a sum that each layer has for itself.
         """
-        width, hidden = self.expert_size, step.hidden_size
-        pairs = step.tokens * self.experts_per_token
+        width, hidden = self.expert_size, self.width(step.hidden_size)
+        tokens = step.tokens * self.replicas
+        pairs = tokens * self.experts_per_token
         shared = 24 * hidden * width + 64 * pairs
         shared += min(pairs, MOST_PAIRS) * (24 * width + 16 * hidden)
         shared += step.rows * 12 * self.shared_expert_size
         shared += 8 * step.expert_adapter_rank * (hidden + width)  # an expert's, out of the tables
-        return Scratch(shared=shared, kept=8 * step.tokens * hidden)
+        shared += step.rows * 12 * self.latent_size
+        if self.replicas > 1:  # the tokens of all, and of each a sum, or what each choice gives
+            shared += 2 * tokens * hidden * (step.itemsize + 4 * self.experts_per_token)
+        return Scratch(shared=shared, kept=8 * step.tokens * max(hidden, step.hidden_size))
+
+    def served(self, devices: int, sharing: ExpertSharing) -> Self:
+        """Return an equal mixture that so many devices can share. ConfigError where `sharing` asks
+        for whole experts and their number does not divide.
+        """
+        holders = devices * sharing.replicas
+        if sharing.whole is None:
+            is_whole = self.expert_size % devices > 0 and self.num_experts % holders == 0
+        else:
+            is_whole = sharing.whole
+            if is_whole:
+                check_combination(Facts(num_experts=self.num_experts, holders=holders))
+        if not is_whole:
+            return self
+        return dataclasses.replace(self, split="expert", replicas=sharing.replicas)
 
     def share(self, devices: int) -> Self:
-        """Return what each of so many devices has of it."""
+        """Return what each of so many devices has of it; of whole experts all are counted, though
+        it has some of them.
+        """
         expert, shared = (share(n, devices) for n in (self.expert_size, self.shared_expert_size))
+        if self.split == "expert":
+            expert = self.expert_size
         return dataclasses.replace(self, expert_size=expert, shared_expert_size=shared)
 
     def build(self, weights: Parameters) -> "Experts":
@@ -130,9 +224,14 @@ class ExpertsConfig:
                 gate_up=Linear.of(weights["mlp.shared.gate_up"]),
                 down=Linear.of(weights["mlp.shared.down"]),
                 activation=self.activation,
+                limit=self.shared_limit,
             )
         norm = self.router.norm
+        latents = (weights.get(name) for name in (LATENT_IN, LATENT_OUT))
+        latent_in, latent_out = (None if x is None else Linear.of(x) for x in latents)
         return Experts(
+            latent_in=latent_in,
+            latent_out=latent_out,
             router_norm=None if norm is None else RMSNorm.of(norm, weights[ROUTER_NORM]),
             expert_scales=values.get(EXPERT_SCALES),
             router=Linear.of(weights["mlp.router"], weights.get("mlp.router_bias")),
@@ -153,13 +252,17 @@ class Experts:
     """Each token through the few experts that its router scores highest (arXiv:1701.06538), and
     through one that is shared (arXiv:2401.06066), where there is one.
 
+    latent_in, latent_out: to what experts take, and from what they give; None where that is x.
     router_norm: of what the router sees, which is then divided by the root of E; or None.
     expert_scales: [X] or None. choosing_bias: f32 [X] or None. gate_up: [X, 2, I, E], its bias [X,
     2, I] or None. down: [X, E, I], its bias [X, E] or None. shared and shared_gate are None where
     no expert is shared, and shared_gate also where what it gives is not weighed. config: the width
-    of an expert is that on all devices together.
+    and the number of experts are those of all devices together; the arrays of experts, but for the
+    bias of down, are a device's share.
     """
 
+    latent_in: Linear | None
+    latent_out: Linear | None
     router_norm: RMSNorm | None
     expert_scales: Array | None
     router: Linear
@@ -180,21 +283,31 @@ class Experts:
             chosen, weight = self._route(seen, step)
         if step.num_rows is not None:  # padding chooses none
             is_real = jnp.arange(rows.shape[0]) < step.num_rows
-            chosen = jnp.where(is_real[:, None], chosen, self.gate_up.shape[0])
+            chosen = jnp.where(is_real[:, None], chosen, self.config.num_experts)
         weights = self._weights(step)
-        glu = functools.partial(gated, self.config.activation)
+        glu = functools.partial(gated, self.config.activation, limit=self.config.limit)
         experts = every_expert if step.experts is None else step.experts.experts
         if weights.adapters is not None:  # the others know of none
             experts = tiles.experts
         if step.products is not None and x.dtype == jnp.bfloat16:
             weights = _multiplied_by(step.products, weights)
+        compute = functools.partial(experts, weights=weights, glu=glu)
+        in_order = step.in_order and self.config.split == "expert"
         with jax.named_scope("experts"):
-            y = experts(rows, chosen, weight, weights, glu)
+            taken = rows if self.latent_in is None else self.latent_in(rows, step)
+            if self.config.split == "width":
+                y = compute(taken, chosen, weight)
+            elif in_order:
+                y = self._in_order(compute, taken, chosen, weight, step)
+            else:
+                y = self._of_all(compute, taken, chosen, weight, step)
         # Each device has a share of every expert's width; None: this one has it whole.
-        sum_over = step.axis_over(self.config.expert_size)
+        divides = self.config.expert_size % step.axis_size == 0 or self.config.split == "expert"
+        sum_over = step.tensor_axis if divides and not in_order else None
         # Where the shared one is split too, both are summed over the devices at once.
-        sizes = (self.config.expert_size, self.config.shared_expert_size)
-        sums_shared = self.shared is not None and not any(n % step.axis_size for n in sizes)
+        splits_shared = self.config.shared_expert_size % step.axis_size == 0
+        sums_shared = self.shared is not None and splits_shared and sum_over is not None
+        sums_shared &= self.latent_out is None
         shared = self._shared(rows, step, is_partial=sums_shared)
         if sums_shared:
             y, shared = y + shared, 0.0
@@ -204,7 +317,51 @@ class Experts:
             for choice in range(self.config.experts_per_token):  # in one order, whatever the rows
                 bias = jnp.take(self.down_bias, chosen[:, choice], 0, mode="fill", fill_value=0)
                 y = y + weight[:, choice, None] * bias.astype(jnp.float32)
+        if self.latent_out is not None:
+            y = self.latent_out(y.astype(x.dtype), step, jnp.float32)
         return (y + shared).astype(x.dtype).reshape(x.shape)
+
+    def _of_all(
+        self, compute: Compute, rows: Array, chosen: Array, weight: Array, step: StepContext
+    ) -> Array:
+        """Return for each row of this replica [T, E] the weighted sum of those of its experts that
+        this device has, or another replica's device in its place. The devices of a replica are yet
+        to be summed.
+
+        Every device takes the tokens of all replicas. A token may choose any expert, so that an
+        exchange of tokens with shapes that are fixed before would move as much.
+        """
+        axes = step.data_axes if self.config.replicas > 1 else ()
+        if axes:
+            rows, chosen, weight = (
+                jax.lax.all_gather(x, axes, axis=0, tiled=True) for x in (rows, chosen, weight)
+            )
+        held = self.gate_up.shape[0]
+        names = (*axes, *axes_of(step.tensor_axis))
+        place = chosen - jax.lax.axis_index(names) * held
+        is_here = (place >= 0) & (place < held)
+        y = compute(rows, jnp.where(is_here, place, held), weight)
+        if axes:
+            y = jax.lax.psum_scatter(y, axes, scatter_dimension=0, tiled=True)
+        return y
+
+    def _in_order(
+        self, compute: Compute, rows: Array, chosen: Array, weight: Array, step: StepContext
+    ) -> Array:
+        """Return the same for each row, summed over the devices of a replica too, with the bits
+        that one device with all experts would give: devices exchange what each choice gives, which
+        is one device's number and zeros, and add up none of them.
+        """
+        num = chosen.shape[1]
+        apart = jnp.repeat(rows, num, axis=0), chosen.reshape(-1, 1)
+        y = self._of_all(compute, *apart, jnp.ones((chosen.size, 1), weight.dtype), step)
+        if step.tensor_axis is not None:
+            y = jax.lax.psum(y, step.tensor_axis)
+        y = y.reshape(*chosen.shape, -1)
+        total = y[:, 0] * weight[:, :1]
+        for choice in range(1, num):
+            total = total + y[:, choice] * weight[:, choice, None]
+        return total
 
     def _route(self, x: Array, step: StepContext) -> tuple[Array, Array]:
         """Return the experts of each row of x [T, E], and their weights, f32."""
@@ -258,7 +415,7 @@ def every_expert(
     """Compute the definition: every expert for every token, unwanted results times 0; see
     kernels_pallas.experts. It can be differentiated.
     """
-    _, _, width, embed = weights.gate_up.shape
+    _, count, width, embed = weights.gate_up.shape
 
     def dot(x: Array, weight: Array | QuantizedWeight, outputs: int) -> Array:
         if isinstance(weight, QuantizedWeight):
@@ -269,12 +426,12 @@ def every_expert(
     @jax.checkpoint
     def add(y_TE: Array, expert: tuple[Array, ExpertWeights]) -> tuple[Array, None]:
         at, one = expert
-        h = dot(x_TE, one.gate_up, 2 * width)
+        h = dot(x_TE, one.gate_up, count * width)
         if one.gate_up_bias is not None:
             h = h + one.gate_up_bias.reshape(1, -1).astype(jnp.float32)
-        gate, up = jnp.split(h, 2, axis=-1)
         share_T = jnp.sum(jnp.where(chosen_TA == at, weight_TA, 0.0), axis=1)
-        y = dot(glu(gate, up).astype(x_TE.dtype), one.down, embed)
+        h = glu(h[:, :width], h[:, width:]).astype(x_TE.dtype)
+        y = dot(h, one.down, embed)
         return y_TE + share_T[:, None] * y, None
 
     every = (jnp.arange(weights.down.shape[0]), weights)

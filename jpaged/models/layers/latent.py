@@ -18,6 +18,7 @@ from jpaged.combinations import Facts, check_combination
 from jpaged.errors import ConfigError
 from jpaged.models.kv_view import KVView, Place
 from jpaged.models.layers.heads import LatentHeads, by_head
+from jpaged.models.layers.indexer import Indexer, IndexerConfig
 from jpaged.models.layers.linear import Linear, StepContext
 from jpaged.models.layers.norm import PLAIN_NORM, NormConfig, RMSNorm
 from jpaged.models.layers.rope import RopeConfig, Rotary
@@ -36,7 +37,11 @@ class LatentConfig:
     their own, of so many numbers, which is normed; None: of x. rope: the rotation of R dimensions;
     None rotates nothing. mscale: m, which multiplies scores by (0.1 * m * ln(factor) + 1)^2 where
     rope is scaled by a factor; 0 does not. bias: of the products that take x, and of the last one.
-    norm: of latents.
+    gate: what a head attends to is multiplied by the sigmoid of a number, which comes of x. norm:
+    of latents.
+
+    chosen: how many tokens of its context a query attends to; None: all. indexer: what chooses
+    them; None: those that the last layer before with an indexer has chosen.
     """
 
     num_heads: int
@@ -48,7 +53,10 @@ class LatentConfig:
     rope: RopeConfig | None = None
     mscale: float = 0.0
     bias: bool = False
+    gate: bool = False
     norm: NormConfig = PLAIN_NORM
+    chosen: int | None = None
+    indexer: IndexerConfig | None = None
     window: None = None
 
     def __post_init__(self) -> None:
@@ -60,6 +68,12 @@ class LatentConfig:
             raise ConfigError(f"rope of {self.rope.dim} dimensions: rope_dim={self.rope_dim}")
         if not 0 <= self.mscale < math.inf:
             raise ConfigError(f"mscale_all_dim={self.mscale!r}: must be a number of at least 0")
+        if self.chosen is not None:
+            at_least(1, self, "chosen")
+        if self.indexer is not None:
+            if self.chosen is None or self.query_latent_dim is None:
+                raise ConfigError("an indexer needs chosen= and query_latent_dim=")
+            self.indexer.check(self.rope_dim)
 
     @property
     def scale(self) -> float:
@@ -84,7 +98,9 @@ class LatentConfig:
         """The sizes of its axes by their letters."""
         widths = {"N": self.content_dim, "Dr": self.rope_dim, "Dv": self.value_dim}
         sizes = {"H": self.num_heads, "L": self.latent_dim} | widths
-        return sizes if self.query_latent_dim is None else sizes | {"Lq": self.query_latent_dim}
+        if self.query_latent_dim is not None:
+            sizes |= {"Lq": self.query_latent_dim}
+        return sizes if self.indexer is None else sizes | self.indexer.sizes
 
     def params(self) -> tuple[ParamSpec, ...]:
         """Return its parameters, by names within a layer. Rotated rows are the last of each head,
@@ -118,17 +134,24 @@ class LatentConfig:
         out = "self_attn.o_proj.weight"
         specs += [
             ParamSpec("latent.norm.scale", "L", norm, init),
-            ParamSpec("latent.up", "H N+Dv, L", up, "normal", "H", is_quantized=False),
+            ParamSpec("latent.up", "H N+Dv, L", up, "normal", "H", is_always_plain=True),
             ParamSpec("latent.out", "E, H Dv", out, "residual", "H"),
         ]
+        if self.gate:
+            gate = "self_attn.g_proj.weight"
+            specs.append(ParamSpec("latent.gate", "H, E", gate, "normal", "H", is_quantized=False))
         if self.bias:
             specs.append(ParamSpec("latent.out_bias", "E", "self_attn.o_proj.bias", "zeros"))
+        if self.indexer is not None:
+            specs += self.indexer.params(self.rope_dim)
         return tuple(specs)
 
     def keeps(self) -> tuple[Record, ...]:
         """Return what the cache holds of each token for it, whole on every device."""
         latent, rotated_key = LATENT
         fields = (Field(latent, (self.latent_dim,)), Field(rotated_key, (self.rope_dim,)))
+        if self.indexer is not None:
+            fields = (*fields, self.indexer.keeps)
         return (Record(fields=fields),)
 
     def scratch(self, step: StepSizes) -> Scratch:
@@ -140,7 +163,8 @@ class LatentConfig:
         heads += self.num_heads * self.value_dim
         shared = step.rows * 4 * (heads + 2 * width + (self.query_latent_dim or 0))
         kept = (2 * step.tokens + step.short) * self.num_heads * width * step.itemsize
-        return Scratch(shared=shared, kept=kept)
+        scratch = Scratch(shared=shared, kept=kept)
+        return scratch if self.indexer is None else scratch + self.indexer.scratch(step)
 
     def served(self, devices: int) -> Self:
         """Itself, if so many devices can share its heads; else ConfigError."""
@@ -155,6 +179,7 @@ class LatentConfig:
         """Return the module of these parameters."""
         q_a, norm = weights.get("latent.q_a"), RMSNorm.of(self.norm, weights["latent.norm.scale"])
         assert norm is not None
+        gate = weights.get("latent.gate")
         return Latent(
             q_a=None if q_a is None else Linear.of(q_a, weights.get("latent.q_a_bias")),
             q_norm=RMSNorm.of(self.norm, weights.get("latent.q_norm.scale")),
@@ -162,6 +187,8 @@ class LatentConfig:
             kv=Linear.of(weights["latent.kv"], weights.get("latent.kv_bias")),
             norm=norm,
             up=weights["latent.up"].value,
+            gate=None if gate is None else Linear.of(gate),
+            indexer=None if self.indexer is None else self.indexer.build(weights),
             out=Linear.of(weights["latent.out"], weights.get("latent.out_bias")),
             config=self,
         )
@@ -172,7 +199,8 @@ class LatentConfig:
 class Latent:
     """q_a, q_norm: to the latents of queries, where these have some. q: [..., H, N + R]. kv: a
     latent and the key that is rotated, [..., L + R]. norm: of latents. up: from latents to keys and
-    values of each head, [H, N + Dv, L].
+    values of each head, [H, N + Dv, L]. gate: [..., H], where heads have some. indexer: see
+    LatentConfig.
     """
 
     q_a: Linear | None
@@ -181,7 +209,9 @@ class Latent:
     kv: Linear
     norm: RMSNorm
     up: Array
+    gate: Linear | None
     out: Linear
+    indexer: Indexer | None
     config: LatentConfig = dataclasses.field(metadata={"static": True})
 
     def __call__(
@@ -201,7 +231,16 @@ class Latent:
                 latent_q = self.q_norm(latent_q)
             products = self.q(latent_q, step), self.kv(x, step)
         q, kv = kv.write(place, products, LatentHeads(norm=self.norm, rotary=rotary, up=up_k))
-        o = kv.attend(place, q, self.config.options)
+        if (chosen := self.config.chosen) is None:
+            o = kv.attend(place, q, self.config.options)
+        else:
+            if self.indexer is not None:
+                queries = self.indexer(x, latent_q, step, rotary, chosen)
+                kv = kv.choose(place, queries)
+            o = kv.attend_chosen(place, q, self.config.options, chosen)
         with jax.named_scope("out"):
             o = by_head("...hl,hvl->...hv", o, up_v)
+            if self.gate is not None:
+                gate = jax.nn.sigmoid(self.gate(x, step).astype(jnp.float32))
+                o = o * gate.astype(o.dtype)[..., None]
             return self.out(o.reshape(*x.shape[:-1], -1), step), kv

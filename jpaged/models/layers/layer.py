@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, Protocol, Self
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 
 from jpaged.checks import positive
@@ -14,12 +13,15 @@ from jpaged.models.kv_view import KVView, Place
 from jpaged.models.layers.attention import Attention, AttentionConfig
 from jpaged.models.layers.conv import Conv, ConvConfig
 from jpaged.models.layers.delta import Delta, DeltaConfig
-from jpaged.models.layers.experts import Experts, ExpertsConfig
+from jpaged.models.layers.experts import Experts, ExpertsConfig, ExpertSharing
+from jpaged.models.layers.kda import KimiDelta, KimiDeltaConfig
 from jpaged.models.layers.latent import Latent, LatentConfig
-from jpaged.models.layers.linear import StepContext
+from jpaged.models.layers.linear import StepContext, scaled
+from jpaged.models.layers.mamba import Mamba, MambaConfig
 from jpaged.models.layers.mlp import MLP, MLPConfig
 from jpaged.models.layers.norm import PLAIN_NORM, NormConfig, RMSNorm
 from jpaged.models.layers.parallel_ffn import ParallelFFN, ParallelFFNConfig
+from jpaged.models.layers.parallel_mixer import ParallelMixer, ParallelMixerConfig
 from jpaged.models.layers.per_layer import PerLayer, PerLayerConfig
 from jpaged.models.layers.rope import RopeConfig, Rotary
 from jpaged.models.layers.scratch import Scratch, StepSizes
@@ -27,8 +29,11 @@ from jpaged.models.param_spec import Parameters, ParamSpec
 from jpaged.models.quantized import is_quantized
 from jpaged.models.record import Record
 
-type MixerConfig = AttentionConfig | LatentConfig | DeltaConfig | ConvConfig
-type Mixer = Attention | Latent | Delta | Conv
+type SingleMixerConfig = (
+    AttentionConfig | LatentConfig | DeltaConfig | KimiDeltaConfig | MambaConfig | ConvConfig
+)
+type MixerConfig = SingleMixerConfig | ParallelMixerConfig
+type Mixer = Attention | Latent | Delta | KimiDelta | Mamba | Conv | ParallelMixer
 type FFNConfig = MLPConfig | ExpertsConfig | ParallelFFNConfig
 type FFN = MLP | Experts | ParallelFFN
 
@@ -37,7 +42,7 @@ class PartConfig[Module](Protocol):
     """What each kind of mixer and of feed-forward part says of itself, beside its mathematics.
 
     A mixer also has `keeps`, what the cache holds for it; `served`, an equal mixer that so many
-    devices can share; and `rope`, or None.
+    devices can share; and `rope`, or None. A mixture of experts has `served`, too.
     """
 
     @property
@@ -93,6 +98,13 @@ class LayerConfig:
         return (part for part in (self.mixer, self.ffn, self.per_layer) if part is not None)
 
     @property
+    def mixers(self) -> tuple[SingleMixerConfig, ...]:
+        """Its mixer; both where attention and Mamba-2 stand side by side; or none."""
+        if isinstance(self.mixer, ParallelMixerConfig):
+            return self.mixer.attention, self.mixer.mamba
+        return () if self.mixer is None else (self.mixer,)
+
+    @property
     def ffns(self) -> tuple[MLPConfig | ExpertsConfig, ...]:
         """Its feed-forward part; both where an MLP and experts stand side by side; or none."""
         if isinstance(self.ffn, ParallelFFNConfig):
@@ -132,9 +144,13 @@ class LayerConfig:
         norms = Scratch(shared=step.rows * 4 * step.hidden_size)
         return sum((part.scratch(step) for part in self._parts), norms)
 
-    def served(self, devices: int) -> Self:
+    def served(self, devices: int, sharing: ExpertSharing) -> Self:
         """Return an equal layer that so many devices can share; ConfigError where there is none."""
-        return self if self.mixer is None else self._with(mixer=self.mixer.served(devices))
+        mixer = None if self.mixer is None else self.mixer.served(devices)
+        ffn = self.ffn
+        if isinstance(ffn, ExpertsConfig | ParallelFFNConfig):
+            ffn = ffn.served(devices, sharing)
+        return self._with(mixer=mixer, ffn=ffn)
 
     def share(self, devices: int) -> Self:
         """Return what each of so many devices has of a served one."""
@@ -169,15 +185,24 @@ SCALAR = "scalar"
 
 def check_layers(layers: Sequence[LayerConfig]) -> None:
     """ConfigError unless these can be the layers of one model: all have the same per-layer
-    embeddings, or none; and a layer that reads another's keys and values names the last one before
-    it that keeps such keys and values, of as many heads and with the same window.
+    embeddings, or none; a layer that reads another's keys and values names the last one before it
+    that keeps such keys and values, of as many heads and with the same window; and one that attends
+    to what another chose comes after one that chooses as many.
     """
     for i, layer in enumerate(layers):
         if layer.per_layer != layers[0].per_layer:
             raise ConfigError(f"per_layer={layer.per_layer} in layer {i}: must be that of layer 0")
     last: dict[tuple[object, ...], int] = {}
+    chosen: int | None = None
     for i, layer in enumerate(layers):
         mixer = layer.mixer
+        if isinstance(mixer, LatentConfig) and mixer.chosen is not None:
+            if mixer.indexer is None and mixer.chosen != chosen:
+                raise ConfigError(
+                    f"layer {i} attends to {mixer.chosen} tokens that a layer before it chose: the "
+                    f"last indexer before it chooses {chosen}"
+                )
+            chosen = mixer.chosen
         if not isinstance(mixer, AttentionConfig):
             continue
         heads = (mixer.num_heads, mixer.num_kv_heads)
@@ -210,11 +235,6 @@ class Residual:
     def added(self, x: Array, y: Array) -> Array:
         """x with what the part gives."""
         return x + scaled(y if self.after is None else self.after(y), self.multiplier)
-
-
-def scaled(x: Array, factor: float) -> Array:
-    """x times a number, which is rounded to its dtype first."""
-    return x if factor == 1.0 else x * jnp.asarray(factor, x.dtype)
 
 
 @jax.tree_util.register_dataclass

@@ -68,7 +68,7 @@ class DeltaRule(Protocol):
         q_THD: Array,
         k_THD: Array,
         v_THD: Array,
-        g_TH: Array,
+        g_THC: Array,
         beta_TH: Array,
         pool: Array,
         rows: PackedRows,
@@ -82,7 +82,7 @@ class DeltaRule(Protocol):
         q_SHD: Array,
         k_SHD: Array,
         v_SHD: Array,
-        g_SH: Array,
+        g_SHC: Array,
         beta_SH: Array,
         pool: Array,
         rows: PackedRows,
@@ -106,6 +106,8 @@ class StepContext:
     computes all of them, and can be differentiated. delta: a module of the gated delta rule; None
     is XLA's. tensor_axis: the mesh axis (or axes) of
     axis_size devices that hold shares of the weights, inside shard_map; None where each holds all.
+    data_axes: those that replicas lie along. in_order: a row's bits do not depend on which devices
+    have which of its experts.
     in_fp8: XLA has tensor cores for products of fp8 by fp8.
     """
 
@@ -118,6 +120,8 @@ class StepContext:
     delta: DeltaRule | None = dataclasses.field(default=None, metadata={"static": True})
     tensor_axis: MeshAxis | None = dataclasses.field(default=None, metadata={"static": True})
     axis_size: int = dataclasses.field(default=1, metadata={"static": True})
+    data_axes: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
+    in_order: bool = dataclasses.field(default=False, metadata={"static": True})
     in_fp8: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def in_layer(self, index: int) -> Self:
@@ -246,3 +250,8 @@ class Linear:
         rows = x.reshape(-1, width)
         parts = (weight.values, weight.scales, weight.zeros, form)
         return products.quantized(rows, *parts, step.count(rows)).astype(dtype)
+
+
+def scaled(x: Array, factor: float) -> Array:
+    """x times a number, which is rounded to its dtype first."""
+    return x if factor == 1.0 else x * jnp.asarray(factor, x.dtype)

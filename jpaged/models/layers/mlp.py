@@ -8,12 +8,13 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from jpaged.checks import at_least
-from jpaged.models.layers.linear import Linear, StepContext
+from jpaged.checks import at_least, positive
+from jpaged.models.layers.linear import Linear, StepContext, scaled
 from jpaged.models.layers.scratch import Scratch, StepSizes
 from jpaged.models.param_spec import Parameters, ParamSpec, Part, share
 
-Activation = Literal["silu", "gelu_tanh", "clamped"]
+Activation = Literal["silu", "gelu_tanh", "clamped", "relu2"]
+UNGATED = ("relu2",)  # activations of what has no gate
 ALPHA, LIMIT = 1.702, 7.0  # of "clamped"
 GATE_UP = (
     Part("gate", "1 F, E", "mlp.gate_proj.weight"),
@@ -27,14 +28,20 @@ GATE_UP_BIAS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MLPConfig:
-    """A gated linear unit (arXiv:2002.05202) of intermediate_size F. bias: of all its products."""
+    """A gated linear unit (arXiv:2002.05202) of intermediate_size F, or a layer of that width
+    without gates, by the activation. bias: of all its products. gate_multiplier: of gates before
+    their activation. multiplier: of what it gives.
+    """
 
     intermediate_size: int
     activation: Activation = "silu"
     bias: bool = False
+    gate_multiplier: float = 1.0
+    multiplier: float = 1.0
 
     def __post_init__(self) -> None:
         at_least(1, self, "intermediate_size")
+        positive(gate_multiplier=self.gate_multiplier, multiplier=self.multiplier)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -43,8 +50,10 @@ class MLPConfig:
 
     def params(self) -> tuple[ParamSpec, ...]:
         """Return its parameters, by names within a layer."""
-        gate_up = ParamSpec("mlp.gate_up", "2 F, E", GATE_UP, "normal", "F")
-        gate_up_bias = ParamSpec("mlp.gate_up_bias", "2 F", GATE_UP_BIAS, "zeros", "F")
+        parts, biases = (of_activation(self.activation, x) for x in (GATE_UP, GATE_UP_BIAS))
+        axes = f"{len(parts)} F"
+        gate_up = ParamSpec("mlp.gate_up", f"{axes}, E", parts, "normal", "F")
+        gate_up_bias = ParamSpec("mlp.gate_up_bias", axes, biases, "zeros", "F")
         down = ParamSpec("mlp.down", "E, F", "mlp.down_proj.weight", "residual", "F")
         down_bias = ParamSpec("mlp.down_bias", "E", "mlp.down_proj.bias", "zeros")
         return (gate_up, gate_up_bias, down, down_bias) if self.bias else (gate_up, down)
@@ -63,17 +72,24 @@ class MLPConfig:
             gate_up=Linear.of(weights["mlp.gate_up"], weights.get("mlp.gate_up_bias")),
             down=Linear.of(weights["mlp.down"], weights.get("mlp.down_bias")),
             activation=self.activation,
+            gate_multiplier=self.gate_multiplier,
+            multiplier=self.multiplier,
         )
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MLP:
-    """gate_up has gate and up in one weight: [..., 2, F]."""
+    """gate_up has gate and up in one weight: [..., 2, F]; without gates up alone: [..., 1, F].
+    limit: as of `gated`.
+    """
 
     gate_up: Linear
     down: Linear
     activation: Activation = dataclasses.field(metadata={"static": True})
+    gate_multiplier: float = dataclasses.field(default=1.0, metadata={"static": True})
+    multiplier: float = dataclasses.field(default=1.0, metadata={"static": True})
+    limit: float | None = dataclasses.field(default=None, metadata={"static": True})
 
     def __call__(
         self,
@@ -85,14 +101,31 @@ class MLP:
     ) -> Array:
         """x [..., E], the result in dtype (None is x's). is_partial: as of Linear."""
         gate_up = self.gate_up(x, step, jnp.float32)
-        h = gated(self.activation, gate_up[..., 0, :], gate_up[..., 1, :])
-        return self.down(h.astype(x.dtype), step, dtype, is_partial=is_partial)
+        gate, *up = (gate_up[..., i, :] for i in range(gate_up.shape[-2]))
+        h = gated(self.activation, scaled(gate, self.gate_multiplier), *up, limit=self.limit)
+        y = self.down(h.astype(x.dtype), step, dtype, is_partial=is_partial)
+        return scaled(y, self.multiplier)
 
 
-def gated(kind: Activation, gate: Array, up: Array) -> Array:
-    """Return the activation of gate, times up; f32 [..., F]."""
+def of_activation(kind: Activation, gate_up: tuple[Part, Part]) -> tuple[Part, ...]:
+    """Return the parts of gate and up that an activation takes."""
+    return gate_up[1:] if kind in UNGATED else gate_up
+
+
+def gated(
+    kind: Activation, gate: Array, up: Array | None = None, *, limit: float | None = None
+) -> Array:
+    """Return the activation of gate, times up; f32 [..., F]. Without gates, `gate` is up, and `up`
+    is not looked at. limit: the activation is at most that, and up is between it and its negative;
+    None: they have no bounds.
+    """
+    if kind == "relu2":
+        return jnp.square(jax.nn.relu(gate))
+    assert up is not None
     if kind == "clamped":  # GPT-OSS's
         gate, up = jnp.minimum(gate, LIMIT), jnp.clip(up, -LIMIT, LIMIT)
         return gate * jax.nn.sigmoid(ALPHA * gate) * (up + 1)
     gate = jax.nn.silu(gate) if kind == "silu" else jax.nn.gelu(gate, approximate=True)
+    if limit is not None:
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
     return gate * up

@@ -6,7 +6,7 @@ from typing import Self
 import jax
 from jax import Array
 
-from jpaged.models.layers.experts import Experts, ExpertsConfig
+from jpaged.models.layers.experts import Experts, ExpertsConfig, ExpertSharing
 from jpaged.models.layers.linear import StepContext
 from jpaged.models.layers.mlp import MLP, MLPConfig
 from jpaged.models.layers.norm import PLAIN_NORM, NormConfig, RMSNorm
@@ -47,6 +47,10 @@ class ParallelFFNConfig:
         """Return what a step allocates for it."""
         norms = Scratch(shared=step.rows * 12 * step.hidden_size)
         return self.mlp.scratch(step) + self.experts.scratch(step) + norms
+
+    def served(self, devices: int, sharing: ExpertSharing) -> Self:
+        """Return an equal part that so many devices can share."""
+        return dataclasses.replace(self, experts=self.experts.served(devices, sharing))
 
     def share(self, devices: int) -> Self:
         """Return what each of so many devices has of it."""
