@@ -9,7 +9,8 @@
                                                   # kernels under compute-sanitizer
     python scripts/gpu_check.py quantised FOLDER  # 9 minutes: the same in 8 and 4 bits
     python scripts/gpu_check.py adapters FOLDER   # 2 minutes: ways to add adapters to a product
-    python scripts/gpu_check.py states FOLDER     # 5 minutes: layers that keep a state or latents
+    python scripts/gpu_check.py states FOLDER     # 8 minutes: layers that keep a state or latents,
+                                                  # and Triton's checks that `marks` cut off
     python scripts/gpu_check.py report FOLDER     # the table of what FOLDER has
 
 Each ends in the table of all that FOLDER has so far, also where it is cut off by SIGTERM; records
@@ -46,7 +47,7 @@ SECONDS = {
     "quantised": 560,
     "adapters": 120,
     "programs": 240,
-    "states": 300,
+    "states": 450,
 }
 # Of what: the least share, and of which ceiling.
 GOALS = {
@@ -90,6 +91,9 @@ def jobs(part: str, out: Path, dry: bool) -> list[Job]:
         ]
     if part == "programs":
         return [timed("graphs", 100, "gpu_programs.py"), timed("sanitizer", 140, "gpu_programs.py")]
+    if part == "states":  # latents are Triton's on every card
+        checks = [checked("triton", phase, 100) for phase in ("decode", "prefill")]
+        return [timed("states", 250), *checks]
     if part == "kernels":
         return [timed("kernels", 260), timed("peers_jax", 100), timed("peers_torch", 110)]
     return [timed(part, SECONDS[part])]

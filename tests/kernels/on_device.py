@@ -19,6 +19,7 @@ from scripts._attention_cases import (
     DECODE,
     DEVICE,
     DEVICE_IN_8_BITS,
+    DEVICE_LATENTS,
     GPU,
     IN_TILES,
     PREFILL,
@@ -50,14 +51,16 @@ def checks(name: str, phase: str, *, dry: bool) -> dict[str, Callable[[], dict[s
     """
     implementation = importlib.import_module(f"kernels_pallas.paged_attention.{name}")
     found = {}
-    scaled = (*SCALED[::6], IN_TILES[0]) if dry else (*DEVICE_IN_8_BITS, *SCALED, *IN_TILES)
-    scaled = [
-        c for c in scaled if implementation.unsupported(c.shapes, c.options.attention, None) is None
+    others = (*SCALED[::6], IN_TILES[0])
+    if not dry:
+        others = (*DEVICE_LATENTS, *DEVICE_IN_8_BITS, *SCALED, *IN_TILES)
+    taken = [
+        c for c in others if implementation.unsupported(c.shapes, c.options.attention, None) is None
     ]
-    for case in (*(DRY if dry else (*DEVICE, *GPU)), *scaled):
+    for case in (*(DRY if dry else (*DEVICE, *GPU)), *taken):
         if (case.queries is None) != (phase == "decode"):
             continue
-        is_long = case in (*DEVICE, *DEVICE_IN_8_BITS)
+        is_long = case in (*DEVICE, *DEVICE_LATENTS, *DEVICE_IN_8_BITS)
         splits = (None, 1, 2) if phase == "decode" and is_long else (None,)
         for number in splits:
             own = {} if number is None else {"splits": number}

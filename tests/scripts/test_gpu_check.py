@@ -112,6 +112,7 @@ def test_a_wrong_kernel_fails_the_checks(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(on_device, "GPU", (DECODE,))
     monkeypatch.setattr(on_device, "DEVICE", (case,))
     monkeypatch.setattr(on_device, "DEVICE_IN_8_BITS", ())
+    monkeypatch.setattr(on_device, "DEVICE_LATENTS", ())
 
     def check(implementation: Any, case: Case, values: str, **own: Any) -> None:
         if own == {"splits": 2}:
@@ -132,6 +133,14 @@ def test_a_wrong_kernel_fails_the_checks(tmp_path: Path, monkeypatch: pytest.Mon
     assert found["triton long splits=2"]["not_taken"] == "not this one"
     assert gpu_check.is_wrong(tmp_path)
     assert "WRONG triton long: coded" in gpu_check.report(tmp_path)
+
+
+def test_latents_are_checked_where_they_are_served() -> None:
+    for name, expected in (("triton", 2 + 3 * 3), ("mosaic_gpu", 0)):
+        cases = {
+            c for phase in ("decode", "prefill") for c in on_device.checks(name, phase, dry=False)
+        }
+        assert sum("latents" in case for case in cases) == expected
 
 
 JOB = """
