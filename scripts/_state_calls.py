@@ -17,6 +17,7 @@ from kernels_pallas.mamba2 import xla as mamba2
 from kernels_pallas.packed_rows import PackedRows
 from kernels_pallas.paged_attention import triton, xla
 from kernels_pallas.paged_attention.interface import AttentionOptions, Options
+from kernels_pallas.paged_attention.kv_write import write_kv
 
 F32, BF16 = jnp.float32, jnp.bfloat16
 P = 64  # slots of a block
@@ -96,7 +97,7 @@ def convolution(phase: str, sizes: Sizes) -> StateCall:
 
     def values() -> tuple[Array, tuple[Any, ...]]:
         x = noise(1, _tokens(phase, sizes), channels, dtype=BF16)
-        pool = noise(0, sizes.slots, 3, channels, dtype=BF16)
+        pool = noise(0, 8 * sizes.slots, 3, channels, dtype=BF16)  # more than a TPU's VMEM
         return pool, (_rows(phase, sizes), x, noise(2, channels, 4, dtype=BF16))
 
     def run(pool: Array, rows: PackedRows, x: Array, weight: Array) -> tuple[Array, Array]:
@@ -122,7 +123,8 @@ def latents(module: Any, phase: str, sizes: Sizes, interpret: bool | None) -> St
         return pool, (q, jnp.int32(1), table.astype(jnp.int32), contexts, *starts)
 
     def run(pool: Array, q: Array, layer: Array, *rows: Array) -> tuple[Array, Array]:
-        pool = pool.at[0, 0].set(q[0, :1])  # of the first layer, which is not attended to
+        slots = jnp.arange(q.shape[0], dtype=jnp.int32)
+        pool = write_kv(pool, layer, q[:, :1], slots, num_layers=2)
         return pool, function(q, pool, layer, *rows, options=options)
 
     return StateCall(run=run, values=values, moved=sizes.rows * count * P * width * 2)

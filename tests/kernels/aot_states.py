@@ -6,8 +6,8 @@
 compiles one layer's step and its chunks of a prompt over a donated pool, and prints a JSON line for
 each: instructions that would copy the pool, bytes of temporaries, those that have to be moved, and
 on CUDA the loops and branches at which the host waits for the card (asked). The control does not
-donate its pool. Names in the command line: these alone. The exit status is 1 where a pool is
-copied, or the control's is not.
+donate its pool. Names in the command line: these alone. The exit status is 1 where a pool is copied
+that is not known to be, or one that is known is not.
 """
 
 import dataclasses
@@ -28,6 +28,13 @@ from tests.kernels.aot_decode import asked
 CONTROL = "control, not donated"
 PROGRAMS: dict[str, StateCall] = calls(FULL, interpret=False)
 PROGRAMS[CONTROL] = PROGRAMS["delta step, xla"]
+
+
+def is_copied(platform: str, name: str) -> bool:
+    """Return whether a program copies its pool: the control, and on TPUs XLA's latents, which lie
+    in one row a slot, where arrays of 2, 4 or whole eights of rows are changed in place.
+    """
+    return name == CONTROL or (platform == "tpu" and name.startswith("latents"))
 
 
 def programs_of(platform: str) -> list[str]:
@@ -79,5 +86,5 @@ if __name__ == "__main__":
     good = True
     for made in main(sys.argv[1], sys.argv[2], sys.argv[3:]):
         print(json.dumps(dataclasses.asdict(made)), flush=True)
-        good &= (made.pool_copies > 0) == (made.name == CONTROL)
+        good &= (made.pool_copies > 0) == is_copied(sys.argv[1], made.name)
     sys.exit(0 if good else 1)

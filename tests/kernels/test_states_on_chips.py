@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from scripts._common import cannot_compile
-from tests.kernels.aot_states import CONTROL, PROGRAMS, programs_of
+from tests.kernels.aot_states import PROGRAMS, is_copied, programs_of
 
 CHIPS = {"sm_80": "cuda", "sm_90a": "cuda", "v5e:2x2": "tpu"}
 
@@ -25,9 +25,10 @@ def test_pools_are_changed_in_place(chip: str) -> None:
     compiled = compiled_for(platform, chip)
     assert list(compiled) == programs_of(platform)
     for name, program in compiled.items():
-        assert (program["pool_copies"] > 0) == (name == CONTROL)
-        # At least the gathered states of XLA's forms; the chunks of 2048 tokens are more.
-        assert program["temporary_bytes"] < 6 * PROGRAMS[name].moved
+        assert (program["pool_copies"] > 0) == is_copied(platform, name)
+        # XLA's forms gather the states of rows; the chunks of 2048 tokens are more.
+        most = (12 if is_copied(platform, name) else 6) * PROGRAMS[name].moved
+        assert program["temporary_bytes"] < max(most, 64 << 20)
     if platform == "cuda":
         for rule in ("delta", "KDA"):
             ours, theirs = (compiled[f"{rule} step, {way}"] for way in ("triton", "xla"))
