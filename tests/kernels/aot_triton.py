@@ -29,6 +29,7 @@ from kernels_pallas.paged_attention import head_write, triton
 from kernels_pallas.paged_attention.interface import AttentionOptions, Options
 from kernels_pallas.paged_attention.pool_layout import ScaledPool
 from scripts._common import CARDS, absent_device, stay_on_cpu
+from scripts._state_calls import FULL, calls
 from tests.kernels.aot_quantized import mixture
 
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
@@ -62,6 +63,13 @@ def latents(phase: str, H: int, kv_dtype: Any = None) -> Call:
     q = shape(16 if phase == "decode" else 512, H, 576, dtype=BF16)
     function = functools.partial(getattr(triton, phase), options=options)
     return function, (q, pool, shape(), shape(16, 40), shape(16), *starts)
+
+
+def step(name: str) -> Call:
+    """A layer's step over the states of rows, by its kernel."""
+    call = calls(FULL)[f"{name}, triton"]
+    pool, rest = jax.eval_shape(call.values)
+    return call.run, (pool, *rest)
 
 
 def heads_written() -> Call:
@@ -114,6 +122,8 @@ KERNELS: dict[str, Call] = {
     "prefill latents H20": latents("prefill", 20),
     "decode latents int8": latents("decode", 16, jnp.int8),
     "prefill latents int8": latents("prefill", 16, jnp.int8),
+    "delta step": step("delta step"),
+    "KDA step": step("KDA step"),
     "write_heads": heads_written(),
     "read_tiles": vocabulary(vocab_tiles.read_tiles, F32, F32, F32),
     "row_thresholds": vocabulary(row_thresholds.row_thresholds, F32, F32, F32, I32, F32, jnp.bool_),

@@ -11,6 +11,7 @@ implementation, in a process each.
 import argparse
 import functools
 import importlib
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -47,9 +48,10 @@ def hold(implementation: Any, case: Case, **own: Any) -> dict[str, Any]:
 
 def checks(name: str, phase: str, *, dry: bool) -> dict[str, Callable[[], dict[str, Any]]]:
     """By the name of a case, long ones first: they tell most. Long contexts of decode are split in
-    any way.
+    any way, where the implementation splits.
     """
     implementation = importlib.import_module(f"kernels_pallas.paged_attention.{name}")
+    has_splits = "splits" in inspect.signature(implementation.decode).parameters
     found = {}
     others = (*SCALED[::6], IN_TILES[0])
     if not dry:
@@ -61,7 +63,7 @@ def checks(name: str, phase: str, *, dry: bool) -> dict[str, Callable[[], dict[s
         if (case.queries is None) != (phase == "decode"):
             continue
         is_long = case in (*DEVICE, *DEVICE_LATENTS, *DEVICE_IN_8_BITS)
-        splits = (None, 1, 2) if phase == "decode" and is_long else (None,)
+        splits = (None, 1, 2) if phase == "decode" and is_long and has_splits else (None,)
         for number in splits:
             own = {} if number is None else {"splits": number}
             key = f"{name} {case.name}" + "".join(f" splits={n}" for n in own.values())
