@@ -608,6 +608,26 @@ DEVICE_IN_8_BITS = tuple(
     for case, kv_dtype in zip(DEVICE[:3], ("int8", "int8", "float8_e4m3fn"), strict=True)
 )
 
+# Latents as DeepSeek's, whose query heads are in several parts.
+_LATENTS = dataclasses.replace(_ROWS, H=16, K=1, D=576, V=512, P=64, latent=True)
+DEVICE_LATENTS = (
+    dataclasses.replace(_LATENTS, name="decode_1000_latents", contexts=(1000, 1, 937, 0, 512) * 4),
+    dataclasses.replace(
+        _LATENTS, name="prefill_1k_latents", contexts=(1100, 600), queries=(1100, 90)
+    ),
+    dataclasses.replace(_LATENTS, name="decode_4000_latents_h128", contexts=(4000, 65), H=128),
+    dataclasses.replace(
+        _LATENTS, name="decode_1000_latents_int8", contexts=(1000, 130) * 4, kv_dtype="int8"
+    ),
+    dataclasses.replace(
+        _LATENTS,
+        name="prefill_900_latents_int8",
+        contexts=(900, 40),
+        queries=(400, 40),
+        kv_dtype="int8",
+    ),
+)
+
 # Cases that are timed on a GPU: the most telling ones first, decode and prefill in turn.
 BENCH = (
     _timed(128, 2048),

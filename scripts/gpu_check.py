@@ -1,4 +1,4 @@
-"""Check, then time, what there is for the GPU at hand. Each of the six calls is of use alone.
+"""Check, then time, what there is for the GPU at hand. Each of the seven calls is of use alone.
 
     python scripts/gpu_check.py marks FOLDER      # 5 minutes: an engine with the defaults, copy
                                                   # bandwidth and matmul rate, every kernel against
@@ -9,6 +9,8 @@
                                                   # kernels under compute-sanitizer
     python scripts/gpu_check.py quantised FOLDER  # 9 minutes: the same in 8 and 4 bits
     python scripts/gpu_check.py adapters FOLDER   # 2 minutes: ways to add adapters to a product
+    python scripts/gpu_check.py states FOLDER     # 8 minutes: layers that keep a state or latents,
+                                                  # and Triton's checks that `marks` cut off
     python scripts/gpu_check.py report FOLDER     # the table of what FOLDER has
 
 Each ends in the table of all that FOLDER has so far, also where it is cut off by SIGTERM; records
@@ -45,6 +47,7 @@ SECONDS = {
     "quantised": 560,
     "adapters": 120,
     "programs": 240,
+    "states": 450,
 }
 # Of what: the least share, and of which ceiling.
 GOALS = {
@@ -88,6 +91,9 @@ def jobs(part: str, out: Path, dry: bool) -> list[Job]:
         ]
     if part == "programs":
         return [timed("graphs", 100, "gpu_programs.py"), timed("sanitizer", 140, "gpu_programs.py")]
+    if part == "states":  # latents are Triton's on every card
+        checks = [checked("triton", phase, 100) for phase in ("decode", "prefill")]
+        return [timed("states", 250), *checks]
     if part == "kernels":
         return [timed("kernels", 260), timed("peers_jax", 100), timed("peers_torch", 110)]
     return [timed(part, SECONDS[part])]
@@ -146,7 +152,7 @@ def report(out: Path) -> str:
     rows = kernel_rows(jobs, limits)
     heads = ["case", "by", "call us", "kernel us", "GB/s", "TFLOP/s", "share", "of best"]
     lines += common.aligned(heads, rows, left=2) if rows else []
-    for job in ("engine", "quantised", "adapters"):
+    for job in ("engine", "quantised", "adapters", "states"):
         lines += engine_lines(job, jobs.get(job, {}), limits["copy"])
     return "\n".join(lines)
 
@@ -228,14 +234,14 @@ def engine_lines(job: str, records: dict[str, dict[str, Any]], copy_gb_s: float)
             told.append(
                 f"{share:.1%} of copy bandwidth over weights and KV, goal {ENGINE_GOAL:.0%}"
             )
-        told += [record["error"]] if "error" in record else []
+        told += [record[k] for k in ("wrong", "error") if k in record]
         lines.append("\n    ".join(told))
     return lines
 
 
 def is_wrong(out: Path) -> bool:
     """Return whether a check has failed, a job could not start, or the card is not well."""
-    kinds = ("checks_*", "sanitizer", "first")
+    kinds = ("checks_*", "sanitizer", "first", "states")
     files = [file for kind in kinds for file in out.glob(f"{kind}.jsonl")]
     records = [r for file in files for r in read(file).values()]
     records += [r for file in out.glob("*.jsonl") for r in [read(file).get("device")] if r]

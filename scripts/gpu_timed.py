@@ -7,7 +7,7 @@ JOB: marks (copy bandwidth and matmul rate: the two ceilings, with clocks and po
 over the cases that tell most, compiled side by side first), peers_jax (jax's own Triton kernel,
 cuDNN over contiguous and over paged keys and values), peers_torch (SDPA by FlashAttention and by
 cuDNN, causal over equal work, and flex_attention), engine (nano-vllm's workload end to end, also
-with Qwen's own sampling and with 8 steps a dispatch), quantised, adapters.
+with Qwen's own sampling and with 8 steps a dispatch), quantised, adapters, states.
 
 A timed step holds several calls, each over another layer of the pool and fed by the one before, so
 that together they read far more than L2 holds; the layers change from step to step. A kernel's own
@@ -28,6 +28,7 @@ from typing import Any
 import _common as common
 import bench
 import gpu_products
+import gpu_states
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,6 +65,7 @@ LIMITS = {
     "engine": 400,
     "quantised": 180,
     "adapters": 30,
+    "states": 60,
 }
 
 
@@ -502,6 +504,7 @@ JOBS: dict[str, Callable[[bool], Cases]] = {
     "engine": engine,
     "quantised": quantised,
     "adapters": gpu_products.adapters,
+    "states": gpu_states.states,
 }
 
 

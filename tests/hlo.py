@@ -24,7 +24,9 @@ _FREE = {
     "conditional",
     "call",
     "opt-barrier",
+    "fusion-done",  # of what a fusion-start began
 }
+_FUSIONS = {"fusion", "fusion-start"}
 _IN_PLACE = {"scatter", "dynamic-update-slice"}
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _INSTRUCTION = re.compile(
@@ -84,21 +86,23 @@ def pool_copies(hlo: str, elements: int) -> list[str]:
             lines = computations.setdefault(start[1], [])
         elif instruction := _INSTRUCTION.match(line):
             lines.append(instruction)
-            if instruction[3] == "fusion" and (called := _called(instruction)):
+            if instruction[3] in _FUSIONS and (called := _called(instruction)):
                 fused.add(called)
     assert computations, "no computation found: has the form of HLO text changed?"
     found = []
     for name, instructions in computations.items():
         for i in instructions if name not in fused else ():
+            # What runs beside others names its operands in a tuple before its results.
+            made = i[2].partition("), ")[2] if i[3] == "fusion-start" else i[2]
             counts = [
                 math.prod(int(n) for n in shape.split(",") if n)
-                for shape in re.findall(r"\w\[([\d,]*)\]", i[2])
+                for shape in re.findall(r"\w\[([\d,]*)\]", made)
             ]
             if elements not in counts or i[3] in _FREE | _IN_PLACE:
                 continue
             if i[3] == "custom-call" and "output_to_operand_aliasing=" in i[4]:
                 continue
-            if i[3] == "fusion" and _root(computations[_called(i)]) in _IN_PLACE:
+            if i[3] in _FUSIONS and _root(computations[_called(i)]) in _IN_PLACE:
                 continue
             found.append(i[0].strip())
     return found

@@ -293,15 +293,15 @@ def test_coerce(tmp_path: Path) -> None:
     [
         (
             hf("gpt2"),
-            r"architecture 'gpt2'.*; supported are DeepseekV3ForCausalLM, .*MiniMaxM2ForCausalLM, "
+            r"architecture 'gpt2'.*; supported are BailingHybridForCausalLM, .*MiniMaxM2ForCausalLM, "
             r"Ministral3ForCausalLM, Mistral3ForConditionalGeneration, Mistral4ForCausalLM, ",
         ),
         ({}, "no 'model_type': its family, such as 'qwen3'"),
         (BASE, "no 'model_type'"),
         (BASE | {"architectures": ["Qwen3ForCausalLM"]}, "no 'model_type': its family, 'qwen3'$"),
         (
-            hf("nemotron_h", architectures=["NemotronHForCausalLM"]),
-            "architecture 'NemotronHForCausalLM'",
+            hf("mamba2", architectures=["Mamba2ForCausalLM"]),
+            "architecture 'Mamba2ForCausalLM'",
         ),
         (hf("gpt_oss", swiglu_limit=5.0), r"swiglu_limit=\(1.702, 5.0\)"),
         (hf("mixtral", num_local_experts=1), "experts_per_token=2 of num_experts=1"),

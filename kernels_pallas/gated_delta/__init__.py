@@ -27,10 +27,11 @@ returns True.
 `reference.py` is the definition. `xla.dense` is the form that can be differentiated.
 """
 
-from kernels_pallas.implementation import Implementation
+from kernels_pallas.implementation import CUDA, Implementation
 
 # By name. On a device that several of them support, the first is the fastest.
 IMPLEMENTATIONS = {
     "native": Implementation("kernels_cpu.gated_delta", ("cpu",)),
+    "triton": Implementation("kernels_pallas.gated_delta.triton", CUDA),
     "xla": Implementation("kernels_pallas.gated_delta.xla"),
 }

@@ -7,10 +7,15 @@ softmax. Decode has one query a tile and splits its context over several program
 combined afterwards. Block ids are loaded one step ahead: otherwise the pipelined loads of keys and
 values would wait for them.
 
+Latents are one KV head for all query heads, a part of which a program takes. A latent is read once:
+it is the key's first columns, and the value. The rotated key makes a product of its own, since
+Triton's tiles are powers of two wide.
+
 Pallas' Triton backend is deprecated by jax; Mosaic GPU is the one to use on Hopper.
 
 Shapes: T packed tokens, S rows, M blocks a row, L layers, N pool blocks, P block size, H query
-heads, K KV heads, G = H/K, D head dim; A query tiles, B tokens of a tile, C slots a step.
+heads, K KV heads (parts of the query heads of latents), G = H/K, D head dim, V width of a value; A
+query tiles, B tokens of a tile, C slots a step.
 """
 
 import functools
@@ -35,6 +40,7 @@ from kernels_pallas.paged_attention.interface import (
     AttentionOptions,
     Options,
     Shapes,
+    kv_heads_of,
     shapes_of,
     unknown_options,
 )
@@ -44,11 +50,12 @@ MIN_ROWS = 16  # of a Triton matmul
 # Half of it, and half of C, for heads over 128: Ada has 99 KiB of shared memory for queries and
 # pipeline.
 PREFILL_ROWS = 128
+LATENT_ROWS = 32  # of a product, at most: V numbers a row are in registers, D in shared memory
 SLOTS = 64  # C
 PROGRAMS = 2  # a multiprocessor; decode splits its contexts to have so many
 MAX_SPLITS = 16
 
-OPTIONS = ("scale", "soft_cap", "window", "sinks")
+OPTIONS = ("scale", "soft_cap", "window", "value_dim", "sinks", "latent")
 
 pool_layout = slots_last_layout
 
@@ -60,7 +67,15 @@ def unsupported(shapes: Shapes, attention: AttentionOptions, device: Any) -> str
     dtype, head_dim = jnp.dtype(shapes.dtype), shapes.head_dim
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {dtype}: only bfloat16 and float16"
-    if head_dim not in (32, 64, 128, 256):
+    if attention.latent:
+        latent = attention.value_width(head_dim)
+        rotated = head_dim - latent
+        if latent not in (64, 128, 256, 512) or rotated not in (16, 32, 64, 128):
+            sizes = "only 64 to 512 and 16 to 128, powers of two"
+            return f"latents of {latent} and rotated keys of {rotated}: {sizes}"
+    elif attention.value_dim is not None:
+        return f"values of {attention.value_dim}: only the keys' width, {head_dim}"
+    elif head_dim not in (32, 64, 128, 256):
         return f"head_dim {head_dim}: only 32, 64, 128 and 256"
     capability = capability_of(device)
     if shapes.kv_dtype == jnp.float8_e4m3fn and capability is not None and capability < 8.9:
@@ -143,15 +158,23 @@ def decode(
     splits: programs for one context; None chooses. Raises NotImplementedError with the reason that
     `unsupported` gives.
     """
-    (S, M), (_, P, K2, _) = block_table_SM.shape, pool.shape
+    (S, M), P, K = block_table_SM.shape, pool.shape[1], _parts(q_SHD, pool, options, tokens=1)
     context_lens_S = jnp.asarray(context_lens_S)
     rows_S = jnp.where(context_lens_S > 0, jnp.arange(S, dtype=jnp.int32), -1)
     tiles, starts_S1 = Tiles(rows_S, jnp.zeros_like(rows_S)), jnp.arange(S + 1, dtype=jnp.int32)
     programs = PROGRAMS * multiprocessors()
-    splits = splits or min(max(-(-programs // (S * K2 // 2)), 1), MAX_SPLITS, M * P // SLOTS + 1)
+    splits = splits or min(max(-(-programs // (S * K)), 1), MAX_SPLITS, M * P // SLOTS + 1)
     args = (q_SHD, pool, layer, block_table_SM, context_lens_S, starts_S1, tiles, sinks_H)
     o_SHD = _attend(*args, tokens=1, splits=splits, options=options)
     return jnp.where((context_lens_S > 0)[:, None, None], o_SHD, 0)
+
+
+def _parts(q_THD: Array, pool: Array | ScaledPool, options: Options, *, tokens: int) -> int:
+    """Return K: into how many parts programs cut the query heads. tokens: of a tile."""
+    if not options.attention.latent:
+        return kv_heads_of(pool, options.attention)
+    H = q_THD.shape[1]
+    return min(H // G for G in range(1, max(1, LATENT_ROWS // tokens) + 1) if H % G == 0)
 
 
 def _tile_tokens(shapes: Shapes) -> int:
@@ -179,13 +202,17 @@ def _attend(
 
     tokens: of a tile.
     """
-    (T, H, D), (blocks, P, K2, _) = q_THD.shape, pool.shape
+    (T, H, D), (blocks, P, rows, width) = q_THD.shape, pool.shape
+    attention, V = options.attention, options.attention.value_width(q_THD.shape[2])
     shapes = shapes_of(q_THD, pool, block_table_SM, options)
     interpret = interpretation("triton", unsupported, shapes, options)
-    K, G = K2 // 2, 2 * H // K2
+    K = _parts(q_THD, pool, options, tokens=tokens)
+    G = H // K
     # Rows of a token in a tile, G of them real.
     heads = max(pl.next_power_of_2(G), MIN_ROWS // tokens)
     C, stages = (SLOTS, 3) if D <= 128 else (SLOTS // 2, 2)
+    if D > 256:  # of latents
+        C, stages = SLOTS // 2 if tokens * heads <= MIN_ROWS else SLOTS // 4, 1
     kernel = functools.partial(
         _kernel,
         G=G,
@@ -193,9 +220,7 @@ def _attend(
         tokens=tokens,
         P=P,
         C=C,
-        scale=options.attention.scale,
-        window=options.attention.window,
-        soft_cap=options.attention.soft_cap,
+        attention=attention,
         scaled=isinstance(pool, ScaledPool),
     )
     values: Any = pool
@@ -210,7 +235,7 @@ def _attend(
         assert pool.slots_last, "as its pool_layout has them"
         values, scales = pool.values, (pool.scales,)
     outputs = (
-        ((T, splits, K, G, D), jnp.float32 if splits > 1 else q_THD.dtype),
+        ((T, splits, K, G, V), jnp.float32 if splits > 1 else q_THD.dtype),
         ((T, splits, K, G), jnp.float32),
     )
     o, lse = pl.pallas_call(
@@ -219,12 +244,12 @@ def _attend(
         out_shape=[jax.ShapeDtypeStruct(*output) for output in outputs],
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(
-            num_warps=4 if splits > 1 or tokens == 1 else 8, num_stages=stages
+            num_warps=4 if (splits > 1 or tokens == 1) and D <= 256 else 8, num_stages=stages
         ),
         name="paged_attention",
     )(
         q_THD.reshape(T, K, G, D),
-        jnp.reshape(values, (blocks * P, K2, D)),
+        jnp.reshape(values, (blocks * P, rows, width)),
         jnp.asarray(block_table_SM),
         jnp.asarray(context_lens_S),
         query_start_loc_S1,
@@ -233,7 +258,7 @@ def _attend(
         *scales,
         *(() if sinks_H is None else (jnp.asarray(sinks_H, jnp.float32),)),
     )
-    return (o[:, 0] if splits == 1 else combine(o, lse).astype(q_THD.dtype)).reshape(T, H, D)
+    return (o[:, 0] if splits == 1 else combine(o, lse).astype(q_THD.dtype)).reshape(T, H, V)
 
 
 def _kernel(
@@ -251,9 +276,7 @@ def _kernel(
     tokens: int,
     P: int,
     C: int,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
+    attention: AttentionOptions,
     scaled: bool,
 ):
     *more, out_ref, lse_ref = refs
@@ -265,7 +288,17 @@ def _kernel(
         out_ref.shape[1],
     )
     row = rows_ref[tile]
-    D, rows = q_ref.shape[-1], tokens * heads
+    D, rows, window, soft_cap = (
+        q_ref.shape[-1],
+        tokens * heads,
+        attention.window,
+        attention.soft_cap,
+    )
+    V = attention.value_width(D)
+    # Row of the pool, first column and width of each part of a key, then of the value.
+    sources = [(2 * head, 0, D), (2 * head + 1, 0, D)]
+    if attention.latent:
+        sources = [(0, 0, V), (0, V, D - V)]
 
     @pl.when(row >= 0)
     def _():
@@ -275,9 +308,16 @@ def _kernel(
         token_R, head_R = first + lax.div(at_R, heads), lax.rem(at_R, heads)
         real_R = (token_R < count) & (head_R < G)
         position_R = context - count + token_R
-        dim_D = jnp.arange(D)[None, :]
-        here = ((start + token_R)[:, None], head, head_R[:, None], dim_D)
-        q = plgpu.load(q_ref.at[here], mask=real_R[:, None], other=0.0)
+        here = ((start + token_R)[:, None], head, head_R[:, None])
+
+        def columns(first, count):
+            return (first + jnp.arange(count))[None, :]
+
+        def queries(first, count):
+            source = q_ref.at[*here, columns(first, count)]
+            return plgpu.load(source, mask=real_R[:, None], other=0.0)
+
+        qs = [queries(*columns) for _, *columns in sources[: 2 if attention.latent else 1]]
 
         # Slots that some query of the tile sees.
         end = jnp.minimum(context - count + first + tokens, context)
@@ -302,17 +342,24 @@ def _kernel(
             slots = ((first_block_ref[0] + block_C) * P + of_block_C)[:, None]
 
             def part(nth):
-                """Return keys (0) or values (1), and their scales."""
-                source = pool_ref.at[slots, 2 * head + nth, dim_D]
+                """Return one of the sources of the slots, and its scales."""
+                pool_row, *place = sources[nth]
+                source = pool_ref.at[slots, pool_row, columns(*place)]
                 x = plgpu.load(source, mask=seen_C[:, None], other=jnp.zeros((), pool_ref.dtype))
                 if not scaled:
                     return x, None
-                source = scales[0].at[first_block_ref[0] + block_C, 2 * head + nth, of_block_C]
-                return x.astype(q.dtype), plgpu.load(source, mask=seen_C, other=0.0)[None, :]
+                nth_scale = nth if attention.latent else pool_row
+                source = scales[0].at[first_block_ref[0] + block_C, nth_scale, of_block_C]
+                return x.astype(q_ref.dtype), plgpu.load(source, mask=seen_C, other=0.0)[None, :]
 
-            k, of_keys = part(0)
-            s = plgpu.dot(q, k.T) * scale
-            s = s if of_keys is None else s * of_keys
+            def product(q, k, of_keys):
+                s = plgpu.dot(q, k.T) * attention.scale
+                return s if of_keys is None else s * of_keys
+
+            first = part(0)
+            s = product(qs[0], *first)
+            if attention.latent:
+                s += product(qs[1], *part(1))
             s = s if soft_cap is None else soft_cap * jnp.tanh(s / soft_cap)
             visible = (slot_C_[None, :] <= position_R[:, None]) & seen_C[None, :]
             if window is not None:
@@ -320,7 +367,7 @@ def _kernel(
             s = jnp.where(visible, s * LOG2E, NEG)
             new = jnp.maximum(top, jnp.max(s, axis=1))
             p, alpha = jnp.exp2(s - new[:, None]), jnp.exp2(top - new)
-            v, of_values = part(1)
+            v, of_values = first if attention.latent else part(1)
             weights = p if of_values is None else p * of_values
             acc = acc * alpha[:, None] + plgpu.dot(weights.astype(v.dtype), v)
             return new, total * alpha + jnp.sum(p, axis=1), acc, following
@@ -333,14 +380,18 @@ def _kernel(
                 jnp.where(split == 0, sink_R * LOG2E, NEG),
                 jnp.where(split == 0, nothing + 1, 0),
             )
-        state = (*softmax, jnp.zeros((rows, D), jnp.float32), blocks(step0))
+        state = (*softmax, jnp.zeros((rows, V), jnp.float32), blocks(step0))
         top, total, acc, _ = lax.fori_loop(step0, step1, body, state)
         # A query that has seen only masked keys has weights of exp2(0); its maximum shows that they
         # are void.
         total = jnp.where(top > NEG, total, 0.0)
         out = acc / jnp.where(total > 0, total, 1.0)[:, None]
         real = jnp.broadcast_to(real_R[:, None], out.shape)
-        plgpu.store(out_ref.at[here[0], split, *here[1:]], out.astype(out_ref.dtype), mask=real)
+        plgpu.store(
+            out_ref.at[here[0], split, *here[1:], columns(0, V)],
+            out.astype(out_ref.dtype),
+            mask=real,
+        )
         if splits > 1:
             # A sum is at least 1, its maximum's weight, or 0.
             lse = top + jnp.log2(jnp.maximum(total, 1.0))

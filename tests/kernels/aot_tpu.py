@@ -73,6 +73,7 @@ class Program:
 PROGRAMS = (
     Program("decode_d128", 16),
     Program("prefill_d128", 320),
+    Program("decode_d128_f32", 16, dtype=jnp.float32),
     Program("decode_d64", 16, D=64, N=1400),
     Program("prefill_d64", 320, D=64, N=1400),
     Program("prefill_d64_k3_g7", 320, K=3, G=7, D=64, N=2800),

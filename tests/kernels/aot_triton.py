@@ -29,6 +29,7 @@ from kernels_pallas.paged_attention import head_write, triton
 from kernels_pallas.paged_attention.interface import AttentionOptions, Options
 from kernels_pallas.paged_attention.pool_layout import ScaledPool
 from scripts._common import CARDS, absent_device, stay_on_cpu
+from scripts._state_calls import FULL, calls
 from tests.kernels.aot_quantized import mixture
 
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
@@ -49,6 +50,26 @@ def attention(phase: str, D: int, G: int, kv_dtype: Any = None) -> Call:
     q = shape(16 if phase == "decode" else 512, 4 * G, D, dtype=BF16)
     function = functools.partial(getattr(triton, phase), options=options)
     return function, (q, pool, shape(), shape(16, 40), shape(16), *starts)
+
+
+def latents(phase: str, H: int, kv_dtype: Any = None) -> Call:
+    """Latents of 512 with rotated keys of 64, as DeepSeek's, of H query heads."""
+    attention = AttentionOptions(scale=0.1, value_dim=512, latent=True)
+    options = Options(attention=attention, num_layers=2, interpret=False)
+    pool: Any = shape(200, 64, 1, 576, dtype=kv_dtype or BF16)
+    if kv_dtype is not None:
+        pool = ScaledPool(pool, shape(200, 2, 64, dtype=F32), slots_last=True, key_width=512)
+    starts = () if phase == "decode" else (shape(17),)
+    q = shape(16 if phase == "decode" else 512, H, 576, dtype=BF16)
+    function = functools.partial(getattr(triton, phase), options=options)
+    return function, (q, pool, shape(), shape(16, 40), shape(16), *starts)
+
+
+def step(name: str) -> Call:
+    """A layer's step over the states of rows, by its kernel."""
+    call = calls(FULL)[f"{name}, triton"]
+    pool, rest = jax.eval_shape(call.values)
+    return call.run, (pool, *rest)
 
 
 def heads_written() -> Call:
@@ -96,6 +117,13 @@ KERNELS: dict[str, Call] = {
     "decode int8": attention("decode", 128, 2, jnp.int8),
     "prefill int8": attention("prefill", 128, 2, jnp.int8),
     "prefill fp8": attention("prefill", 128, 2, jnp.float8_e4m3fn),
+    "decode latents H16": latents("decode", 16),
+    "decode latents H128": latents("decode", 128),
+    "prefill latents H20": latents("prefill", 20),
+    "decode latents int8": latents("decode", 16, jnp.int8),
+    "prefill latents int8": latents("prefill", 16, jnp.int8),
+    "delta step": step("delta step"),
+    "KDA step": step("KDA step"),
     "write_heads": heads_written(),
     "read_tiles": vocabulary(vocab_tiles.read_tiles, F32, F32, F32),
     "row_thresholds": vocabulary(row_thresholds.row_thresholds, F32, F32, F32, I32, F32, jnp.bool_),

@@ -11,6 +11,7 @@ implementation, in a process each.
 import argparse
 import functools
 import importlib
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from scripts._attention_cases import (
     DECODE,
     DEVICE,
     DEVICE_IN_8_BITS,
+    DEVICE_LATENTS,
     GPU,
     IN_TILES,
     PREFILL,
@@ -46,19 +48,22 @@ def hold(implementation: Any, case: Case, **own: Any) -> dict[str, Any]:
 
 def checks(name: str, phase: str, *, dry: bool) -> dict[str, Callable[[], dict[str, Any]]]:
     """By the name of a case, long ones first: they tell most. Long contexts of decode are split in
-    any way.
+    any way, where the implementation splits.
     """
     implementation = importlib.import_module(f"kernels_pallas.paged_attention.{name}")
+    has_splits = "splits" in inspect.signature(implementation.decode).parameters
     found = {}
-    scaled = (*SCALED[::6], IN_TILES[0]) if dry else (*DEVICE_IN_8_BITS, *SCALED, *IN_TILES)
-    scaled = [
-        c for c in scaled if implementation.unsupported(c.shapes, c.options.attention, None) is None
+    others = (*SCALED[::6], IN_TILES[0])
+    if not dry:
+        others = (*DEVICE_LATENTS, *DEVICE_IN_8_BITS, *SCALED, *IN_TILES)
+    taken = [
+        c for c in others if implementation.unsupported(c.shapes, c.options.attention, None) is None
     ]
-    for case in (*(DRY if dry else (*DEVICE, *GPU)), *scaled):
+    for case in (*(DRY if dry else (*DEVICE, *GPU)), *taken):
         if (case.queries is None) != (phase == "decode"):
             continue
-        is_long = case in (*DEVICE, *DEVICE_IN_8_BITS)
-        splits = (None, 1, 2) if phase == "decode" and is_long else (None,)
+        is_long = case in (*DEVICE, *DEVICE_LATENTS, *DEVICE_IN_8_BITS)
+        splits = (None, 1, 2) if phase == "decode" and is_long and has_splits else (None,)
         for number in splits:
             own = {} if number is None else {"splits": number}
             key = f"{name} {case.name}" + "".join(f" splits={n}" for n in own.values())

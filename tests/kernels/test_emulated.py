@@ -1,11 +1,13 @@
 """The Mosaic kernels as compiled for Hopper, executed by the emulator of tests/kernels/hopper.
 
-Each case runs three times: with what is asynchronous done at random times, at the last legal moment
-and at the first; shared memory starts as garbage. It is held to the float64 reference as every
-implementation is. What is broken on purpose has to fail. Needs the CUDA plugin and ptxas, no card.
+Each case runs three times: with what is asynchronous done at random times, at the last legal
+moment, and with copies done at once by warps that are as far ahead as they can be; shared memory
+starts as garbage. It is held to the float64 reference as every implementation is. What is broken on
+purpose has to fail. Needs the CUDA plugin and ptxas, no card.
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -21,7 +23,7 @@ from kernels_pallas.paged_attention import mosaic_gpu
 from kernels_pallas.paged_attention.mosaic_gpu import decode_kernel, prefill_kernel
 from scripts._attention_cases import GPU, IN_TILES, Case
 from scripts._common import cannot_compile
-from tests.kernels.hopper.block import EARLY, LATE, RANDOM, TIMINGS, ThreadBlock
+from tests.kernels.hopper.block import AHEAD, LATE, RANDOM, TIMINGS, ThreadBlock
 from tests.kernels.hopper.emulated import Emulated
 from tests.kernels.hopper.memory import Fault
 from tests.kernels.suite import bounded, check
@@ -61,13 +63,15 @@ _LONG = Case(
     num_layers=1,
     layer=0,
 )
+_LONG_PREFILL = dataclasses.replace(_LONG, contexts=(700, 70), queries=(100, 70))
+_IN_FP8: dict[str, Any] = {"kv_dtype": "float8_e4m3fn"}  # which has a NaN for what is not seen
+_DECODE = {"splits": 1, "thread_blocks": 2}, decode_kernel
+_PREFILL = {"thread_blocks": 1}, prefill_kernel
 LONG: dict[str, tuple[Case, dict[str, Any], Any]] = {  # with arguments, and the kernel's module
-    "decode": (_LONG, {"splits": 1, "thread_blocks": 2}, decode_kernel),
-    "prefill": (
-        dataclasses.replace(_LONG, contexts=(700, 70), queries=(100, 70)),
-        {"thread_blocks": 1},
-        prefill_kernel,
-    ),
+    "decode": (_LONG, *_DECODE),
+    "prefill": (_LONG_PREFILL, *_PREFILL),
+    "decode_fp8": (dataclasses.replace(_LONG, **_IN_FP8), *_DECODE),
+    "prefill_fp8": (dataclasses.replace(_LONG_PREFILL, **_IN_FP8), *_PREFILL),
 }
 
 
@@ -124,8 +128,19 @@ def test_thread_blocks_take_turns(splits: int, thread_blocks: int, kv_dtype: str
 @pytest.mark.parametrize("thread_blocks", [1, 3])
 @pytest.mark.parametrize("window", [None, 90])
 def test_thread_blocks_of_prefill_take_turns(thread_blocks: int, window: int | None) -> None:
-    case = dataclasses.replace(LONG["prefill"][0], extra_tokens=70, sliding_window=window)
+    case = dataclasses.replace(_LONG_PREFILL, extra_tokens=70, sliding_window=window)
     check_emulated(case, thread_blocks=thread_blocks)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_wide_heads_with_a_cap_take_turns(phase: str, kv_dtype: str | None) -> None:
+    """At a head_dim of 256 a ring has few stages, a decode's item is a thread block, and results of
+    prefill in 8 bits have two buffers.
+    """
+    case, own = (_LONG, {"splits": 2}) if phase == "decode" else (_LONG_PREFILL, _PREFILL[0])
+    wide: dict[str, Any] = {"D": 256, "soft_cap": 3.0, "kv_dtype": kv_dtype}
+    check_emulated(dataclasses.replace(case, **wide), **own)
 
 
 def test_no_thread_block_is_for_a_padding_tile() -> None:
@@ -168,24 +183,24 @@ def test_experts_are_the_loop_over_them(T: int, X: int, A: int) -> None:
 # ---- What is broken on purpose ----
 
 
-@pytest.fixture(scope="module")
-def long() -> dict[str, Emulated]:
-    """The kernels of LONG without the waits at their ends, which the interpreter alone demands."""
-    made = {}
-    for name, (case, own, module) in LONG.items():
-        made[name] = Emulated(RANDOM)
-        with mock.patch.object(module, "drain", lambda *args: None):
-            check(implementation(made[name]), case, **own)
-    return made
+@functools.cache
+def undrained(name: str) -> Emulated:
+    """Return a kernel of LONG without the waits at its end, which the interpreter alone demands."""
+    case, own, module = LONG[name]
+    emulated = Emulated(RANDOM)
+    with mock.patch.object(module, "drain", lambda *args: None):
+        check(implementation(emulated), case, **own)
+    return emulated
 
 
-def outcome(emulated: Emulated, name: str, change: Callable[[str], str]) -> str:
+def outcome(name: str, change: Callable[[str], str]) -> str:
     """Return how a kernel of LONG fails after a change of its PTX, or "" if it does not."""
     case, own, _ = LONG[name]
+    emulated = undrained(name)
     (compiled,) = emulated.compiled.values()
     assert change(compiled.ptx) != compiled.ptx
     with mock.patch.object(emulated, "change", change):
-        for emulated.timing in (LATE, EARLY, RANDOM):
+        for emulated.timing in (LATE, AHEAD, RANDOM):
             try:
                 check(implementation(emulated), case, **own)
             except Fault as fault:
@@ -275,35 +290,77 @@ FAULTS: dict[str, tuple[str, Callable[[str], str], str]] = {
         "wrong",
     ),
     "no fence after queries are stored": ("prefill", replaced(FENCE, "", 0), "wrong"),
+    "8 bits: results overwritten while they are sent": (
+        "decode_fp8",
+        replaced(r"cp\.async\.bulk\.wait_group\.read\s+0;", ""),
+        "wrong",
+    ),
+    "8 bits: no fence before results are sent": ("decode_fp8", replaced(FENCE, "", 0), "wrong"),
+    "8 bits: no fence after unseen values are zeroed": (
+        "decode_fp8",
+        replaced(FENCE, "", 1),
+        "wrong",
+    ),
+    "8 bits: no fence after a tile is widened": ("decode_fp8", replaced(FENCE, "", 2), "wrong"),
+    "8 bits: values not waited for": ("decode_fp8", replaced(PRODUCTS, "", 1), "wgmma still uses"),
+    "8 bits: a widened tile not told of": ("decode_fp8", replaced(ARRIVE, "", 3), "Deadlock"),
+    "8 bits: prefill's values not waited for before its masked tiles": (
+        "prefill_fp8",
+        replaced(PRODUCTS, "", 0),
+        "wrong",
+    ),
+    "8 bits: no fence after prefill's tile is widened": (
+        "prefill_fp8",
+        replaced(FENCE, "", 2),
+        "wrong",
+    ),
+    "8 bits: no fence after prefill's unseen values are zeroed": (
+        "prefill_fp8",
+        replaced(FENCE, "", 3),
+        "wrong",
+    ),
+    "8 bits: more registers than 512 threads start with": (
+        "prefill_fp8",
+        replaced("u32 208;", "u32 216;"),
+        "Deadlock",
+    ),
+}
+
+
+# Waits for mbarriers of each kernel, and those of them that others imply. Waits for values that the
+# other warpgroup zeroes: the turns, which are waits too, already put it first. Of the last turn:
+# what comes after it the other never reads. In 8 bits nobody waits for zeroed values.
+WAITS: dict[str, tuple[int, tuple[int, ...]]] = {
+    "decode": (4, ()),
+    "prefill": (11, (5, 9)),
+    "decode_fp8": (6, ()),
+    "prefill_fp8": (12, (8,)),
 }
 
 
 @pytest.mark.parametrize("name", LONG)
-def test_waits_at_the_end_are_for_the_interpreter(name: str, long: dict[str, Emulated]) -> None:
+def test_waits_at_the_end_are_for_the_interpreter(name: str) -> None:
     """Without them a kernel is as right: the control of what follows."""
-    assert outcome(long[name], name, lambda text: f"{text}// as it is") == ""
+    assert outcome(name, lambda text: f"{text}// as it is") == ""
 
 
-@pytest.mark.parametrize("nth", range(4))
-def test_every_wait_of_decode_is_needed(nth: int, long: dict[str, Emulated]) -> None:
-    """For queries, for a tile, for a place of queries that is free, for a free stage."""
-    assert outcome(long["decode"], "decode", replaced(WAIT, SKIPPED, nth))
+@pytest.mark.parametrize("name", WAITS)
+def test_all_waits_are_counted(name: str) -> None:
+    (compiled,) = undrained(name).compiled.values()
+    assert len(re.findall(WAIT, compiled.ptx)) == WAITS[name][0]
 
 
-# Waits of prefill that others imply. For values that the other warpgroup zeroes: the turns, which
-# are waits too, already put it first. Of the last turn: what comes after it the other never reads.
-IMPLIED = (5, 9)
-
-
-@pytest.mark.parametrize("nth", range(11))
-def test_every_wait_of_prefill_is_needed(nth: int, long: dict[str, Emulated]) -> None:
-    """Each but two, which are skipped without harm."""
-    fails = outcome(long["prefill"], "prefill", replaced(WAIT, SKIPPED, nth))
-    assert bool(fails) == (nth not in IMPLIED)
+@pytest.mark.parametrize(
+    ("name", "nth"), [(name, nth) for name, (count, _) in WAITS.items() for nth in range(count)]
+)
+def test_every_wait_is_needed(name: str, nth: int) -> None:
+    """Skipped one by one, all fail but those that others imply."""
+    fails = outcome(name, replaced(WAIT, SKIPPED, nth))
+    assert bool(fails) == (nth not in WAITS[name][1])
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_seen(fault: str, long: dict[str, Emulated]) -> None:
+def test_a_fault_is_seen(fault: str) -> None:
     name, change, shows = FAULTS[fault]
-    said = outcome(long[name], name, change)
+    said = outcome(name, change)
     assert said and shows in said

@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 
 from kernels_pallas import short_conv
-from kernels_pallas.gated_delta import IMPLEMENTATIONS, reference, xla
+from kernels_pallas.gated_delta import IMPLEMENTATIONS, reference, triton, xla
 from kernels_pallas.gated_delta.interface import Shapes
 from kernels_pallas.gated_delta.xla import CHUNK
 from kernels_pallas.packed_rows import PackedRows
+from tests.kernels import aot_cuda
+from tests.kernels.bounds import again
 
-HK, HV, DK, DV, SLOTS = 2, 6, 16, 32, 9
+HK, HV, DK, DV, SLOTS = 2, 6, 16, 64, 9  # DV: two programs of a step's kernel
 LENGTHS = [65, 0, 1, 64, 63, 130, 0]
 STARTS = [0, 5, 191, 0, 64, 70, 0]  # position of each row's first token
 SHAPES = Shapes(num_key_heads=HK, num_value_heads=HV, key_dim=DK, value_dim=DV)
@@ -80,6 +82,13 @@ def make(
     return Case(tokens, pool, rows)
 
 
+def steps(channels: int) -> Case:
+    """A token a row, one of which is not kept, and two empty rows."""
+    case = make([1, 1, 1, 1, 0, 0], [0, 5, 191, 63, 64, 0], padding=2, channels=channels)
+    write = np.where(np.arange(6) == 3, SLOTS, case.rows.write_S)
+    return case._replace(rows=case.rows._replace(write_S=write))
+
+
 def check(case: Case, o: Any, pool: Any, tolerance: float = 1e-5) -> None:
     """o and all of the pool are the definition's, NaN where that is."""
     q, k, v, g, beta = case.tokens
@@ -121,9 +130,39 @@ def test_prefill_is_the_definition(name: str, keys: str, channels: int) -> None:
 @CHANNELS
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_decode_is_the_definition(name: str, channels: int) -> None:
-    lengths = [1, 1, 1, 1, 0, 0]
-    case = make(lengths, [0, 5, 191, 63, 64, 0], padding=2, channels=channels)
+    case = steps(channels)
     check(case, *jax.jit(runnable(name).decode)(*case.tokens, case.pool, case.rows))
+
+
+# What the kernel of a step says, and a mistake in its place.
+STEP_MISTAKES = {
+    "a row begins with what lies in a slot": ("is_token & (read < slots)", "is_token"),
+    "what is kept nowhere is written": ("is_token & (write < slots)", "is_token"),
+    "an empty row writes": ("is_token & (write < slots)", "write < slots"),
+    "all columns are those of the first program": ("part * columns + jnp", "jnp"),
+    "value heads take key heads by turns": ("lax.div(head, Hv // Hk)", "lax.rem(head, Hk)"),
+    "all channels decay as one": ("g_ref.shape[2] > 1", "g_ref.shape[2] < 1"),
+}
+
+
+@pytest.mark.parametrize("mistake", STEP_MISTAKES)
+def test_a_mistake_in_a_step_fails(mistake: str) -> None:
+    case = steps(DK)
+    with pytest.raises(AssertionError):
+        module = again(triton, *STEP_MISTAKES[mistake])
+        check(case, *jax.jit(module.decode)(*case.tokens, case.pool, case.rows))
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+@CHANNELS
+def test_a_step_is_one_kernel_on_cuda(channels: int) -> None:
+    """XLA's reads the rows' states and writes them as arrays of their own."""
+    case = steps(channels)
+    args = (*case.tokens, case.pool, case.rows)
+    states = f"tensor<{len(case.rows.start_S)}x{HV}x{DK}x{DV}xf32>"
+    assert states in aot_cuda.lower(xla.decode, *args)
+    text = aot_cuda.lower(triton.decode, *args)
+    assert text.count("@__gpu$xla.gpu.triton(") == 1 and states not in text
 
 
 @CHANNELS

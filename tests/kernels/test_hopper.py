@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.kernels.hopper.block import EARLY, LATE, RANDOM, TIMINGS, Deadlock, ThreadBlock, Timing
+from tests.kernels.hopper.block import AHEAD, LATE, RANDOM, TIMINGS, Deadlock, ThreadBlock, Timing
 from tests.kernels.hopper.host import Descriptor, Launch, broken_rules, read_launch
 from tests.kernels.hopper.lanes import compile_lanes
 from tests.kernels.hopper.memory import (
@@ -97,7 +97,7 @@ def test_a_wait_left_out_copies_garbage() -> None:
         run(LOAD + STORE, LATE)
     body = LOAD + STORE + DRAIN + WAIT
     assert not np.array_equal(run(body, LATE)[:8], SOURCE[:8])
-    assert np.array_equal(run(body, EARLY)[:8], SOURCE[:8])  # where the copy happens to be soon
+    assert np.array_equal(run(body, AHEAD)[:8], SOURCE[:8])  # where the copy happens to be soon
 
 
 STORES = "	st.shared.b32 [%rd7], %r1;\n"

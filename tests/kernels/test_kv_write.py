@@ -165,3 +165,37 @@ def test_a_write_by_selection_is_seen_as_a_copy() -> None:
     args = jax.ShapeDtypeStruct((1000, 7), jnp.float32), jax.ShapeDtypeStruct((7,), jnp.float32)
     hlo = jax.jit(select, donate_argnums=0).lower(*args).compile().as_text()
     assert hlo is not None and len(pool_copies(hlo, 7000)) == 1
+
+
+BESIDE = """
+%fused (pool: f32[1000,7], x: f32[7]) -> f32[1000,7] {
+  %pool = f32[1000,7]{1,0} parameter(0)
+  %x = f32[7]{0} parameter(1)
+  %row = f32[1,7]{1,0} bitcast(%x)
+  %at = s32[] constant(3)
+  ROOT %written = f32[1000,7]{1,0} dynamic-update-slice(%pool, %row, %at, %at)
+}
+
+%summed (pool.1: f32[1000,7]) -> f32[7] {
+  %pool.1 = f32[1000,7]{1,0} parameter(0)
+  %zero = f32[] constant(0)
+  ROOT %sum = f32[7]{0} reduce(%pool.1, %zero), dimensions={0}, to_apply=%add
+}
+
+ENTRY %main (pool.2: f32[1000,7]) -> f32[1000,7] {
+  %pool.2 = f32[1000,7]{1,0} parameter(0)
+  %s = ((f32[1000,7]{1,0}), f32[7]{0}, u32[]) fusion-start(%pool.2), kind=kLoop, calls=%summed
+  %sum.1 = f32[7]{0} fusion-done(%s)
+  %w = ((f32[1000,7]{1,0}, f32[7]{0}), f32[1000,7]{1,0}, u32[]) fusion-start(%pool.2, %sum.1), \
+kind=kLoop, calls=%fused
+  ROOT %done = f32[1000,7]{1,0} fusion-done(%w)
+}
+"""
+
+
+def test_fusions_that_run_beside_others_are_told_apart() -> None:
+    """XLA's form on GPUs: one reads the pool, one writes to it in place; the control copies it."""
+    assert pool_copies(BESIDE, 7000) == []
+    control = BESIDE.replace("dynamic-update-slice(%pool, %row, %at, %at)", "add(%pool, %pool)")
+    (found,) = pool_copies(control, 7000)
+    assert "%w =" in found

@@ -209,6 +209,8 @@ def test_every_float_of_8_bits() -> None:
 
 # Its table has more than the 128 blocks that a row of memory holds.
 BLOCKS_OF_ONE = next(case for case in DECODE if case.name == "decode_block1_g1")
+# The first tile is seen from its middle on, in a buffer that nothing was copied to before.
+LATE = dataclasses.replace(WINDOW, name="late", contexts=(45,), queries=(1,))
 # What is replaced, by what.
 MUTATIONS = {
     "a page dropped": [
@@ -224,8 +226,10 @@ MUTATIONS = {
     "keys and values swapped": [("(2 * h, 2 * h + 1)", "(2 * h + 1, 2 * h)")],
     "a wait missing": [('copy(item, j, slot, "wait")', "pass")],
     "unseen slots kept": [
-        ("jnp.where((word >= begin * W) & (word < end * W), flat, jnp.zeros_like(flat))", "flat")
+        ("jnp.where(is_seen, part[...], jnp.zeros_like(part[...]))", "part[...]")
     ],
+    "the end of what is seen kept": [("| (end < (j + 1) * C)", "")],
+    "the start of what is seen kept": [("(begin > j * C) |", "")],
     "accumulator not rescaled": [("alpha[:, :1] * acc[h]", "acc[h]")],
     "another layer": [("base[0] + table", "table")],
     "the table of another item": [("tables[lax.rem(item, 2)", "tables[1 - lax.rem(item, 2)")],
@@ -255,8 +259,8 @@ def test_a_mutation_fails(name: str, interpret: pltpu.InterpretParams) -> None:
     exec(compile(source, name, "exec"), wrong.__dict__)
     exec(SOURCE, mutant.__dict__)
     mutant.__dict__["kernel"] = wrong.kernel
-    case = BLOCKS_OF_ONE if name == "the end of a table" else WINDOW
-    case = IN_8_BITS[4] if name.startswith("8 bits") else case
+    own = {"the end of a table": BLOCKS_OF_ONE, "the start of what is seen kept": LATE}
+    case = IN_8_BITS[4] if name.startswith("8 bits") else own.get(name, WINDOW)
     try:
         check(Interpreted(interpret, mutant), case)
         failed = _race_found()

@@ -15,7 +15,7 @@ import pytest
 from kernels_pallas.paged_attention import triton
 from kernels_pallas.paged_attention.interface import AttentionOptions, Options
 from kernels_pallas.paged_attention.pool_layout import ScaledPool
-from scripts._attention_cases import DECODE, GPU, PREFILL, SCALED, Case
+from scripts._attention_cases import DECODE, GPU, LATENT_IN_8_BITS, PREFILL, SCALED, Case
 from scripts._common import CARDS, H200, cannot_compile, hopper
 from tests.kernels import aot_cuda, aot_triton
 from tests.kernels.bounds import again, watch
@@ -26,6 +26,12 @@ CASES = [
     case
     for case in (*GPU, *DECODE, *PREFILL)
     if triton.unsupported(case.shapes, case.options.attention, None) is None
+]
+# Of latents: query heads in several parts, with padding, and in 8 bits.
+LATENTS = [case for case in CASES if case.latent]
+LATENTS_IN_8_BITS = [
+    *(case for case in LATENT_IN_8_BITS if case.dtype == "bfloat16"),
+    dataclasses.replace(LATENTS[0], name="decode_latent_int8", kv_dtype="int8", H=40),
 ]
 needs_cuda = pytest.mark.skipif(
     cannot_compile("cuda") is not None, reason=str(cannot_compile("cuda"))
@@ -42,7 +48,7 @@ class TestTriton(PagedAttentionSuite):
 
 class TestScaled(PagedAttentionSuite):
     implementation = triton
-    cases = SCALED
+    cases = (*SCALED, *LATENTS_IN_8_BITS)
     plain_cases = (SCALED[0], SCALED[3])
     plain_splits = 1
 
@@ -58,6 +64,22 @@ def test_cases_cover_what_there_is() -> None:
 
 def test_splits_without_steps() -> None:
     check(triton, GPU[0], splits=7)
+
+
+def test_latents_are_split_too() -> None:
+    check(triton, LATENTS[0], splits=3)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ({"D": 560, "V": 512, "latent": True}, "latents of 512 and rotated keys of 48: only"),
+        ({"D": 128, "V": 64}, "values of 64: only the keys' width, 128"),
+    ],
+)
+def test_unsupported_widths(sizes: dict[str, Any], reason: str) -> None:
+    case = Case(name="odd", contexts=(3,), K=1, dtype="bfloat16", **sizes)
+    assert reason in str(triton.unsupported(case.shapes, case.options.attention, None))
 
 
 @pytest.mark.parametrize(("dtype", "head_dim"), [("float32", 64), ("bfloat16", 80)])

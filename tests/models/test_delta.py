@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -27,7 +28,9 @@ from jpaged.models.layers.delta import DeltaConfig
 from jpaged.models.lora import merged, targets
 from jpaged.models.quantized import is_quantized
 from jpaged.models.served import served_config
+from jpaged.runtime import choices
 from kernels_pallas.gated_delta import IMPLEMENTATIONS
+from kernels_pallas.implementation import Implementation
 from tests.golden.reference import load
 from tests.tiny import (
     CONFIG,
@@ -464,3 +467,38 @@ def test_the_choice_of_a_kernel() -> None:
     assert (stats["gated_delta"], stats["short_conv"]) == (name, "xla")
     assert stats["attention"] is not None and stats["experts"] is None
     llm.close()
+
+
+def test_the_choice_on_other_devices() -> None:
+    """One kernel a step on CUDA cards from Ampere on, for the widths that it takes."""
+
+    def chosen(capability: str | None, key_dim: int = 16, value_dim: int = 32) -> str:
+        platform = "tpu" if capability is None else "gpu"
+        device = SimpleNamespace(platform=platform, compute_capability=capability or "")
+        kernel = choices._delta(hybrid(key_dim=key_dim, value_dim=value_dim), device)
+        assert kernel is not None
+        return next(name for name, x in IMPLEMENTATIONS.items() if x is kernel)
+
+    assert [chosen(x) for x in ("8.0", "8.9", "9.0", "12.0")] == ["triton"] * 4
+    assert chosen("7.5") == chosen(None) == "xla"
+    assert chosen("9.0", key_dim=24) == chosen("9.0", value_dim=8) == "xla"
+
+
+def test_the_kernel_of_cuda_cards_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted: through preemptions, forks and warm blocks the tokens are XLA's."""
+    params = make_params(1, hybrid(key_dim=16))
+
+    def served(name: str) -> list[tuple[list[int], np.ndarray]]:
+        everywhere = {name: Implementation(f"kernels_pallas.gated_delta.{name}")}
+        monkeypatch.setattr(choices.gated_delta, "IMPLEMENTATIONS", everywhere)
+        llm = LLM(params, **vars(CROWDED))
+        outs = llm.generate(PROMPTS, dataclasses.replace(GREEDY, n=2), use_tqdm=False)
+        outs += llm.generate(PROMPTS[2], GREEDY, use_tqdm=False)
+        stats = llm.stats()
+        assert stats["gated_delta"] == name and stats["preemptions_recomputed"] > 0
+        llm.close()
+        return [(c.token_ids, c.token_logprobs) for out in outs for c in out.outputs]
+
+    for (tokens, found), (same, expected) in zip(served("triton"), served("xla"), strict=True):
+        assert tokens == same
+        np.testing.assert_allclose(found, expected, atol=1e-4)

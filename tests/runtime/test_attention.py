@@ -16,12 +16,15 @@ from jpaged import LLM, EngineConfig, SamplingParams, UnsupportedError
 from jpaged.models.config import ModelConfig
 from jpaged.models.kv_groups import attention_options, kv_groups
 from jpaged.models.layers.heads import Heads
+from jpaged.models.layers.latent import LatentConfig
+from jpaged.models.layers.layer import LayerConfig
+from jpaged.models.layers.mlp import MLPConfig
 from jpaged.models.layers.rope import QueryScaling, RopeConfig, Rotary
 from jpaged.runtime.attention import Kernel, choose_kernel
 from jpaged.runtime.choices import unfused
 from kernels_cpu.library import unavailable
 from kernels_pallas.paged_attention.interface import Shapes
-from tests.tiny import config, make_params, make_prompts
+from tests.tiny import EOS, config, make_params, make_prompts
 
 MODEL = config(head_dim=64, num_heads=4, num_kv_heads=2, num_layers=2)
 SETTINGS = {
@@ -34,6 +37,22 @@ SETTINGS = {
     "token_buckets": (32,),
     "seq_buckets": (8,),
 }
+LATENT = LatentConfig(
+    num_heads=4,
+    latent_dim=64,
+    rope_dim=16,
+    content_dim=16,
+    value_dim=16,
+    rope=RopeConfig(dim=16, interleaved=True),
+)
+LATENTS = ModelConfig(
+    family="deepseek_v3",
+    vocab_size=97,
+    hidden_size=32,
+    layers=(LayerConfig(mixer=LATENT, ffn=MLPConfig(intermediate_size=24)),) * 2,
+    max_position_embeddings=128,
+    eos_token_ids=(EOS,),
+)
 HOPPER = SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="NVIDIA H200")
 AMPERE = SimpleNamespace(platform="gpu", compute_capability="8.0", device_kind="NVIDIA A100")
 BLACKWELL = [
@@ -145,6 +164,22 @@ def test_blackwell_is_served_by_triton_with_a_warning(card: Any) -> None:
         warnings.simplefilter("error")
         assert choose(card, attention="triton") == kernel
         assert choose(card, attention="triton", kv_cache_dtype="fp8").name == "triton"
+
+
+def test_latents_are_tritons_on_every_card() -> None:
+    """On Hopper too, where nobody can do better: no warning. XLA prepares them."""
+    for card in (HOPPER, AMPERE):
+        for shards in (1, 2):
+            kernel = choose(card, model=LATENTS, shards=shards, kv_cache_dtype="int8")
+            assert (kernel.name, kernel.writes_heads) == ("triton", False)
+    assert choose(HOPPER, model=LATENTS, kv_cache_dtype="fp8").name == "triton"
+    narrow = dataclasses.replace(LATENT, latent_dim=24)
+    layers = (dataclasses.replace(LATENTS.layers[0], mixer=narrow),)
+    with pytest.warns(UserWarning, match="latents of 24 and rotated keys of 16: only 64 to 512"):
+        kernel = choose(HOPPER, model=dataclasses.replace(LATENTS, layers=layers))
+    assert kernel.name == "xla"
+    with pytest.warns(UserWarning, match=r"'xla' on TPU v5 lite.*latent=True"):
+        assert choose(TPU, model=LATENTS).name == "xla"
 
 
 def test_no_triton_before_ampere() -> None:
@@ -264,9 +299,9 @@ SINKS = dataclasses.replace(MODEL, attention_sinks=True, sliding_windows=(None, 
 MODELS = {"plain": MODEL, "scaled": SCALED, "capped": CAPPED, "sinks": SINKS}
 
 
-def logprobs(attention: Any, model: ModelConfig) -> np.ndarray:
+def logprobs(attention: Any, model: ModelConfig, **settings: Any) -> np.ndarray:
     """Of a prompt in two chunks, and of the token after it."""
-    llm = LLM(make_params(5, model), attention=attention, **SETTINGS)
+    llm = LLM(make_params(5, model), attention=attention, **SETTINGS | settings)
     sampling = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
     (out,) = llm.generate(make_prompts(40), sampling, use_tqdm=False)
     llm.close()
@@ -293,6 +328,17 @@ def test_scales_caps_and_sinks_reach_each_kernel(
     error = np.abs(found - scaled[model]).mean()
     for other in {*MODELS.values()} - {model}:
         assert error < 0.2 * np.abs(scaled[other] - scaled[model]).mean()
+
+
+@pytest.mark.parametrize("kv", [None, "int8"])
+def test_latents_reach_triton(kv: Any) -> None:
+    """The same logprobs as XLA's up to bf16, which are far from those of keys that nothing
+    rotates.
+    """
+    ours, expected = (logprobs(name, LATENTS, kv_cache_dtype=kv) for name in ("triton", "xla"))
+    still = LayerConfig(mixer=dataclasses.replace(LATENT, rope=None), ffn=LATENTS.layers[0].ffn)
+    others = logprobs("xla", dataclasses.replace(LATENTS, layers=(still, still)))
+    assert np.abs(ours - expected).mean() < 0.2 * np.abs(others - expected).mean()
 
 
 def test_f32_on_the_tpu_kernel() -> None:

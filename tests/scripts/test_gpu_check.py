@@ -17,12 +17,14 @@ import gpu_check
 import gpu_jobs
 import gpu_programs
 import gpu_seconds
+import gpu_states
 import gpu_timed
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from _attention_cases import BENCH, BENCH_DRY, GPU, IN_TILES, SCALED, Case
+from _state_calls import TINY, calls
 from jax._src.cudnn import fused_attention_stablehlo
 
 from kernels_pallas.paged_attention import mosaic_gpu, reference
@@ -110,6 +112,7 @@ def test_a_wrong_kernel_fails_the_checks(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(on_device, "GPU", (DECODE,))
     monkeypatch.setattr(on_device, "DEVICE", (case,))
     monkeypatch.setattr(on_device, "DEVICE_IN_8_BITS", ())
+    monkeypatch.setattr(on_device, "DEVICE_LATENTS", ())
 
     def check(implementation: Any, case: Case, values: str, **own: Any) -> None:
         if own == {"splits": 2}:
@@ -130,6 +133,17 @@ def test_a_wrong_kernel_fails_the_checks(tmp_path: Path, monkeypatch: pytest.Mon
     assert found["triton long splits=2"]["not_taken"] == "not this one"
     assert gpu_check.is_wrong(tmp_path)
     assert "WRONG triton long: coded" in gpu_check.report(tmp_path)
+
+
+def test_latents_are_checked_where_they_are_served() -> None:
+    """And contexts are split where a kernel does that."""
+    assert any("splits=" in case for case in on_device.checks("mosaic_gpu", "decode", dry=False))
+    assert not any("splits=" in case for case in on_device.checks("tpu", "decode", dry=False))
+    for name, expected in (("triton", 2 + 3 * 3), ("mosaic_gpu", 0), ("tpu", 0)):
+        cases = {
+            c for phase in ("decode", "prefill") for c in on_device.checks(name, phase, dry=False)
+        }
+        assert sum("latents" in case for case in cases) == expected
 
 
 JOB = """
@@ -492,3 +506,27 @@ def test_the_whole_dry_run(part: str, tmp_path: Path) -> None:
     assert files <= {file.name for file in tmp_path.glob("*.jsonl")}
     if part == "marks":
         assert report.count(" 0 wrong") == 4 and "GB/s" in report
+
+
+@pytest.mark.parametrize("name", gpu_states.states(dry=True))
+def test_states_are_timed_and_compared(name: str) -> None:
+    """Of what has a kernel and XLA's form, the difference; kernels are interpreted."""
+    record = gpu_states.states(dry=True)[name]()
+    assert record["xla_us"] > 0 and record["xla_gb_s"] > 0 and "wrong" not in record
+    has_kernel = name in ("delta step", "KDA step", "latents step", "latents prompts")
+    assert ("difference" in record) == ("triton_us" in record) == has_kernel
+
+
+def test_a_wrong_kernel_of_states_is_told(tmp_path: Path) -> None:
+    sound = calls(TINY)["delta step, xla"]
+
+    def halved(pool: Any, *rest: Any) -> Any:
+        pool, o = sound.run(pool, *rest)
+        return pool, o / 2
+
+    ways = {"xla": sound, "triton": dataclasses.replace(sound, run=halved)}
+    record = gpu_states.found(ways, dry=True)
+    assert record["difference"] == 0.5 and "differ by 5.0e-01" in record["wrong"]
+    write_all(tmp_path / "states.jsonl", {"delta step": record})
+    assert gpu_check.is_wrong(tmp_path)
+    assert "the two ways differ" in gpu_check.report(tmp_path)

@@ -65,10 +65,11 @@ class Ling:
 
     def read(self, hf: dict[str, Any]) -> dict[str, Any]:
         """See Description."""
-        shared, own = hf.get("moe_shared_expert_intermediate_size"), hf["moe_intermediate_size"]
-        if shared not in (None, own):
+        shared, routed = hf.get("moe_shared_expert_intermediate_size"), hf["moe_intermediate_size"]
+        if shared not in (None, routed):
             raise ConfigError(
-                f"moe_shared_expert_intermediate_size={shared}: must be moe_intermediate_size={own}"
+                f"moe_shared_expert_intermediate_size={shared}: must be "
+                f"moe_intermediate_size={routed}"
             )
         rope = dict(hf["rope_parameters"])
         fraction = rope.pop("partial_rotary_factor", None)  # of a head of the other layers

@@ -78,7 +78,7 @@ def unsupported(shapes: Shapes, attention: AttentionOptions, device: Any) -> str
         shapes.num_rows,
         shapes.blocks_per_row,
     )
-    # Two buffers and the words; in 8 bits, words of 32.
+    # Two buffers and the words, if there are any; in 8 bits, words of 32.
     token_bytes = layout.rows * layout.width * (6 if shapes.scaled else 3 * dtype.itemsize)
     vmem = max(shapes.block_size, 128) * token_bytes
     vmem += 16 * _query_bytes(shapes.num_heads, layout.width, dtype.itemsize)
@@ -233,7 +233,10 @@ def attend(
     if Y % 8 == 0 or X == 128:
         values = values.reshape(-1, P * Y, X)
     buffers = [pltpu.VMEM((2, U, *x.shape[1:]), x.dtype) for x in (values, *scales)]
-    words = pltpu.VMEM((X // 128, C * W, 128), jnp.float32 if W == Y else jnp.uint32)
+    in_place = not scales and X == LANES and interpret is False
+    if not in_place:
+        words = jnp.float32 if W == Y else jnp.uint32
+        buffers.append(pltpu.VMEM((X // LANES, C * W, LANES), words))
     state = [pltpu.VMEM((K, Q, lanes), jnp.float32) for lanes in (128, 128, X)]
     sinks = []
     if sinks_H is not None:  # of each row of a query tile, in all lanes
@@ -245,12 +248,14 @@ def attend(
         functools.partial(
             kernel,
             B=B,
+            P=P,
             W=W,
             scale=attention.scale,
             sliding_window=attention.window,
             soft_cap=attention.soft_cap,
             packed=packed,
             kv_dtype=pool.dtype.name if scales else None,
+            in_place=in_place,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
@@ -263,7 +268,6 @@ def attend(
             out_specs=query_tile,
             scratch_shapes=[
                 *buffers,
-                words,
                 *state,
                 pltpu.SMEM((2, *table.shape[1:]), _i32),
                 pltpu.SMEM((1,), _i32),

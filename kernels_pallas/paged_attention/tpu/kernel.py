@@ -33,24 +33,28 @@ def kernel(
     table,
     *refs,
     B: int,
+    P: int,
     W: int,
     scale: float,
     sliding_window: int | None,
     soft_cap: float | None,
     packed: bool,
     kv_dtype: str | None,
+    in_place: bool,
 ) -> None:
     """base [2]: the layer's first block, number of items. q, o [K, Q, X]. pool [L*N, ...] and table
-    [S, M/128, 128] in HBM. refs: in 8 bits (kv_dtype) scales
-    [L*N, Z, P or more] in HBM; sinks [K, Q, 128], where there are any; o and the scratch.
+    [S, M/128, 128] in HBM. refs: in 8 bits (kv_dtype) scales [L*N, Z, P or more] in HBM; sinks
+    [K, Q, 128], where there are any; o and the scratch.
 
     Scratch: blocks [2, U, ...], the two buffers, and those of scales, where there are any. words
-    [X/128, C*W, 128], a KV tile as 32-bit words, zero where unseen, or in f32 what 8 bits say. top
-    and total [K, Q, 128], each value in all lanes. acc [K, Q, X]. tables [2, M/128, 128]: of this
-    item's row, and of the next one's. turn [1], KV tiles met so far, whose parity says which buffer
-    is whose. arrived, fetched: a semaphore a buffer, a table.
+    [X/128, C*W, 128], a KV tile as 32-bit words, or in f32 what 8 bits say; there are none where a
+    tile is read as words where it lies (in_place), which no interpreter knows. top and total [K, Q,
+    128], each value in all lanes. acc [K, Q, X]. tables [2, M/128, 128]: of this item's row, and of
+    the next one's. turn [1], KV tiles met so far, whose parity says which buffer is whose. arrived,
+    fetched: a semaphore a buffer, a table.
     """
-    *more, words, top, total, acc, tables, turn, arrived, fetched = refs
+    *more, top, total, acc, tables, turn, arrived, fetched = refs
+    words: Any = None if in_place else more.pop()
     blocks_of_scales: Any = None
     if kv_dtype is None:
         *sinks, o, blocks = more
@@ -59,8 +63,8 @@ def kernel(
         scales, *sinks, o, blocks, blocks_of_scales = more
         copied = ((pool, blocks), (scales, blocks_of_scales))
     K, Q, X = q.shape
-    U, C, G = blocks.shape[1], words.shape[1] // W, Q // B
-    P, narrow = C // U, blocks.dtype == jnp.bfloat16
+    U, G, narrow = blocks.shape[1], Q // B, blocks.dtype == jnp.bfloat16
+    C = U * P
     item, items = pl.program_id(0), base[1]
 
     def span(item):
@@ -95,13 +99,37 @@ def kernel(
         )
         lax.fori_loop(first, stop, block, None)
 
-    def pool_row(y: int) -> Array:
-        """Return row y of each token, [C, X].
+    def words_of(slot) -> list[Any]:
+        """Return the words of a buffer's KV tile, [C*W, 128] for each 128 lanes."""
+        if not in_place:
+            return [words.at[i] for i in range(X // 128)]
+        buffer = blocks.at[slot]
+        return [(buffer.bitcast(jnp.uint32) if narrow else buffer).reshape(C * W, X)]
+
+    def copy_words(slot) -> None:
+        """Copy a buffer to `words`."""
+        flat = blocks[slot].reshape(-1, X)
+        flat = pltpu.bitcast(flat, jnp.uint32) if narrow else flat
+        for i in range(X // 128):
+            words[i] = flat[:, i * 128 : (i + 1) * 128]
+
+    def clear_unseen(slot, first, begin, end) -> None:
+        """Write zeros over a tile's words of tokens outside begin to end. first: its first token.
+
+        0 * NaN is NaN, and slots that no query sees, or no copy reached, may hold any bits.
+        """
+        word = lax.broadcasted_iota(_i32, (C * W, 128), 0) + first * W
+        is_seen = (word >= begin * W) & (word < end * W)
+        for part in words_of(slot):
+            part[...] = jnp.where(is_seen, part[...], jnp.zeros_like(part[...]))
+
+    def pool_row(slot, y: int) -> Array:
+        """Return row y of each token of a buffer's tile, [C, X].
 
         Two rows of bf16 share a word, and a bf16 is the upper half of an f32.
         """
         strided = pl.ds(y // 2 if narrow else y, C, stride=W)
-        w = jnp.concatenate([words[i, strided, :] for i in range(X // 128)], axis=1)
+        w = jnp.concatenate([part[strided, :] for part in words_of(slot)], axis=1)
         w = (w & jnp.uint32(0xFFFF0000) if y % 2 else w << 16) if narrow else w
         return pltpu.bitcast(w, jnp.float32).astype(q.dtype)
 
@@ -182,18 +210,16 @@ def kernel(
                 )
 
             copy(item, j, slot, "wait")
-            # 0 * NaN is NaN, and slots that no query sees, or no copy reached, may hold any bits.
-            if kv_dtype is None:
-                flat = blocks[slot].reshape(-1, X)
-                flat = pltpu.bitcast(flat, jnp.uint32) if narrow else flat
-                word = lax.broadcasted_iota(_i32, flat.shape, 0) + j * (C * W)
-                flat = jnp.where((word >= begin * W) & (word < end * W), flat, jnp.zeros_like(flat))
-                for i in range(X // 128):
-                    words[i] = flat[:, i * 128 : (i + 1) * 128]
-                by = None
-            else:
+            by = None
+            if kv_dtype is not None:
                 widen(slot)
                 by = scales_of(slot, j * C, begin, end)
+            else:
+                if not in_place:
+                    copy_words(slot)
+                # Most tiles are seen whole.
+                is_partly_seen = (begin > j * C) | (end < (j + 1) * C)
+                pl.when(is_partly_seen)(lambda: clear_unseen(slot, j * C, begin, end))
 
             # Row r of the query tile is its token r // G, and x <= r // G where x * G <= r.
             r = lax.broadcasted_iota(_i32, (Q, C), 0)
@@ -206,9 +232,8 @@ def kernel(
             if sliding_window is not None:
                 mask &= ahead + sliding_window * G > r
             for some in itertools.batched(range(K), max(1, SCORES // (Q * C))):
-                kv = [
-                    [pool_row(y) for y in ((h, h) if packed else (2 * h, 2 * h + 1))] for h in some
-                ]
+                rows = [(h, h) if packed else (2 * h, 2 * h + 1) for h in some]
+                kv = [[pool_row(slot, y) for y in pair] for pair in rows]
                 by_keys = [scale if by is None else by[2 * h : 2 * h + 1] * scale for h in some]
                 s_QC = [
                     dot(q[h], k_CX, 1) * x

@@ -80,13 +80,15 @@ class Warp:
 class Timing:
     """When warps run and started work is done.
 
-    work: started work is done before any warp runs on ("early"), when no warp can run ("late"), or
-    now and then ("random"). last_warp_first: of the warps that can run the last one does, which is
-    of the warpgroup that copies; else any. nan: garbage in shared memory is NaN; else random.
+    is_random: work is done now and then. Else it is done when no warp can run, stores last; of the
+    kinds `at_once`, before any warp runs on. last_warp_first: of the warps that can run the last
+    one does, which is of a warpgroup that copies or widens; else any. nan: garbage in shared memory
+    is NaN; else random.
     """
 
     name: str
-    work: str
+    is_random: bool = False
+    at_once: tuple[str, ...] = ()
     last_warp_first: bool = False
     nan: bool = False
 
@@ -94,10 +96,11 @@ class Timing:
         return self.name
 
 
-RANDOM = Timing(name="random", work="random")
-LATE = Timing(name="late", work="late", nan=True)
-EARLY = Timing(name="early", work="early", last_warp_first=True)
-TIMINGS = (RANDOM, LATE, EARLY)
+RANDOM = Timing(name="random", is_random=True)
+LATE = Timing(name="late", nan=True)
+# Tiles are written over as soon as barriers let them be, and read as late as they may be.
+AHEAD = Timing(name="ahead", at_once=("load",), last_warp_first=True)
+TIMINGS = (RANDOM, LATE, AHEAD)
 
 Run = Callable[[Warp], None]
 
@@ -157,10 +160,8 @@ class ThreadBlock:
         first = self._first_work()
         if not ready and not first:
             raise Deadlock(f"warps wait for ever: {self._state()}")
-        when = self.timing.work
-        now = when == "early" or (when == "random" and self.rng.random() < 0.3)
-        if first and (now or not ready):
-            self._do(self.rng.choice(first))
+        if due := self._due(first, is_idle=not ready):
+            self._do(self.rng.choice(due))
             return
         warp = ready[-1] if self.timing.last_warp_first else self.rng.choice(ready)
         warp.may_go = None
@@ -177,7 +178,7 @@ class ThreadBlock:
             self.compiled[place](warp)
             if warp.is_done or warp.may_go is not None:
                 break
-            if self.timing.work == "early" and len(self.work) > started:
+            if any(work.kind in self.timing.at_once for work in self.work[started:]):
                 break
 
     def _first_work(self) -> list[Work]:
@@ -190,6 +191,14 @@ class ThreadBlock:
                 seen.add(work.warp.number)
                 first.append(work)
         return first
+
+    def _due(self, first: list[Work], *, is_idle: bool) -> list[Work]:
+        """Return the work one of which is done now. is_idle: whether no warp can run."""
+        if self.timing.is_random:
+            return first if is_idle or self.rng.random() < 0.3 else []
+        if at_once := [work for work in first if work.kind in self.timing.at_once]:
+            return at_once
+        return ([work for work in first if work.kind != "store"] or first) if is_idle else []
 
     def _do(self, work: Work) -> None:
         self.work.remove(work)

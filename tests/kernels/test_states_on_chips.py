@@ -1,0 +1,56 @@
+"""Layers that keep a state or latents, compiled for chips that are not there: pools are changed in
+place, and a step's kernel moves what it has to and no more.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts._common import cannot_compile
+from tests.kernels.aot_states import PROGRAMS, is_copied, programs_of
+
+CHIPS = {"sm_80": "cuda", "sm_90a": "cuda", "v5e:2x2": "tpu"}
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_pools_are_changed_in_place(chip: str) -> None:
+    platform = CHIPS[chip]
+    if reason := cannot_compile(platform):
+        pytest.skip(reason)
+    compiled = compiled_for(platform, chip)
+    assert list(compiled) == programs_of(platform)
+    for name, program in compiled.items():
+        assert (program["pool_copies"] > 0) == is_copied(platform, name)
+        # XLA's forms gather the states of rows; the chunks of 2048 tokens are more.
+        most = (12 if is_copied(platform, name) else 6) * PROGRAMS[name].moved
+        assert program["temporary_bytes"] < max(most, 64 << 20)
+    if platform == "cuda":
+        for rule in ("delta", "KDA"):
+            ours, theirs = (compiled[f"{rule} step, {way}"] for way in ("triton", "xla"))
+            assert ours["temporary_bytes"] < 1e-4 * theirs["temporary_bytes"]
+        for name, program in compiled.items():
+            # A step's program waits for nothing, but for XLA's loop over blocks of a context.
+            assert program["asked"] == 0 or "step" not in name or name == "latents step, xla"
+            assert program["asked"] == 0 or "triton" not in name
+
+
+def compiled_for(platform: str, chip: str) -> dict[str, dict[str, Any]]:
+    """Return what aot_states prints, by name. It optimizes as engines do."""
+    environment = {k: v for k, v in os.environ.items() if k != "JAX_DISABLE_MOST_OPTIMIZATIONS"}
+    environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    environment["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+    child = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.aot_states", platform, chip],
+        cwd=Path(__file__).parents[2],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=1800,
+    )
+    assert child.returncode == 0, child.stdout + child.stderr[-3000:]
+    return {record["name"]: record for record in map(json.loads, child.stdout.splitlines())}
