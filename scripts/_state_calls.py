@@ -134,19 +134,19 @@ def calls(sizes: Sizes, interpret: bool | None = None) -> dict[str, StateCall]:
     """By name; behind a comma is the implementation, where there are several. interpret: as in
     Options, of the kernels of latents.
     """
-    found = {}
+    by_name = {}
     for name, phase in (("step", "decode"), ("chunks", "prefill")):
-        found[f"delta {name}, xla"] = delta(delta_xla, phase, sizes)
-        found[f"KDA {name}, xla"] = delta(delta_xla, phase, sizes, sizes.width)
-        found[f"Mamba-2 {name}"] = mamba(phase, sizes)
-    found["convolution step"] = convolution("decode", sizes)
-    found["convolution of prompts"] = convolution("packed", sizes)
+        by_name[f"delta {name}, xla"] = delta(delta_xla, phase, sizes)
+        by_name[f"KDA {name}, xla"] = delta(delta_xla, phase, sizes, sizes.width)
+        by_name[f"Mamba-2 {name}"] = mamba(phase, sizes)
+    by_name["convolution step"] = convolution("decode", sizes)
+    by_name["convolution of prompts"] = convolution("packed", sizes)
     for name, phase in (("step", "decode"), ("prompts", "prefill")):
-        found[f"latents {name}, xla"] = latents(xla, phase, sizes, interpret)
-        found[f"latents {name}, triton"] = latents(triton, phase, sizes, interpret)
-    found["delta step, triton"] = delta(delta_triton, "decode", sizes)
-    found["KDA step, triton"] = delta(delta_triton, "decode", sizes, sizes.width)
-    return found
+        by_name[f"latents {name}, xla"] = latents(xla, phase, sizes, interpret)
+        by_name[f"latents {name}, triton"] = latents(triton, phase, sizes, interpret)
+    by_name["delta step, triton"] = delta(delta_triton, "decode", sizes)
+    by_name["KDA step, triton"] = delta(delta_triton, "decode", sizes, sizes.width)
+    return by_name
 
 
 def _of_states(
@@ -177,8 +177,8 @@ def _tokens(phase: str, sizes: Sizes) -> int:
 
 
 def _starts(phase: str, sizes: Sizes) -> Array:
-    each = _tokens(phase, sizes) // sizes.rows
-    return each * jnp.arange(sizes.rows + 1, dtype=jnp.int32)
+    tokens_per_row = _tokens(phase, sizes) // sizes.rows
+    return tokens_per_row * jnp.arange(sizes.rows + 1, dtype=jnp.int32)
 
 
 def _rows(phase: str, sizes: Sizes) -> PackedRows:

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jpaged.engine.shapes import DecodeShape
+from jpaged.models.forward import Forward
 from jpaged.models.layers.experts import Experts
 from jpaged.runtime.footprint import bytes_on_device, form_of
 from jpaged.runtime.mesh import Placement
@@ -51,6 +52,7 @@ def main(replicas: int, share: int) -> None:
     where = Placement(mesh=mesh, axis="tp", device=jax.devices()[0], expert_parallel=True)
     settings = engine(num_blocks=64, data_parallel_size=replicas).resolve(model)
     form = form_of(where.served(model), where, jnp.float32)
+    assert isinstance(form, Forward)
     runner = Runner(model, settings, where, form)
     step = DecodeShape(rows=ROWS, tables=1, blocks=16)
     text = runner.compiled.lower(step).compile().as_text()

@@ -293,8 +293,9 @@ def test_coerce(tmp_path: Path) -> None:
     [
         (
             hf("gpt2"),
-            r"architecture 'gpt2'.*; supported are BailingHybridForCausalLM, .*MiniMaxM2ForCausalLM, "
-            r"Ministral3ForCausalLM, Mistral3ForConditionalGeneration, Mistral4ForCausalLM, ",
+            r"architecture 'gpt2'.*; supported are BailingHybridForCausalLM, .*"
+            r"MiniMaxM2ForCausalLM, Ministral3ForCausalLM, Mistral3ForConditionalGeneration, "
+            r"Mistral4ForCausalLM, ",
         ),
         ({}, "no 'model_type': its family, such as 'qwen3'"),
         (BASE, "no 'model_type'"),

@@ -192,7 +192,8 @@ def test_a_device_has_its_share_of_the_weights(params: Params) -> None:
     llm = LLM(params, mesh=mesh, expert_parallel=True, num_blocks=16, max_num_seqs=2)
     for weights in (params, make_params(6, UNEVEN)):
         llm.update_params(weights)
-        ffn = llm.session.runner.params.layers[0].ffn
+        served: Any = llm.session.runner.params
+        ffn = served.layers[0].ffn
         shapes = [x.sharding.shard_shape(x.shape) for x in (ffn.gate_up, ffn.down)]
         assert [shape[0] for shape in shapes] == [1, 1], "eight experts on eight devices"
         devices = {s.device: s.index[0] for s in ffn.down.addressable_shards}

@@ -12,6 +12,9 @@ from jpaged.flags import Parser, add_engine_flags, add_engine_groups, engine_set
 from jpaged.openai.server.run import make_parser as serve_parser
 from tests.batch_engine import load_script
 
+# Also None, where jpaged chooses.
+SWITCHES = ("deterministic", "separate_draw", "expert_parallel")
+
 
 def test_every_field_of_engine_config_is_a_flag() -> None:
     parser = argparse.ArgumentParser()
@@ -29,7 +32,7 @@ def test_every_field_of_engine_config_is_a_flag() -> None:
     flags, wanted = [], {}
     for field in dataclasses.fields(EngineConfig):
         flag = f"--{field.name.removeprefix('enable_').replace('_', '-')}"
-        if isinstance(field.default, bool) or field.name in ("deterministic", "separate_draw"):
+        if isinstance(field.default, bool) or field.name in SWITCHES:
             wanted[field.name] = not field.default
             flags.append(flag if wanted[field.name] else flag.replace("--", "--no-", 1))
         elif field.name.endswith("_buckets"):

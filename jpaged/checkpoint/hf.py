@@ -212,8 +212,9 @@ def _squeezed(shape: tuple[int, ...], wanted: tuple[int, ...] | None) -> tuple[i
     """Return the shape of a file's tensor, without axes of one beside that of a vector (ERNIE's
     choosing biases and Kimi's decays have some).
     """
-    is_vector = wanted is not None and len(wanted) == 1 and wanted == (math.prod(shape),)
-    return wanted if is_vector and max(shape) == wanted[0] else shape
+    if wanted is None or len(wanted) != 1 or wanted != (math.prod(shape),):
+        return shape
+    return wanted if max(shape) == wanted[0] else shape
 
 
 class Stored(NamedTuple):

@@ -120,9 +120,9 @@ def test_experts_of_several_widths_share_an_implementation(
     )
     implementations = {"narrow": first, **choices.experts.IMPLEMENTATIONS}
     monkeypatch.setattr(choices.experts, "IMPLEMENTATIONS", implementations)
-    chosen = choices._experts(model, where.device, jnp.float32, 1, True)
+    chosen = choices._experts(model, where.device, jnp.float32, True)
     assert chosen is not None and chosen is not first and asked == [32, 64]
-    only = choices._experts(narrow, where.device, jnp.float32, 1, True)
+    only = choices._experts(narrow, where.device, jnp.float32, True)
     assert only is implementations["narrow"]
 
 
@@ -256,7 +256,7 @@ def test_experts_may_differ_by_layer() -> None:
     model = dataclasses.replace(model, layers=(first, dataclasses.replace(second, ffn=narrow)))
     with pytest.raises(AttributeError, match=r"by layer: read config\.layers"):
         _ = model.expert_size
-    found = choices._experts(model, ONE_DEVICE.device, jnp.dtype(jnp.float32), 1, True)
+    found = choices._experts(model, ONE_DEVICE.device, jnp.dtype(jnp.float32), True)
     assert found is not None and found is choices._experts(
-        config(hidden_size=64, **mixture), ONE_DEVICE.device, jnp.dtype(jnp.float32), 1, True
+        config(hidden_size=64, **mixture), ONE_DEVICE.device, jnp.dtype(jnp.float32), True
     )
