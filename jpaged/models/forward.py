@@ -162,6 +162,8 @@ class Unembedding:
                 logits = logits / jnp.float32(config.logits_scaling)
             if (cap := config.final_logit_softcapping) is not None:
                 logits = jnp.float32(cap) * jnp.tanh(logits / jnp.float32(cap))
+                # Fused with what reads them, the product would have other bits by program.
+                logits = jax.lax.optimization_barrier(logits)
             return logits
 
 

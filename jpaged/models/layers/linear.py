@@ -253,5 +253,14 @@ class Linear:
 
 
 def scaled(x: Array, factor: float) -> Array:
-    """x times a number, which is rounded to its dtype first."""
-    return x if factor == 1.0 else x * jnp.asarray(factor, x.dtype)
+    """x times a number, which is rounded to its dtype first. The product is rounded to it as well,
+    whatever is computed of it next: XLA leaves that out where it fuses the two, and bits would
+    depend on the program.
+    """
+    if factor == 1.0:
+        return x
+    if x.dtype == jnp.float32:
+        return x * jnp.float32(factor)
+    bits = jnp.finfo(x.dtype)
+    y = x.astype(jnp.float32) * jnp.asarray(factor, x.dtype).astype(jnp.float32)
+    return jax.lax.reduce_precision(y, bits.nexp, bits.nmant).astype(x.dtype)
