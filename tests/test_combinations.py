@@ -90,7 +90,8 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "lora": (True,),
     "structured": (True,),
 }
-UNPAIRED = {"memory_utilization", "peer_timeout_s", "compilation_cache_dir"}
+# expert_parallel takes a mixture: tests/test_expert_parallel.py.
+UNPAIRED = {"memory_utilization", "peer_timeout_s", "compilation_cache_dir", "expert_parallel"}
 BESIDE = ("weights", "lora", "structured")
 # What changes the numbers, and so the tokens; a case is compared with the plain engine that has
 # these settings alone.
