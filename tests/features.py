@@ -44,6 +44,20 @@ def sampled(**changes: Any) -> SamplingParams:
     return SamplingParams(**({"max_tokens": 10, "temperature": 0, "ignore_eos": True} | changes))
 
 
+def assert_as_on_one_device(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """What `everything` gives: equal tokens, and numbers that differ as other sums do."""
+    assert found.keys() == wanted.keys()
+    for name, outs in found.items():
+        if name == "scores":
+            for a, b in zip(outs, wanted[name], strict=True):
+                np.testing.assert_allclose(a, b, atol=1e-5)
+            continue
+        assert_same(outs, wanted[name])
+        for a, b in zip(outs, wanted[name], strict=True):
+            for x, y in zip(a.outputs, b.outputs, strict=True):
+                np.testing.assert_allclose(x.token_logprobs, y.token_logprobs, atol=1e-5)
+
+
 def everything(llm: LLM) -> dict[str, Any]:
     """By feature, what comes out."""
     found: dict[str, Any] = {}

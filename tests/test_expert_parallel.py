@@ -20,8 +20,9 @@ from jpaged import LLM, ConfigError, EngineConfig, SamplingParams
 from jpaged.models.layers.experts import ExpertsConfig
 from jpaged.models.layers.router import RouterConfig
 from jpaged.models.params import Params
+from jpaged.runtime.footprint import plan_memory
 from kernels_cpu.library import unavailable
-from tests.features import PROMPTS, SETTINGS, everything, settings_of
+from tests.features import PROMPTS, SETTINGS, assert_as_on_one_device, everything, settings_of
 from tests.tiny import assert_same, config, make_params
 
 # The width of an expert divides by no number of devices; four of them choose each token's two.
@@ -68,23 +69,13 @@ def wanted(params: Params) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["data 2", "data 2, tp 2", "data 4, tp 2"])
 def test_everything_is_as_on_one_device(name: str, params: Params, wanted: dict[str, Any]) -> None:
-    """Prefix hits, samples, preemption, beams, scores, adapters and more."""
+    """Prefix hits, samples, preemption, beams, scores, snapshots and more."""
     mesh = MESHES[name]
     settings = dataclasses.replace(settings_of(mesh.shape["data"]), expert_parallel=True)
     llm = LLM(params, mesh=mesh, **vars(settings))
     assert split_of(llm) == {("expert", mesh.shape["data"])}
-    found = everything(llm)
+    assert_as_on_one_device(everything(llm), wanted)
     llm.close()
-    assert found.keys() == wanted.keys()
-    for feature, outs in found.items():
-        if feature == "scores":
-            for a, b in zip(outs, wanted[feature], strict=True):
-                np.testing.assert_allclose(a, b, atol=1e-5)
-            continue
-        assert_same(outs, wanted[feature])
-        for a, b in zip(outs, wanted[feature], strict=True):
-            for x, y in zip(a.outputs, b.outputs, strict=True):
-                np.testing.assert_allclose(x.token_logprobs, y.token_logprobs, atol=1e-5)
 
 
 def test_replicas_end_at_different_steps(params: Params) -> None:
@@ -166,6 +157,22 @@ def test_experts_of_latents_and_of_no_gates() -> None:
     for a, b in zip(*outs, strict=True):
         x, y = (out.outputs[0].token_logprobs for out in (a, b))
         np.testing.assert_allclose(x, y, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_experts_in_8_and_4_bits(form: Any) -> None:
+    """Scales lie with their experts."""
+    made = make_params(5, dataclasses.replace(EVEN, shared_expert_size=64, head_dim=32))
+    sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    outs = []
+    for chosen in ({}, {"mesh": MESHES["data 2"], "expert_parallel": True}):
+        llm = LLM(made, max_num_seqs=8, num_blocks=64, quantization=form, **chosen)
+        outs.append(llm.generate(PROMPTS, sampling, use_tqdm=False))
+        llm.close()
+    assert_same(*outs)
+    for a, b in zip(*outs, strict=True):
+        x, y = (out.outputs[0].token_logprobs for out in (a, b))
+        np.testing.assert_allclose(x, y, atol=1e-4)
 
 
 def test_what_is_chosen_by_shape(params: Params) -> None:
@@ -253,11 +260,19 @@ def test_a_model_without_experts_is_refused() -> None:
 
 
 def test_a_plan_counts_the_share_of_experts() -> None:
-    from jpaged.runtime.footprint import plan_memory
-
     def weights(**chosen: Any) -> int:
         sizes = EngineConfig(max_num_seqs=4, num_blocks=64, data_parallel_size=4, **chosen)
         return plan_memory(EVEN, sizes, compiled=False).weights
 
     experts = 2 * 2 * 8 * 3 * 64 * 64  # bf16: layers, experts, matrices
     assert weights() - weights(expert_parallel=True) == experts * 3 // 4
+
+
+@pytest.mark.parametrize(
+    ("model", "replicas", "message"),
+    [(EVEN, 1, "there is one device"), (config(), 4, "no mixture"), (EVEN, 3, "do not divide")],
+)
+def test_a_plan_is_refused_as_an_engine_is(model: Any, replicas: int, message: str) -> None:
+    sizes = EngineConfig(num_blocks=64, data_parallel_size=replicas, expert_parallel=True)
+    with pytest.raises(ConfigError, match=f"expert_parallel=True: .*{message}"):
+        plan_memory(model, sizes, compiled=False)

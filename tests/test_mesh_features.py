@@ -14,8 +14,15 @@ from jax.sharding import Mesh
 
 from jpaged import LLM
 from jpaged.models.layers.linear import StepContext
-from tests.features import PARAMS, PROMPTS, SETTINGS, everything, sampled, settings_of
-from tests.tiny import assert_same
+from tests.features import (
+    PARAMS,
+    PROMPTS,
+    SETTINGS,
+    assert_as_on_one_device,
+    everything,
+    sampled,
+    settings_of,
+)
 
 
 @pytest.fixture(scope="module")
@@ -50,17 +57,7 @@ def test_everything_is_as_on_one_device(
 ) -> None:
     settings = dataclasses.replace(settings_of(mesh.size // size), tensor_axis=axis)
     llm = LLM(PARAMS, mesh=mesh, **vars(settings))
-    found = everything(llm)
-    assert found.keys() == wanted.keys()
-    for name, outs in found.items():
-        if name == "scores":
-            for a, b in zip(outs, wanted[name], strict=True):
-                np.testing.assert_allclose(a, b, atol=1e-5)
-            continue
-        assert_same(outs, wanted[name])
-        for a, b in zip(outs, wanted[name], strict=True):
-            for x, y in zip(a.outputs, b.outputs, strict=True):
-                np.testing.assert_allclose(x.token_logprobs, y.token_logprobs, atol=1e-5)
+    assert_as_on_one_device(everything(llm), wanted)
     where = llm.session.runner.placement
     assert (where.axis_size, where.replicas) == (size, mesh.size // size)
     llm.close()

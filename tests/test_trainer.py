@@ -243,11 +243,17 @@ def test_bad_input() -> None:
 # Of widths that the C++ kernels take.
 WIDE: dict[str, Any] = {"head_dim": 32, "intermediate_size": 96}
 ROUTED: dict[str, Any] = {"num_experts": 4, "experts_per_token": 2, "expert_size": 32}
+SCALES: dict[str, Any] = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 6.0,
+}
 IN_BF16 = {
     "dense": config(**WIDE, tie_word_embeddings=True),
     "experts": config(family="qwen3_moe", **WIDE, **ROUTED),
     "windows, others' keys, per-layer embeddings": ALIKE,
     "delta rule": hybrid(config(**WIDE)),
+    "scales": config(family="granite", **WIDE, **SCALES),
 }
 needs_kernels = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 

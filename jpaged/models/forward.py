@@ -162,9 +162,10 @@ class Unembedding:
                 logits = logits / jnp.float32(config.logits_scaling)
             if (cap := config.final_logit_softcapping) is not None:
                 logits = jnp.float32(cap) * jnp.tanh(logits / jnp.float32(cap))
-                # Fused with what reads them, the product would have other bits by program.
-                logits = jax.lax.optimization_barrier(logits)
-            return logits
+            # As one with what reads them, a temperature above all, these would have other bits in
+            # other programs: XLA divides once where it is asked to divide twice.
+            is_changed = config.logits_scaling != 1.0 or cap is not None
+            return jax.lax.optimization_barrier(logits) if is_changed else logits
 
 
 @jax.jit

@@ -99,6 +99,7 @@ def plan_memory(
     dtype, stored = settings.dtype or stored_dtype(model), _stored_format(model)
     model = ModelConfig.coerce(model)
     placement = _place(settings, devices, compiled)
+    placement.check(settings, model)
     settings, choices = resolve(model, settings, placement, dtype)
     served = placement.served(model)
     params = form_of(served, placement, dtype, settings.quantization, stored)

@@ -69,6 +69,17 @@ class Placement:
         """How the devices share a mixture's experts."""
         return ExpertSharing(self.expert_parallel, self.replicas if self.expert_parallel else 1)
 
+    def check(self, config: EngineConfig, model: ModelConfig) -> None:
+        """ConfigError where an engine of this config cannot serve the model on these devices."""
+        facts = Facts(
+            config=config,
+            devices=self.axis_size,
+            replicas=self.replicas,
+            holders=self.axis_size * self.replicas,
+            has_experts=model.has_experts,
+        )
+        check_combination(facts)
+
     def served(self, model: ModelConfig) -> ModelConfig:
         """Return the model that is served in place of this one (see models/served.py)."""
         return served_config(model, self.axis_size, self.sharing)

@@ -115,8 +115,7 @@ def place_params(params: Params, config: EngineConfig, mesh: Mesh | None) -> Pla
         devices = leaves[0].devices() if leaves else jax.devices()
         device = next(iter(devices if mesh is None else mesh.devices.flat))
         place = Placement(mesh=None, axis=None, device=device)
-        check_combination(Facts(config=config, holders=1))
-        _check_sizes(config, place)
+        place.check(config, params.config)
         return place
     axis = config.tensor_axis
     check_combination(Facts(config=config, mesh_axes=mesh.axis_names))
@@ -136,8 +135,7 @@ def place_params(params: Params, config: EngineConfig, mesh: Mesh | None) -> Pla
         device=devices[0],
         expert_parallel=config.expert_parallel,
     )
-    check_combination(Facts(config=config, has_experts=params.config.has_experts))
-    _check_sizes(config, place)
+    place.check(config, params.config)
     try:
         place.served(params.config)
     except ConfigError as e:
@@ -154,10 +152,6 @@ def _own_mesh(leaves: Iterable[jax.Array]) -> Mesh | None:
     shardings = (x.sharding for x in leaves if x.sharding.num_devices > 1)
     meshes = (s.mesh for s in shardings if isinstance(s, NamedSharding))
     return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
-
-
-def _check_sizes(config: EngineConfig, place: Placement) -> None:
-    check_combination(Facts(config=config, devices=place.axis_size, replicas=place.replicas))
 
 
 def is_deleted(leaf: Any) -> bool:

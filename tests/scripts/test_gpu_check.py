@@ -510,7 +510,7 @@ def test_the_whole_dry_run(part: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", gpu_states.states(dry=True))
 def test_states_are_timed_and_compared(name: str) -> None:
-    """Of what has a kernel and XLA's form, the difference; kernels are interpreted."""
+    """The difference is told where there are a kernel, which is interpreted, and XLA's form."""
     record = gpu_states.states(dry=True)[name]()
     assert record["xla_us"] > 0 and record["xla_gb_s"] > 0 and "wrong" not in record
     has_kernel = name in ("delta step", "KDA step", "latents step", "latents prompts")

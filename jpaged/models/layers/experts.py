@@ -13,7 +13,7 @@ from jpaged.checks import at_least, positive
 from jpaged.combinations import Facts, check_combination
 from jpaged.errors import ConfigError
 from jpaged.models.layers.linear import Linear, Products, StepContext
-from jpaged.models.layers.mlp import MLP, Activation, gated, of_activation
+from jpaged.models.layers.mlp import MLP, UNGATED, Activation, gated, of_activation
 from jpaged.models.layers.norm import RMSNorm
 from jpaged.models.layers.router import PLAIN_ROUTER, RouterConfig, route
 from jpaged.models.layers.scratch import Scratch, StepSizes
@@ -91,6 +91,8 @@ class ExpertsConfig:
         at_least(1, self, "num_experts", "experts_per_token", "expert_size")
         at_least(0, self, "shared_expert_size", "latent_size")
         positive(limit=self.limit, shared_limit=self.shared_limit)
+        if self.activation in UNGATED and (self.limit or self.shared_limit):
+            raise ConfigError(f"activation={self.activation!r}: takes no limit, which gates have")
         if self.experts_per_token > self.num_experts:
             most = f"num_experts={self.num_experts}"
             raise ConfigError(f"experts_per_token={self.experts_per_token} of {most}")
