@@ -34,8 +34,8 @@ CONTROLS = {
 
 
 def settings_of(replicas: int) -> EngineConfig:
-    """SETTINGS under which so many replicas still swap: of a prompt each of four have fewer blocks
-    that are gone when it runs again.
+    """SETTINGS with which so many replicas swap too. Each of four has one prompt, of which few
+    blocks are gone from the device when it runs again.
     """
     return SETTINGS if replicas < 4 else dataclasses.replace(SETTINGS, swap_min_tokens=12)
 
