@@ -3,6 +3,7 @@ checks all along.
 
     python -m tests.soak                          # 5 minutes on the embedded model, in float32
     python -m tests.soak --requests 2000 --seed 7 --num-blocks 60
+    python -m tests.soak --steps 250000
 
 Prompts of mixed lengths, some with a common prefix, n of 1-4, sampled in every way; between them
 beam searches, aborts, resets of the prefix cache, and snapshots that are gone back to. Pool and
@@ -101,6 +102,7 @@ class Soak:
             str, list[list[int]]
         ] = {}  # what ended between a snapshot and going back to it
         self.added = self.done = self.compared = self.ties = self.quiet_steps = self.generated = 0
+        self.steps = 0  # that this run asked for; a beam search's are not among them
         self.counts, self.memory = dict.fromkeys(RATES, 0), list[float]()
         self.began = self.printed = time.perf_counter()
 
@@ -116,7 +118,7 @@ class Soak:
         while not self.is_over() or self.llm.has_unfinished():
             while len(self.live) < WINDOW and not self.is_over():
                 self.add()
-            for out in self.llm.step():
+            for out in self.step():
                 self.take(out, *self.live.pop(out.request_id))
             self.quiet_steps += 1
             check(
@@ -129,12 +131,17 @@ class Soak:
         self.check_end()
 
     def is_over(self) -> bool:
-        minutes = (time.perf_counter() - self.began) / 60
-        return (
-            minutes > self.args.minutes
-            if self.args.requests is None
-            else self.added >= self.args.requests
-        )
+        """Whether no more requests are added."""
+        if self.args.steps is not None:
+            return self.steps >= self.args.steps
+        if self.args.requests is not None:
+            return self.added >= self.args.requests
+        return time.perf_counter() - self.began > self.args.minutes * 60
+
+    def step(self) -> list[jpaged.RequestOutput]:
+        """Run a step, and return what it ended."""
+        self.steps += 1
+        return self.llm.step()
 
     def request(self) -> tuple[list[int], SamplingParams]:
         """Half of the prompts start at one of four places, and some of those are equal."""
@@ -238,7 +245,7 @@ class Soak:
         """Run on for some steps, then go back: what ended meanwhile is to end the same again."""
         snapshot = self.llm.snapshot()
         for _ in range(self.rng.randint(1, 40)):
-            for out in self.llm.step():
+            for out in self.step():
                 self.expected[out.request_id] = [c.token_ids for c in out.outputs]
         self.llm.restore(snapshot)
 
@@ -283,8 +290,8 @@ class Soak:
         events = ", ".join(f"{name} {count}" for name, count in self.counts.items())
         alone = f"{self.compared} equal to themselves alone, {self.ties} near ties"
         print(
-            f"ok: {self.done} requests, {alone}; {events}; memory {grown:+.1f} MiB in "
-            f"{len(self.memory)} samples"
+            f"ok: {self.done} requests in {self.steps} steps, {alone}; {events}; "
+            f"memory {grown:+.1f} MiB in {len(self.memory)} samples"
         )
 
 
@@ -295,6 +302,7 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--minutes", type=float, default=5.0, help="how long requests are added (default: 5)")
     add("--requests", type=int, help="add so many instead")
+    add("--steps", type=int, help="add them until so many steps have run instead")
     add("--seed", type=int, default=0)
     add(
         "--num-blocks",

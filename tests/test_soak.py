@@ -242,11 +242,15 @@ def test_growth() -> None:
     )  # a lone peak says nothing
 
 
-def test_is_over_by_the_clock() -> None:
+def test_is_over_by_the_clock_or_by_a_count() -> None:
     bare = soak.Soak.__new__(soak.Soak)
-    bare.args, bare.began = argparse.Namespace(requests=None, minutes=0.0), 0.0
+    bare.args, bare.began = argparse.Namespace(steps=None, requests=None, minutes=0.0), 0.0
     assert bare.is_over()
     bare.args.minutes = float("inf")
+    assert not bare.is_over()
+    bare.args.steps = bare.steps = 3
+    assert bare.is_over()
+    bare.steps = 2
     assert not bare.is_over()
 
 

@@ -78,6 +78,7 @@ class Grammars:
         self._kept: OrderedDict[bytes, Form] = OrderedDict()
         self._judged: OrderedDict[bytes, Verdict] = OrderedDict()
         self._lock, self._compiling = threading.Lock(), threading.Lock()
+        self._trying = threading.Lock()
         self.words = -(-vocab_size // 32)
         self.eos_ids = eos_ids
 
@@ -119,16 +120,24 @@ class Grammars:
 
     def _verdict(self, key: bytes, kind: str, text: str) -> Verdict:
         """Return what the trial says of a form; verdicts are kept longer than forms."""
-        with self._lock:
-            if (known := self._judged.get(key)) is not None:
-                self._judged.move_to_end(key)
+        if (known := self._judgement(key)) is not None:
+            return known
+        with self._trying:  # many requests of one form at a time: one of them has it tried
+            if (known := self._judgement(key)) is not None:
                 return known
-        verdict = self._trial.judge(kind, text)
-        with self._lock:
-            self._judged[key] = verdict
-            if len(self._judged) > JUDGED:
-                self._judged.popitem(last=False)
+            verdict = self._trial.judge(kind, text)
+            with self._lock:
+                self._judged[key] = verdict
+                if len(self._judged) > JUDGED:
+                    self._judged.popitem(last=False)
         return verdict
+
+    def _judgement(self, key: bytes) -> Verdict | None:
+        """Return the verdict that is kept, and count it as used last; None if there is none."""
+        with self._lock:
+            if key in self._judged:
+                self._judged.move_to_end(key)
+            return self._judged.get(key)
 
     def _compiled(self, kind: str, key: bytes, text: str, num_bytes: int) -> "Form":
         """A form that nobody has used; RequestError for what llguidance refuses."""

@@ -29,10 +29,16 @@ class Live:
         return socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S)
 
     def request(
-        self, path: str, body: Any = None, *, key: str | None = None, **headers: str
+        self,
+        path: str,
+        body: Any = None,
+        *,
+        key: str | None = None,
+        patience_s: float = PATIENCE_S,
+        **headers: str,
     ) -> tuple[int, Any, dict[str, str]]:
         """Status, body (as JSON where it is) and headers of an answer."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=patience_s)
         with contextlib.closing(connection):
             sent = None if body is None else body if isinstance(body, bytes) else json.dumps(body)
             if sent is not None:

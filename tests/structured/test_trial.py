@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -178,3 +179,28 @@ def test_a_refusal_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert errors[0] is not errors[1]
     with pytest.raises(RequestError, match="400009 characters are above 250000"):
         grammars.matcher({"json_schema": json.dumps({"const": "a" * 400_000})[:400_009]})
+
+
+def test_equal_forms_that_come_at_once_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next request of a form has come before the first has its verdict: all wait for that."""
+    tried: list[str] = []
+    everyone = threading.Barrier(4)
+
+    def judge(self: Trial, kind: str, text: str) -> trial.Verdict:
+        tried.append(text)
+        time.sleep(0.2)  # the others reach the lock meanwhile
+        return trial.Verdict("takes too long", 0)
+
+    monkeypatch.setattr(Trial, "judge", judge)
+    grammars = make_grammars()
+
+    def ask(form: dict[str, Any]) -> str:
+        everyone.wait()
+        with pytest.raises(RequestError, match="takes too long") as e:
+            grammars.matcher(form)
+        return str(e.value)
+
+    with ThreadPoolExecutor(4) as threads:
+        errors = list(threads.map(ask, [SLOW, TAME, SLOW, SLOW]))
+    assert len(errors) == 4
+    assert sorted(tried) == sorted(map(spec.grammar_of, [SLOW, TAME]))
