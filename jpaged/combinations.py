@@ -30,7 +30,7 @@ class Facts:
     has it. model, draft: architectures of the model and of what guesses for it (a smaller model or
     a head). has_draft_weights: whether the caller passed weights of a draft.
 
-    has_state: whether layers of the model keep a state a sequence.
+    has_state: whether layers of the model, or of what guesses for it, keep a state a sequence.
 
     has_experts: whether layers of the model are mixtures of experts. num_experts: of one of them.
     holders: how many devices share whole experts.
@@ -519,7 +519,9 @@ def ngram_takes_no_model(speculative: Speculative) -> str | None:
 
 @_rule("num_states", "model")
 def states_are_of_models_that_keep_them(config: EngineConfig, has_state: bool) -> str | None:
-    """`num_states` takes a model that keeps a state a sequence."""
+    """`num_states` takes a model that keeps a state a sequence, or one that guesses for it and
+    does.
+    """
     if config.num_states is not None and not has_state:
         return f"num_states={config.num_states}: this model keeps no state a sequence"
     return None

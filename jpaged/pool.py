@@ -80,11 +80,12 @@ class Pool:
         placement: Placement,
         choices: Choices,
         *,
+        has_state: bool,
         grows: bool,
     ):
         self.config = config
         self._model, self._placement, self._choices, self.grows = model, placement, choices, grows
-        self._has_state = model.has_state
+        self._has_state = has_state
         self._served: Served | None = None  # None while no weights are bound
         self._cached_version = 0  # of the weights that the prefix cache is of
         self._engine: Engine | None = None

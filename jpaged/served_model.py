@@ -54,13 +54,18 @@ class ServedModel:
         config = with_rows_beside(params, config, placement, dtype, is_plain)
         resolved, choices = resolve(params.config, config, placement, dtype, is_plain)
         self.draft = draft_model(draft, params.config, resolved, placement, dtype, params.source)
+        has_state = self.model_config.has_state
         if self.draft is not None:
             choices = dataclasses.replace(choices, draft=self.draft.choices(resolved, placement))
+            has_state |= self.draft.model_config.has_state
+        check_combination(Facts(config=resolved, has_state=has_state))
         self.weights = ServingWeights(placement, config.dtype, config.quantization)
         self.adapters = Adapters(params.config, placement.axis_size, dtype)
         # Whether a call may ask for larger tables of adapters.
         self._grows_tables = grows and not config.max_loras
-        self.pool = Pool(self.model_config, resolved, placement, choices, grows=grows)
+        self.pool = Pool(
+            self.model_config, resolved, placement, choices, has_state=has_state, grows=grows
+        )
         self.params: Params | None = None  # those bound now
         self._is_asleep = False
 

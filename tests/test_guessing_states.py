@@ -13,7 +13,17 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jpaged import LLM, ModelConfig, Params, RequestOutput, SamplingParams
+import jpaged
+from jpaged import (
+    LLM,
+    EngineConfig,
+    ModelConfig,
+    Params,
+    RequestOutput,
+    SamplingParams,
+    kept,
+)
+from jpaged.config import Speculative
 from jpaged.engine.cache.block_manager import BlockManager
 from jpaged.engine.cache.kinds import Replay
 from jpaged.engine.drafting import Drafter, can_draft
@@ -21,6 +31,7 @@ from jpaged.engine.sequence import Sequence
 from jpaged.models.layers.conv import ConvConfig
 from jpaged.models.layers.delta import DeltaConfig
 from jpaged.models.mtp import mtp_config
+from jpaged.runtime.runner import Runner
 from jpaged.types import Tokenizer
 from kernels_cpu.library import unavailable
 from tests.byte_tokenizer import CONFIG, make_tokenizer
@@ -108,6 +119,12 @@ def served(
 ) -> LLM:
     settings: dict[str, Any] = SETTINGS | changes
     return LLM(params, mesh=mesh, tokenizer=tokenizer, **settings)
+
+
+def states_of(runner: Runner) -> int:
+    """How many states there are, in each group that keeps any."""
+    [count] = {pool.num_blocks for pool in runner.pools if pool.group.record.per == "block"}
+    return count
 
 
 @functools.cache
@@ -342,6 +359,32 @@ def test_a_draft_model_with_states(monkeypatch: pytest.MonkeyPatch, target: Mode
     assert list(guesses) == found
     for used in (alone, llm, reference):
         used.close()
+
+
+@pytest.mark.middle
+def test_states_that_only_a_draft_model_keeps() -> None:
+    """num_states is of its pool then, rows wait for them, and it is as large as a call needs."""
+    params, drafting = make_params(0, PLAIN, jnp.bfloat16), make_params(4, MODEL, jnp.bfloat16)
+    guessing = {**GUESSES, "method": "draft", "num_tokens": 3, "model": drafting}
+    alone = served(params, num_states=None)
+    wanted = bits(alone.generate(PROMPTS, ASKED, use_tqdm=False))
+    alone.close()
+    llm = served(params, speculative=guessing, num_states=8)  # a row is given four
+    assert bits(run(llm, PROMPTS, ASKED)) == wanted
+    assert states_of(llm.session.runner) == 8
+    llm.close()
+    speculative = Speculative(method="draft", num_tokens=3, adaptive=False)
+    changes = {"num_blocks": None, "num_states": None, "speculative": speculative}
+    engine_config = EngineConfig(**SETTINGS | changes)
+    grown = []
+    for count in (1, 4, 1):
+        outputs = jpaged.generate(
+            params, PROMPTS[:count], ASKED[:count], engine_config=engine_config, draft=drafting
+        )
+        assert bits(outputs) == wanted[: count + (count > 2)]
+        grown.append(states_of(kept.sessions()[-1].runner))
+    jpaged.release(compiled=True)
+    assert grown[0] == 4 and grown[0] < grown[1] == grown[2]
 
 
 @pytest.mark.slow

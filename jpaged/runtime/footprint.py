@@ -116,6 +116,8 @@ def plan_memory(
         form = form_of(served_draft, placement, draft_dtype, kept_in)
         drafts = guesses, form
         choices = dataclasses.replace(choices, draft=choose_for(guesses, settings, placement, form))
+    has_state = model.has_state or (drafts is not None and drafts[0].has_state)
+    check_combination(Facts(config=settings, has_state=has_state))
     # Params as they are loaded stay beside what is made of them to serve.
     ours = _leaves(params)
     pairs = zip(_leaves(form_of(model, placement, dtype, stored=stored)), ours, strict=True)

@@ -31,7 +31,6 @@ def resolve(
     """
     processes = count_of(placement.mesh)
     check_combination(Facts(config=config, devices=placement.axis_size, processes=processes))
-    check_combination(Facts(config=config, has_state=model.has_state))
     on_cpu = placement.device.platform == "cpu"
     resolved = config.resolve(model, batch_invariant=True, on_cpu=on_cpu)
     choices = choose(model, resolved, placement, dtype, is_plain and not config.quantization)
