@@ -1,7 +1,12 @@
-"""Time a hybrid (three of four layers the gated delta rule) beside a model of attention alone, of
-nearly the same size and random weights, one row at several contexts, in turn.
+"""Time models that differ in what mixes tokens, of nearly the same size and random weights, one row
+at several contexts, in turn.
 
-    python scripts/bench_hybrid.py [--contexts 512 4096 16384] [--rounds 3] [--hidden 256]
+    python scripts/bench_mixers.py [--contexts 512 4096 16384] [--rounds 3] [--hidden 256]
+    python scripts/bench_mixers.py --models attention latent
+    python scripts/bench_mixers.py --models attention hybrid --quantization int8
+
+attention: grouped attention in every layer; latent: latent attention, whose row is half the hidden
+size and a rotated key; hybrid, mamba: three of four layers are the gated delta rule or Mamba-2.
 
 One line a context and model: milliseconds to the first token without a prefix hit and with one,
 tokens a second of decode, what the cache holds of the row, and beside them the GB/s of a plain read
@@ -21,13 +26,18 @@ from jpaged import LLM, SamplingParams
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers.attention import AttentionConfig
 from jpaged.models.layers.delta import DeltaConfig
+from jpaged.models.layers.latent import LatentConfig
+from jpaged.models.layers.layer import LayerConfig, MixerConfig
+from jpaged.models.layers.mamba import MambaConfig
 from jpaged.models.params import random_params
 
 STEPS = 32  # tokens of a timed decode
+NAMES = ("attention", "latent", "hybrid", "mamba")
+SAID = ("attention", "gated_delta", "short_conv", "mamba2")  # stats: what computes
 
 
 def models(hidden: int, longest: int) -> dict[str, ModelConfig]:
-    """Both models: 4 layers with heads of 64, an MLP of 3 hidden sizes."""
+    """Return them by name: 4 layers with heads of 64, an MLP of 3 hidden sizes."""
     heads = hidden // 64
     attention = dataclasses.replace(
         common.qwen3(hidden, 3 * hidden, 4, heads, heads // 2, 64, 8192),
@@ -35,11 +45,30 @@ def models(hidden: int, longest: int) -> dict[str, ModelConfig]:
     )
     layer = attention.layers[0]
     assert isinstance(layer.mixer, AttentionConfig)
+    latent = LatentConfig(
+        num_heads=heads,
+        latent_dim=hidden // 2,
+        rope_dim=64,
+        content_dim=64,
+        value_dim=64,
+        rope=layer.mixer.rope,
+    )
     delta = DeltaConfig(num_key_heads=heads // 2, num_value_heads=heads, key_dim=64, value_dim=64)
+    mamba = MambaConfig(num_heads=2 * heads, head_dim=64, state_dim=128)
     gated = dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, gate=True))
-    layers = [dataclasses.replace(layer, mixer=delta)] * 3 + [gated]
-    hybrid = dataclasses.replace(attention, family="qwen3_5_text", layers=tuple(layers))
-    return {"attention": attention, "hybrid": hybrid}
+
+    def with_mixers(family: str, mixers: list[MixerConfig], last: LayerConfig) -> ModelConfig:
+        layers = (*(dataclasses.replace(layer, mixer=mixer) for mixer in mixers), last)
+        return dataclasses.replace(attention, family=family, layers=layers)
+
+    return {
+        "attention": attention,
+        "latent": with_mixers(
+            "deepseek_v3", [latent] * 3, dataclasses.replace(layer, mixer=latent)
+        ),
+        "hybrid": with_mixers("qwen3_5_text", [delta] * 3, gated),
+        "mamba": with_mixers("granitemoehybrid", [mamba] * 3, layer),
+    }
 
 
 def row_bytes(llm: LLM, context: int, block_size: int) -> int:
@@ -67,18 +96,21 @@ def measure(llm: LLM, prompt: list[int]) -> dict[str, float]:
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
-    parser = common.make_parser("bench_hybrid.py", __doc__)
+    parser = common.make_parser("bench_mixers.py", __doc__)
     parser.add_argument("--contexts", nargs="+", type=int, default=[512, 4096, 16384])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--hidden", type=int, default=256, help="a multiple of 128")
+    parser.add_argument("--models", nargs="+", choices=NAMES, default=list(NAMES))
+    parser.add_argument("--quantization", choices=("int8", "int4"), help="of all weights")
     args = parser.parse_args(argv)
     common.check_positive(parser, args, "contexts", "rounds", "hidden")
     if args.hidden % 128:
         parser.error(f"--hidden {args.hidden}: must be a multiple of 128")
     longest, block_size = max(args.contexts) + 64, 16
     engines = {}
-    for name, config in models(args.hidden, longest).items():
-        params = random_params(config, dtype="bfloat16")
+    known = models(args.hidden, longest)
+    for name in args.models:
+        params = random_params(known[name], dtype="bfloat16")
         llm = LLM(
             params,
             max_model_len=longest,
@@ -87,11 +119,12 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
             max_num_batched_tokens=1024,
             token_buckets=(16, 1024),
             num_blocks=2 * longest // block_size,
+            quantization=args.quantization,
         )
         llm.warmup(use_tqdm=False)
         engines[name] = llm
         weights = sum(leaf.size for leaf in jax.tree.leaves(params))
-        said = {k: llm.stats()[k] for k in ("attention", "gated_delta", "short_conv")}
+        said = {k: v for k, v in llm.stats().items() if k in SAID}
         print(f"{name}: {weights / 1e6:.1f}M parameters, {said}", flush=True)
     records, rows = [], []
     for context in args.contexts:
