@@ -8,6 +8,7 @@ has XLA optimise less, except in tests marked `as_users` (as_users.txt): those k
 """
 
 import atexit
+import faulthandler
 import os
 import shutil
 import tempfile
@@ -92,6 +93,7 @@ HOST_SETTINGS = {
 OPTIMISE_LESS = jax.config.read("jax_disable_most_optimizations")  # as the Makefile asks
 KEPT_TABLES = 48  # each executable holds memory maps, of which a process may have 65,530
 MANY_MAPS = 30_000  # after which a worker lets go of what it has compiled; without, it crashes
+TOO_MANY_MAPS = 50_000  # within a file, whose engines then compile what they need again
 
 
 class SharedSteps:
@@ -155,10 +157,33 @@ def _memory_maps() -> int:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Between files, when their engines are gone."""
+    """Between files, when their engines are gone; within one where it can wait no longer."""
     is_last = nextitem is not None and nextitem.path != item.path
-    if is_last and _memory_maps() > MANY_MAPS:
+    if _memory_maps() > (MANY_MAPS if is_last else TOO_MANY_MAPS):
         SHARED.tables.clear()
         jpaged.release(compiled=True)
         jax.clear_caches()
         gc.collect()
+
+
+def _crash_file(worker: str) -> Path:
+    """Where the Python stacks of a worker are written when it crashes."""
+    return Path(os.environ["JAX_COMPILATION_CACHE_DIR"], f"crash-{worker}.txt")
+
+
+def pytest_sessionstart() -> None:
+    """After pytest's own, which writes to a stream that no report shows."""
+    if (worker := os.environ.get("PYTEST_XDIST_WORKER")) is not None:
+        file = _crash_file(worker).open("w")
+        atexit.register(file.close)
+        faulthandler.enable(file)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_handlecrashitem(crashitem: str, report: pytest.TestReport, sched: Any) -> None:
+    """Show where a worker of xdist was when it crashed: a signal and its stacks, or no word where
+    it was killed.
+    """
+    worker = report.node.gateway.id  # pyright: ignore[reportAttributeAccessIssue]
+    stacks = _crash_file(worker).read_text()
+    report.longrepr = f"{report.longrepr}\n{stacks or 'killed from outside'}"
