@@ -40,7 +40,7 @@ from jpaged.runtime.processes import broadcast
 from jpaged.runtime.step_table import BucketReport
 from jpaged.sampling_params import SamplingParams
 from jpaged.session import Snapshot
-from jpaged.trainer import logprobs
+from jpaged.trainer import logprobs, masked_logprobs
 
 __all__ = [
     "LLM",
@@ -80,6 +80,7 @@ __all__ = [
     "logits",
     "logprobs",
     "lora_from",
+    "masked_logprobs",
     "merged",
     "params_from",
     "plan_memory",

@@ -277,6 +277,12 @@ class EngineConfig:
         "what requests may ask for",
         "alternatives of a token that a request may ask for",
     )
+    max_sampling_mask: int = _knob(
+        0,
+        "what requests may ask for",
+        "tokens that the sampling mask of a draw has room for, which is the largest top_k of a "
+        "request with sampling_mask; 0: no request may ask for one, and no step makes any",
+    )
     max_logit_bias: int = _knob(
         64,
         "what requests may ask for",
@@ -363,7 +369,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         at_least(1, self, "max_num_batched_tokens", "block_size")
         at_least(1, self, "max_logit_bias", "max_stop_ids", "max_n", "max_lora_rank")
-        at_least(0, self, "max_logprobs", "swap_min_tokens", "max_loras")
+        at_least(0, self, "max_logprobs", "max_sampling_mask", "swap_min_tokens", "max_loras")
         if self.speculative is not None:
             object.__setattr__(self, "speculative", Speculative.of(self.speculative))
         chosen = ("max_model_len", "max_num_seqs", "num_blocks", "decode_steps")
@@ -434,6 +440,7 @@ class EngineConfig:
             ),
             deterministic=deterministic,
             max_logprobs=min(self.max_logprobs, model.vocab_size),
+            max_sampling_mask=min(self.max_sampling_mask, model.vocab_size),
         )
 
     @property
@@ -486,6 +493,7 @@ class EngineFields(TypedDict, total=False):
     decode_steps: int | None
     separate_draw: bool | None
     max_logprobs: int
+    max_sampling_mask: int
     max_logit_bias: int
     max_stop_ids: int
     strict: bool

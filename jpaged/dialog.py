@@ -13,6 +13,7 @@ from jpaged.checks import JsonObject, check_choice, check_whole
 from jpaged.errors import RequestError
 from jpaged.llm import LLM
 from jpaged.openai.parts import Format, folded
+from jpaged.request.arrays import mask_arrays
 from jpaged.request.detokenizer import decode
 from jpaged.request.inputs import Chat
 from jpaged.request.outputs import FinishReason, RequestOutput, WeightSpan
@@ -39,6 +40,8 @@ class Turn:
     token_logprobs: np.ndarray
     finish_reason: FinishReason | None
     weight_versions: list[WeightSpan]
+    sampling_mask: np.ndarray | None = None
+    kept_logprobs: np.ndarray | None = None
 
     @property
     def tool_calls(self) -> list[JsonObject]:
@@ -134,6 +137,8 @@ class Dialog:
             token_logprobs=drawn.token_logprobs,
             finish_reason=drawn.finish_reason,
             weight_versions=drawn.weight_versions,
+            sampling_mask=drawn.sampling_mask,
+            kept_logprobs=drawn.kept_logprobs,
         )
         self.turns.append(turn)
         self._drawn = len(self._messages)
@@ -185,6 +190,9 @@ def dialog_arrays(
     int32 [B]; index int32 [B], the place in `dialogs`; finished bool [B], True where the last turn
     is there whole and ended by itself ("stop"). max_len: L; None is the longest there is. overflow:
     what to do with a longer one: raise RequestError, cut it on the right, or leave it out.
+
+    Of turns with sampling_mask also sampling_mask int32 [B, L, K] and kept_logprobs float32 [B, L],
+    at the place of the token itself, as of to_arrays. RequestError where only some have one.
     """
     check_choice("overflow", overflow, Literal["error", "truncate", "drop"])
     rows = list(enumerate(dialogs))
@@ -213,6 +221,7 @@ def dialog_arrays(
         "index": np.array([i for i, _ in rows], np.int32),
         "finished": np.zeros(len(rows), bool),
     }
+    kept = []
     for row, (_, one) in enumerate(rows):
         count = arrays["lens"][row]
         arrays["tokens"][row, :count] = one.token_ids[:count]
@@ -221,10 +230,11 @@ def dialog_arrays(
             stop = turn.start + len(turn.token_ids)
             places = slice(turn.start, stop)  # numpy cuts it at the width
             room = max(min(stop, width) - turn.start, 0)
+            kept.append((row, places, turn.sampling_mask, turn.kept_logprobs))
             arrays["loss_mask"][row, places] = True
             arrays["turn_ids"][row, places] = number
             arrays["logprobs"][row, places] = turn.token_logprobs[:room]
             for version, first, end in turn.weight_versions:
                 arrays["weight_versions"][row, turn.start + first : turn.start + end] = version
             arrays["finished"][row] = stop <= width and turn.finish_reason == "stop"
-    return arrays
+    return arrays | mask_arrays(kept, shape)

@@ -41,8 +41,10 @@ class SamplingParams:
     presence_penalty, frequency_penalty: subtracted for tokens of the output. repetition_penalty:
     divides positive logits of tokens seen in prompt or output, and multiplies the others
     (arXiv:1909.05858); 1e-6 to 1e6. logit_bias: added to the logits of these ids, -1e30 to 1e30;
-    beyond about 1e8 nothing is left of the logit, and equal biases tie. structured: the form of the
-    answer, one of {"json_schema": dict, JSON text or pydantic model}, {"json_object": True},
+    beyond about 1e8 nothing is left of the logit, and equal biases tie. sampling_mask: return which
+    tokens each one was drawn from, for a trainer that draws from these alone; top_k says how many
+    at most, and of equal logits at its end only the lowest ids are kept then. structured: the form
+    of the answer, one of {"json_schema": dict, JSON text or pydantic model}, {"json_object": True},
     {"regex": str}, {"choice": list of str}, {"grammar": Lark or GBNF}; see docs/structured.md.
     priority: a request of a lower value runs sooner, and is preempted later, than others of the
     same party (all that share an engine, or of a server one key); it changes no token.
@@ -66,6 +68,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = None
+    sampling_mask: bool = False
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     structured: Mapping[str, Any] | None = None
@@ -95,7 +98,8 @@ class SamplingParams:
     @property
     def sampler(self) -> Literal["plain", "filtered", "full"]:
         """The least of the steps that can serve the request; see engine.shapes.Sampler."""
-        if self.has_penalties or self.logit_bias or self.min_tokens or self.logprobs is not None:
+        has_lists = self.logprobs is not None or self.sampling_mask
+        if self.has_penalties or self.logit_bias or self.min_tokens or has_lists:
             return "full"
         filters = self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
         return "filtered" if filters else "plain"
@@ -138,9 +142,12 @@ class SamplingParams:
             raise RequestError(
                 f"logprobs_mode={self.logprobs_mode!r}: must be one of {', '.join(LOGPROBS_MODES)}"
             )
-        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+        flags = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
+        for name in (*flags, "sampling_mask"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name}={getattr(self, name)!r}: must be True or False")
+        if self.sampling_mask:
+            self._check_mask(config)
         if self.stop is not None and not isinstance(self.stop, str | Sequence):
             raise RequestError(f"stop={self.stop!r}: must be a string or a list of strings")
         if [s for s in self.stop_strings if not isinstance(s, str) or not s]:
@@ -162,3 +169,19 @@ class SamplingParams:
         for token, bias in biases.items():
             check_whole("logit_bias key", token, 0, vocab_size - 1)
             check_real(f"logit_bias[{token}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+
+    def _check_mask(self, config: EngineConfig) -> None:
+        """RequestError where no mask can be told of what a draw kept."""
+        most = config.max_sampling_mask
+        if self.temperature == 0:
+            raise RequestError("sampling_mask=True with temperature=0: a greedy token is not drawn")
+        if self.top_k < 1:
+            raise RequestError(
+                f"sampling_mask=True with top_k={self.top_k}: top_k bounds the mask, from 1 to "
+                f"max_sampling_mask={most} of EngineConfig"
+            )
+        if self.top_k > most:
+            raise RequestError(
+                f"sampling_mask=True with top_k={self.top_k}: above max_sampling_mask={most} of "
+                "EngineConfig"
+            )

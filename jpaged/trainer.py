@@ -43,6 +43,7 @@ def logprobs(
     entropy: Literal[False] = False,
     chunk: int = 512,
     remat: bool = False,
+    sampling_mask: bool = False,
     exact: bool = False,
     engine_config: EngineConfig | None = None,
     config: ModelLike | None = None,
@@ -58,6 +59,7 @@ def logprobs(
     entropy: Literal[True],
     chunk: int = 512,
     remat: bool = False,
+    sampling_mask: bool = False,
     exact: bool = False,
     engine_config: EngineConfig | None = None,
     config: ModelLike | None = None,
@@ -72,6 +74,7 @@ def logprobs(
     entropy: bool = False,
     chunk: int = 512,
     remat: bool = False,
+    sampling_mask: bool = False,
     exact: bool = False,
     engine_config: EngineConfig | None = None,
     config: ModelLike | None = None,
@@ -87,7 +90,9 @@ def logprobs(
     entropy: also returns the entropy of each of these distributions, in nats, float32 [B, C], to be
     differentiated too. chunk: about so many tokens have their logits [chunk, V] in memory at once,
     forwards and backwards, and at least one of each row. remat: the backward pass computes each
-    layer again from its input, in place of keeping all that is within.
+    layer again from its input, in place of keeping all that is within. sampling_mask: distributions
+    are of the tokens alone that each one was drawn from, arrays["sampling_mask"]; so is `logprobs`
+    of the arrays where logprobs_mode was "processed".
 
     exact: the very bits of the rollout, and of score, where serving is `deterministic` without
     steps of one size: bf16 on a CPU. So exp(new - old) is 1 until the weights change. The forward
@@ -117,7 +122,7 @@ def logprobs(
     hidden_BCE = jnp.take_along_axis(hidden_BLE, drawn.before_BC[:, :, None], axis=1)
     tau_B = _divisors(temperature, hidden_BCE.shape[0])
     logprob_BC, entropy_BC = _in_chunks(
-        (by, entropy), model.unembedding, hidden_BCE, drawn.targets_BC, tau_B, chunk
+        (by, entropy), model.unembedding, hidden_BCE, drawn.wanted(sampling_mask), tau_B, chunk
     )
     logprob_BC = jnp.where(drawn.mask_BC, logprob_BC, jnp.float32(0))
     if not entropy:
@@ -144,13 +149,36 @@ def loaded_params(function: str, params: PyTree, config: ModelLike | None) -> Pa
 class _Drawn(NamedTuple):
     """Sequences from their first token on, and which of their tokens were drawn.
 
-    before_BC: the place in tokens_BL after which a target comes.
+    before_BC: the place in tokens_BL after which a target comes. kept_BCK: ids that each target was
+    drawn from, -1 past the last; None where nobody said.
     """
 
     tokens_BL: Array
     targets_BC: Array
     before_BC: Array
     mask_BC: Array
+    kept_BCK: Array | None
+
+    def wanted(self, sampling_mask: bool) -> "_Wanted":
+        """Return the targets, with what they were drawn from where that is asked for; RequestError
+        where the arrays do not say it.
+        """
+        if not sampling_mask:
+            return _Wanted(self.targets_BC, None)
+        if self.kept_BCK is None:
+            raise RequestError(
+                "arrays lack 'sampling_mask': requests with sampling_mask=True have it"
+            )
+        return _Wanted(self.targets_BC, self.kept_BCK)
+
+
+class _Wanted(NamedTuple):
+    """Tokens whose log-probabilities are wanted, and the ids that each was drawn from, of shape
+    [..., K]: -1 past the last, None is all.
+    """
+
+    targets: Array
+    kept: Array | None
 
 
 def _drawn(arrays: Mapping[str, ArrayLike]) -> _Drawn:
@@ -161,18 +189,20 @@ def _drawn(arrays: Mapping[str, ArrayLike]) -> _Drawn:
             f"arrays lack {missing[0]!r}: logprobs takes those of to_arrays or dialog_arrays"
         )
     taken = [jnp.asarray(arrays[name]) for name in names]
+    kept = arrays.get("sampling_mask")
+    kept = None if kept is None else jnp.asarray(kept)
     if names is DIALOGS:
         tokens_BL, mask_BL = taken
         before_L = np.maximum(np.arange(tokens_BL.shape[1], dtype=np.int32) - 1, 0)
         before_BL = jnp.broadcast_to(before_L, tokens_BL.shape)
-        return _Drawn(tokens_BL, tokens_BL, before_BL, mask_BL)
+        return _Drawn(tokens_BL, tokens_BL, before_BL, mask_BL, kept)
     prompt_BP, lens_B, targets_BC, mask_BC = taken
     padding_B = prompt_BP.shape[1] - lens_B
     tokens_BL = jnp.concatenate([prompt_BP, targets_BC], axis=1)
     # Prompts are padded on the left: what is there begins at 0, and the padding comes last.
     tokens_BL = jax.vmap(lambda row, n: jnp.roll(row, -n))(tokens_BL, padding_B)
     at_C = np.arange(targets_BC.shape[1], dtype=np.int32)
-    return _Drawn(tokens_BL, targets_BC, lens_B[:, None] - 1 + at_C[None], mask_BC)
+    return _Drawn(tokens_BL, targets_BC, lens_B[:, None] - 1 + at_C[None], mask_BC, kept)
 
 
 def _divisors(temperature: ArrayLike, rows: int) -> Array:
@@ -193,7 +223,7 @@ def _in_chunks(
     told: _Told,
     unembedding: Unembedding,
     hidden_BCE: Array,
-    targets_BC: Array,
+    wanted: _Wanted,
     tau_B: Array,
     chunk: int,
 ) -> tuple[Array, Array]:
@@ -212,13 +242,13 @@ def _in_chunks(
     def whole(a: Array) -> Array:
         return jnp.moveaxis(a, 0, 1).reshape(rows, -1)[:, :length]
 
-    x, targets = chunked(hidden_BCE), chunked(targets_BC)
-    return jax.tree.map(whole, _of_chunks(told, unembedding, x, targets, tau_B))
+    x, wanted = jax.tree.map(chunked, (hidden_BCE, wanted))
+    return jax.tree.map(whole, _of_chunks(told, unembedding, x, wanted, tau_B))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _of_chunks(
-    told: _Told, unembedding: Unembedding, x: Array, targets: Array, tau_B: Array
+    told: _Told, unembedding: Unembedding, x: Array, wanted: _Wanted, tau_B: Array
 ) -> tuple[Array, Array]:
     """Return logprobs and entropies [chunks, B, columns] of x [chunks, B, columns, E].
 
@@ -227,37 +257,39 @@ def _of_chunks(
     """
     by, with_entropy = told
 
-    def one(args: tuple[Array, Array]) -> tuple[Array, Array]:
+    def one(args: tuple[Array, _Wanted]) -> tuple[Array, Array]:
+        x, wanted = args
         if by is None:
-            return _of_logits(with_entropy, unembedding, *args, tau_B)
-        return by.logprobs(unembedding, *args, tau_B, with_entropy)
+            return _of_logits(with_entropy, unembedding, x, wanted, tau_B)
+        kept = None if wanted.kept is None else _with_targets(wanted)
+        return by.logprobs(unembedding, x, wanted.targets, tau_B, with_entropy, kept)
 
-    return jax.lax.map(one, (x, targets))
+    return jax.lax.map(one, (x, wanted))
 
 
 def _chunks_forward(
-    told: _Told, unembedding: Unembedding, x: Array, targets: Array, tau_B: Array
+    told: _Told, unembedding: Unembedding, x: Array, wanted: _Wanted, tau_B: Array
 ) -> tuple[tuple[Array, Array], PyTree]:
-    kept = unembedding, x, targets, tau_B
+    kept = unembedding, x, wanted, tau_B
     return _of_chunks(told, *kept), kept
 
 
 def _chunks_backward(told: _Told, kept: PyTree, grads: tuple[Array, Array]) -> PyTree:
-    unembedding, x, targets, tau_B = kept
+    unembedding, x, wanted, tau_B = kept
     _, with_entropy = told
 
     def one(total: PyTree, args: PyTree) -> tuple[PyTree, Array]:
-        x, targets, grads = args
+        x, wanted, grads = args
 
         def forward(unembedding: Unembedding, x: Array, tau_B: Array) -> tuple[Array, Array]:
-            return _of_logits(with_entropy, unembedding, x, targets, tau_B)
+            return _of_logits(with_entropy, unembedding, x, wanted, tau_B)
 
         _, backward = jax.vjp(forward, unembedding, x, tau_B)
         of_head, of_x, of_tau = backward(grads)
         return jax.tree.map(_plus, total, (of_head, of_tau)), of_x
 
     head = unembedding, tau_B
-    total, of_x = jax.lax.scan(one, jax.tree.map(_zeros, head), (x, targets, grads))
+    total, of_x = jax.lax.scan(one, jax.tree.map(_zeros, head), (x, wanted, grads))
     of_head, of_tau = jax.tree.map(_like, total, head)
     return of_head, of_x, None, of_tau
 
@@ -281,16 +313,68 @@ def _like(total: Array, x: Array) -> Array:
 
 
 def _of_logits(
-    with_entropy: bool, unembedding: Unembedding, x: Array, targets: Array, tau_B: Array
+    with_entropy: bool, unembedding: Unembedding, x: Array, wanted: _Wanted, tau_B: Array
 ) -> tuple[Array, Array]:
     """Return logprobs and entropies [B, columns] of x [B, columns, E]; zeros in place of entropies
     that are not asked for.
     """
-    logp = jax.nn.log_softmax(unembedding(x) / tau_B[:, None, None])
-    picked = jnp.take_along_axis(logp, targets[:, :, None], axis=2)[:, :, 0]
+    logits = unembedding(x) / tau_B[:, None, None]
+    if wanted.kept is not None:
+        picked, entropy = _among(logits, wanted)
+        return picked, entropy if with_entropy else jnp.zeros_like(picked)
+    logp = jax.nn.log_softmax(logits)
+    picked = _pick(logp, wanted.targets)
     if not with_entropy:
         return picked, jnp.zeros_like(picked)
     return picked, -jnp.sum(jnp.exp(logp) * logp, axis=2)
+
+
+def _among(logits: Array, wanted: _Wanted) -> tuple[Array, Array]:
+    """Return logprobs of tokens among those that they were drawn from, and the entropies of these
+    distributions. logits: [..., V], divided by the temperature.
+    """
+    kept = _with_targets(wanted)
+    logits_K = jnp.take_along_axis(logits, jnp.maximum(kept, 0), axis=-1)
+    total = jax.nn.logsumexp(logits_K, axis=-1, where=kept >= 0)
+    logp_K = jnp.where(kept >= 0, logits_K - total[..., None], jnp.float32(0))
+    p_K = jnp.where(kept >= 0, jnp.exp(logp_K), jnp.float32(0))
+    return _pick(logits, wanted.targets) - total, -jnp.sum(p_K * logp_K, axis=-1)
+
+
+def _pick(a: Array, targets: Array) -> Array:
+    return jnp.take_along_axis(a, targets[..., None], axis=-1)[..., 0]
+
+
+def _with_targets(wanted: _Wanted) -> Array:
+    """Return the ids that targets were drawn from; the target itself where there are none, as where
+    arrays are padded.
+    """
+    assert wanted.kept is not None
+    is_none = jnp.all(wanted.kept < 0, axis=-1)
+    first = jnp.where(is_none, wanted.targets, wanted.kept[..., 0])
+    return wanted.kept.at[..., 0].set(first)
+
+
+def masked_logprobs(
+    logits: Array, tokens: Array, sampling_mask: Array, *, temperature: ArrayLike = 1.0
+) -> Array:
+    """Return log-probabilities of tokens among those alone that each was drawn from, float32 [...];
+    0 where none is named, as where arrays are padded. A pure function of jax, to be differentiated.
+
+    logits: [..., V], before the token. tokens: int32 [...]. sampling_mask: int32 [..., K], as
+    to_arrays has it. temperature: one for all, or an array that broadcasts to [...]; 0 counts as 1.
+    """
+    wanted = _Wanted(jnp.asarray(tokens), jnp.asarray(sampling_mask))
+    shapes = logits.shape[:-1], wanted.targets.shape, sampling_mask.shape[:-1]
+    if len(set(shapes)) > 1:
+        raise RequestError(
+            f"logits {list(logits.shape)}, tokens {list(tokens.shape)} and sampling_mask "
+            f"{list(sampling_mask.shape)}: all but the last axis of logits and masks must be equal"
+        )
+    tau = jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), tokens.shape)
+    tau = jnp.where(tau > 0, jnp.clip(tau, *TEMPERATURES), jnp.float32(1))
+    scaled = logits.astype(jnp.float32) / tau[..., None]
+    return _among(scaled, wanted)[0]
 
 
 @jax.tree_util.register_dataclass

@@ -112,7 +112,8 @@ def _append(queues: Queues, seq: Sequence, row: int, step: int, result: StepResu
     token, params = result.tokens[row][step], seq.sampling_params
     top = None if params.logprobs is None else result.top(row, params.logprobs, step)
     allowed = None if seq.structured is None else result.allowed(row, step)
-    seq.append(token, result.logprobs[row][step], result.weight_version, top, allowed)
+    kept = result.kept(row, params.top_k, step) if params.sampling_mask else None
+    seq.append(token, result.logprobs[row][step], result.weight_version, top, allowed, kept)
     may_stop = may_end = len(seq.token_ids) - seq.prompt_len > params.min_tokens
     eos_ids = seq.eos_ids
     if seq.structured is not None:  # a mask lets no id end a text that is not to end there

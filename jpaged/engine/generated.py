@@ -2,7 +2,10 @@
 
 import dataclasses
 
+import numpy as np
+
 Top = list[tuple[int, float, int]]  # (token, logprob, rank): the drawn one, then the likeliest ones
+Kept = tuple[np.ndarray, float]  # ids that it was drawn from, int32 [top_k], -1 past the last; mass
 
 
 @dataclasses.dataclass(slots=True)
@@ -11,7 +14,8 @@ class Generated:
 
     logprobs: of the token, as the request's `logprobs_mode` has it. weight_versions: of the weights
     that drew it. top_logprobs: empty unless the request asks for `logprobs`. allowed_logprobs: what
-    the model gave to all tokens that a grammar allowed; empty without a grammar.
+    the model gave to all tokens that a grammar allowed; empty without a grammar. kept: of a request
+    with `sampling_mask`.
 
     A new column is a field here, and an argument and a line of `append`.
     """
@@ -21,6 +25,7 @@ class Generated:
     weight_versions: list[int] = dataclasses.field(default_factory=list)
     top_logprobs: list[Top] = dataclasses.field(default_factory=list)
     allowed_logprobs: list[float] = dataclasses.field(default_factory=list)
+    kept: list[Kept] = dataclasses.field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -32,8 +37,11 @@ class Generated:
         weight_version: int,
         top: Top | None = None,
         allowed: float | None = None,
+        kept: Kept | None = None,
     ) -> None:
-        """Add a token. A request has `top` and `allowed` for all of its tokens or for none."""
+        """Add a token. A request has `top` for all of its tokens or for none, and so `allowed` and
+        `kept`.
+        """
         self.token_ids.append(token_id)
         self.logprobs.append(logprob)
         self.weight_versions.append(weight_version)
@@ -41,6 +49,8 @@ class Generated:
             self.top_logprobs.append(top)
         if allowed is not None:
             self.allowed_logprobs.append(allowed)
+        if kept is not None:
+            self.kept.append(kept)
 
     def truncate(self, count: int) -> None:
         """Keep the first `count` tokens."""

@@ -60,6 +60,7 @@ CONTROLS = (
     Control("presence", np.float32, _asked("presence_penalty")),
     Control("frequency", np.float32, _asked("frequency_penalty")),
     Control("repetition", np.float32, _asked("repetition_penalty")),
+    Control("sampling_mask", np.int32, _asked("sampling_mask")),
 )
 
 
@@ -150,6 +151,8 @@ def output_sections(shape: Shape, config: EngineConfig) -> Layout:
         if shape.is_full:
             sections |= {"ranks": (steps, rows)}
             sections |= {"top_ids": (steps, rows, top), "top_logprobs": (steps, rows, top)}
+        if shape.is_full and (most := config.max_sampling_mask):
+            sections |= {"kept_ids": (steps, rows, most), "kept_logprobs": (steps, rows)}
     if isinstance(shape, SampleShape) and shape.masked:
         sections |= {"allowed_logprobs": (1, rows)}
     if isinstance(shape, PrefillShape) and shape.scores:

@@ -8,6 +8,7 @@ import numpy as np
 from jpaged.engine.adapters import Loads
 from jpaged.engine.cache.kinds import Copies
 from jpaged.engine.cache.store import Move
+from jpaged.engine.generated import Kept
 from jpaged.engine.sequence import Sequence
 
 Phase = Literal["prefill", "decode", "draft"]
@@ -138,6 +139,8 @@ class StepResult:
     top_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
     allowed_logprobs: np.ndarray | None = None
+    kept_ids: np.ndarray | None = None
+    kept_logprobs: np.ndarray | None = None
     prompt_logprobs: np.ndarray | None = None
     prompt_ranks: np.ndarray | None = None
     prompt_top_ids: np.ndarray | None = None
@@ -160,6 +163,12 @@ class StepResult:
         """Return the logprob of all that a row's mask allowed."""
         assert self.allowed_logprobs is not None
         return float(self.allowed_logprobs[step, row])
+
+    def kept(self, row: int, most: int, step: int = 0) -> Kept:
+        """Return what a row's token was drawn from, of a request whose top_k is `most`."""
+        assert self.kept_ids is not None and self.kept_logprobs is not None
+        # A copy: the buffer of the step is used again.
+        return self.kept_ids[step, row, :most].copy(), float(self.kept_logprobs[step, row])
 
     def prompt_rows(self, entry: PlanEntry, first: int) -> list[list[tuple[int, float, int]]]:
         """Return for each position that an entry scores (token, logprob, rank) of the next prompt

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from jpaged.engine.adapters import AdapterVersion
 from jpaged.engine.constraint import Constraint, Text
-from jpaged.engine.generated import Generated, Top
+from jpaged.engine.generated import Generated, Kept, Top
 from jpaged.engine.origin import NOBODY, Origin
 from jpaged.engine.scoring import Scored, Scoring
 from jpaged.sampling_params import SamplingParams
@@ -224,10 +224,11 @@ class Sequence:
         weight_version: int,
         top: Top | None = None,
         allowed: float | None = None,
+        kept: Kept | None = None,
     ) -> None:
         """Add a token that was drawn (see Generated.append); `settle` or `arrive` makes it last."""
         self.token_ids.append(token_id)
-        self.generated.append(token_id, logprob, weight_version, top, allowed)
+        self.generated.append(token_id, logprob, weight_version, top, allowed, kept)
 
     def settle(self) -> None:
         """Keep every token that it has now, also after a failed step."""

@@ -29,6 +29,9 @@ def to_arrays(
     and C; None is the longest there is. overflow: what to do with a row that does not fit: raise
     RequestError, cut it (a prompt keeps its right end, a completion its left), or leave the row
     out. A failed request raises under "error" and is left out otherwise.
+
+    Of requests with sampling_mask also sampling_mask int32 [B, C, K], -1 where nothing is kept, K
+    the largest top_k, and kept_logprobs float32 [B, C]. RequestError where only some have one.
     """
     if overflow not in ("error", "truncate", "drop"):
         raise RequestError(f"overflow={overflow!r}: must be 'error', 'truncate' or 'drop'")
@@ -69,7 +72,10 @@ def to_arrays(
         for version, start, end in c.weight_versions:
             weight_versions[i, start : min(end, width_c)] = version
     ended = [c.finish_reason == "stop" and len(c.token_ids) <= width_c for *_, c in rows]
-    return {
+    kept = [
+        (i, slice(0, width_c), c.sampling_mask, c.kept_logprobs) for i, (*_, c) in enumerate(rows)
+    ]
+    return mask_arrays(kept, completion_mask.shape) | {
         "prompt_ids": prompt_ids,
         "prompt_mask": prompt_mask,
         "prompt_lens": prompt_lens,
@@ -82,6 +88,27 @@ def to_arrays(
         "sample_index": np.array([c.index for _, _, c in rows], np.int32),
         "finished": np.array(ended, bool),
     }
+
+
+def mask_arrays(
+    rows: Sequence[tuple[int, slice, np.ndarray | None, np.ndarray | None]], shape: tuple[int, ...]
+) -> dict[str, np.ndarray]:
+    """Return sampling_mask and kept_logprobs of completions as padded arrays; {} where none has
+    any. rows: for each of them its row, its places, and what it has. shape: [rows, places].
+    """
+    widths = {None if ids is None else ids.shape[1] for _, _, ids, _ in rows}
+    if widths <= {None}:
+        return {}
+    if None in widths:
+        raise RequestError("some completions have a sampling_mask and others have none")
+    masks = np.full((*shape, max(width or 0 for width in widths)), -1, np.int32)
+    mass = np.zeros(shape, np.float32)
+    for row, places, ids, kept in rows:
+        assert ids is not None and kept is not None
+        room = len(range(*places.indices(shape[1])))
+        masks[row, places.start : places.start + len(ids), : ids.shape[1]] = ids[:room]
+        mass[row, places.start : places.start + len(ids)] = kept[:room]
+    return {"sampling_mask": masks, "kept_logprobs": mass}
 
 
 def score_arrays(scores: Sequence[Scores], max_len: int | None = None) -> dict[str, np.ndarray]:

@@ -118,7 +118,11 @@ class CompletionOutput:
     an answer of a given form with tempered logprobs: what the model gave to all that the form
     allowed, so that token_logprobs - allowed_logprobs is exact under the mask. score: of a beam
     search, cumulative_logprob / len(token_ids) ** length_penalty. weight_versions: the versions of
-    the weights that drew its tokens, in order; the spans cover all tokens.
+    the weights that drew its tokens, in order; the spans cover all tokens. sampling_mask: int32
+    [len(token_ids), top_k], of a request with sampling_mask: the ids that each token was drawn
+    from, the likeliest first, -1 past the last. kept_logprobs: float32 [len(token_ids)], the
+    logarithm of their share of all that top_k, top_p and min_p chose from: "processed" is
+    "tempered" less it where nothing else changed the logits.
     """
 
     index: int
@@ -132,6 +136,8 @@ class CompletionOutput:
     allowed_logprobs: np.ndarray | None = None
     score: float | None = None
     weight_versions: list[WeightSpan] = dataclasses.field(default_factory=list)
+    sampling_mask: np.ndarray | None = None
+    kept_logprobs: np.ndarray | None = None
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -296,6 +302,8 @@ def completion(
     allowed_logprobs: np.ndarray | None = None,
     score: float | None = None,
     versions: collections.abc.Sequence[int] = (),
+    sampling_mask: np.ndarray | None = None,
+    kept_logprobs: np.ndarray | None = None,
 ) -> CompletionOutput:
     """Return a CompletionOutput. logprobs: of the tokens themselves, which it sums; tops: the
     alternatives to each; versions: of the weights that drew each.
@@ -312,6 +320,8 @@ def completion(
         allowed_logprobs=allowed_logprobs,
         score=score,
         weight_versions=_spans(versions),
+        sampling_mask=sampling_mask,
+        kept_logprobs=kept_logprobs,
     )
 
 
@@ -348,6 +358,10 @@ def _sample(
     allowed = None
     if seq.structured is not None and asked.logprobs_mode == "tempered":
         allowed = np.array(drawn.allowed_logprobs, np.float32)
+    mask = mass = None
+    if asked.sampling_mask:
+        mask = np.array([ids for ids, _ in drawn.kept], np.int32).reshape(-1, asked.top_k)
+        mass = np.array([logprob for _, logprob in drawn.kept], np.float32)
     return completion(
         seq.index,
         drawn.token_ids,
@@ -358,6 +372,8 @@ def _sample(
         stop_reason=seq.stop_reason,
         allowed_logprobs=allowed,
         versions=drawn.weight_versions,
+        sampling_mask=mask,
+        kept_logprobs=mass,
     )
 
 

@@ -58,6 +58,12 @@ def _check_logprobs(seq: Sequence, output: CompletionOutput, begun: RequestOutpu
         if (value is None) != (known is None):
             has = "has none" if known is None else "has them"
             raise RequestError(f"{name}={value}: the output that goes on {has}")
+    has_mask = None if output.sampling_mask is None else output.sampling_mask.shape[1]
+    needs_mask = asked.top_k if asked.sampling_mask else None
+    if has_mask != needs_mask:
+        has = "has no sampling mask" if has_mask is None else f"has one of top_k={has_mask}"
+        given = f"sampling_mask={asked.sampling_mask}, top_k={asked.top_k}"
+        raise RequestError(f"{given}: the output that goes on {has}")
     needs_mass = seq.structured is not None and asked.logprobs_mode == "tempered"
     if needs_mass != (output.allowed_logprobs is not None):
         raise RequestError(
@@ -71,6 +77,9 @@ def _drawn(seq: Sequence, output: CompletionOutput) -> Generated:
     allowed = output.allowed_logprobs
     if allowed is None and seq.structured is not None:  # not shown in this mode
         allowed = np.zeros(count, np.float32)
+    kept = []
+    if output.sampling_mask is not None and output.kept_logprobs is not None:
+        kept = list(zip(output.sampling_mask, output.kept_logprobs.tolist(), strict=True))
     tops = () if output.logprobs is None else NamedLogprobs.rows_of(output.logprobs)
     return Generated(
         token_ids=list(output.token_ids),
@@ -78,4 +87,5 @@ def _drawn(seq: Sequence, output: CompletionOutput) -> Generated:
         weight_versions=[v for v, start, end in output.weight_versions for _ in range(start, end)],
         top_logprobs=[row for row in tops if row is not None],
         allowed_logprobs=[] if allowed is None else allowed.tolist(),
+        kept=kept,
     )

@@ -68,17 +68,32 @@ class Exact:
         return dataclasses.replace(model, layers=layers, per_layer=inputs)
 
     def logprobs(
-        self, unembedding: Unembedding, x: Array, targets: Array, tau_B: Array, with_entropy: bool
+        self,
+        unembedding: Unembedding,
+        x: Array,
+        targets: Array,
+        tau_B: Array,
+        with_entropy: bool,
+        kept: Array | None = None,
     ) -> tuple[Array, Array]:
         """Return logprobs and entropies [B, C] of targets [B, C] after x [B, C, E], with the bits
-        of a draw; zeros in place of entropies that are not asked for.
+        of a draw; zeros in place of entropies that are not asked for. kept: the ids that each
+        target was drawn from, int32 [B, C, K], -1 past the last; None is all.
         """
         tokens_T = targets.reshape(-1)
         # A number, not a constant: XLA would multiply by the reciprocal of that.
         tau_T = jax.lax.optimization_barrier(jnp.repeat(tau_B, targets.shape[1]))
+        x_TE = x.reshape(-1, x.shape[-1])
+        kept_TK = None if kept is None else kept.reshape(-1, kept.shape[-1])
+
+        def logits(x: tuple[Array, Array | None]) -> Array:
+            x_TE, kept_TK = x
+            z_TV = unembedding(x_TE, self.context)
+            return z_TV if kept_TK is None else _only(z_TV, kept_TK)
+
         told = token_logprobs(
-            lambda x_TE: unembedding(x_TE, self.context),
-            x.reshape(-1, x.shape[-1]),
+            logits,
+            (x_TE, kept_TK),
             tokens_T,
             tau_T,
             jnp.full(tokens_T.shape, TEMPERED),
@@ -86,6 +101,14 @@ class Exact:
             tile=max(tokens_T.shape[0], 1),
         )
         return told.logprob_T.reshape(targets.shape), told.entropy_T.reshape(targets.shape)
+
+
+def _only(z_TV: Array, kept_TK: Array) -> Array:
+    """Return logits, -inf for all tokens that are not named."""
+    kept = jnp.take_along_axis(z_TV, jnp.maximum(kept_TK, 0), axis=1)
+    at_TK = jnp.where(kept_TK >= 0, kept_TK, z_TV.shape[1])
+    rows_T1 = jnp.arange(z_TV.shape[0])[:, None]
+    return jnp.full_like(z_TV, -jnp.inf).at[rows_T1, at_TK].set(kept, mode="drop")
 
 
 def exact_for(params: Params, config: EngineConfig | None) -> Exact:

@@ -488,7 +488,7 @@ def bound(model: ModelConfig, config: EngineConfig, dtype: Any, moved: int = 0) 
     adapters = adapter_scratch_bytes(config, tokens, rows + SCORE_TILE, vocab)
     shapes = jax.tree.leaves(param_shapes(model), is_leaf=lambda node: isinstance(node, tuple))
     weights = 4 * sum(map(math.prod, shapes)) if jnp.dtype(dtype) == jnp.float16 else 0
-    ids = 2 * config.max_logprobs + config.max_logit_bias
+    ids = 2 * (config.max_logprobs + config.max_sampling_mask) + config.max_logit_bias
     tables = len(kv_groups(model)) * config.max_blocks_per_seq
     indices = 4 * rows * (tokens + tables + ids) + sizes.rows * 8 * config.max_logprobs
     temporaries = layers.shared + layers.kept + logits + adapters + weights + indices + TILES

@@ -76,6 +76,9 @@ class FullControls:
     bias_ids_SB: Array  # i32
     bias_SB: Array  # f32
     ban_ids_SX: Array  # i32, forbidden for this token (EOS before min_tokens)
+    sampling_mask_S: (
+        Array  # i32, 1 of rows that are told what they keep, which is then top_k at most
+    )
     # i32, 2 * occurrences in the output so far + (1 if the token is in the prompt).
     counts_SV: Array
 
@@ -92,8 +95,8 @@ def named[T](record: type[T], columns: Mapping[str, Array], **others: Array) -> 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampled:
-    """One token a row; rank and top lists only of the full step. Top lists fall in value, equal
-    values rise in id.
+    """One token a row; rank and lists only of the full step. Lists fall in value, equal values rise
+    in id.
     """
 
     token_S: Array  # i32
@@ -103,6 +106,10 @@ class Sampled:
     top_logprobs_SK: Array | None = None  # f32
     # f32, of rows that ask for tempered logprobs: of all that the mask allows.
     allowed_logprob_S: Array | None = None
+    # i32, of rows with a sampling mask: what the token was drawn from, -1 past its end. f32: the
+    # logarithm of its share of all that filters chose from.
+    kept_ids_SK: Array | None = None
+    kept_logprob_S: Array | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,7 +122,9 @@ class Kept:
     tiles that this device has. raw_S: the sum over all logits, mask or no mask, at tau against
     max_S, where a kernel gave it too. tau_S: what log-probabilities of the row's mode divide by.
     takes_first_S: rows that take the lowest id of the largest logits in place of a draw;
-    keeps_one_S: those that keep nothing else, None without filters.
+    keeps_one_S: those that keep nothing else, None without filters. kept_ids_SK, last_S: of rows
+    with a sampling mask, what they keep, and the largest id that is kept of logits that equal the
+    floor; -1 and the largest number where nothing is listed or left out. None where no row has one.
     """
 
     logits_SV: Array
@@ -135,6 +144,20 @@ class Kept:
     is_full: bool
     vocabulary: Vocabulary
     one_pass: OnePass | None
+    kept_ids_SK: Array | None = None
+    last_S: Array | None = None
+
+    def weights(self, z_SX: Array, ids_SX: Array) -> Array:
+        """Return the unnormalised probabilities of tokens [S, X] with these ids."""
+        p_SX = weights(z_SX, self.max_S, self.temp_S, self.floor_S)
+        if self.last_S is None:
+            return p_SX
+        return jnp.where(self.leaves_out(z_SX, ids_SX), jnp.float32(0), p_SX)
+
+    def leaves_out(self, z_SX: Array, ids_SX: Array) -> Array:
+        """Return which tokens a sampling mask leaves out, of those at the floor; bool [S, X]."""
+        assert self.last_S is not None
+        return (z_SX == self.floor_S[:, None]) & (ids_SX > self.last_S[:, None])
 
 
 class _Sums(NamedTuple):
@@ -162,6 +185,7 @@ def sample(
     mask_SW: Array | None = None,
     *,
     max_logprobs: int = 0,
+    max_sampling_mask: int = 0,
     vocabulary: Vocabulary = WHOLE,
     filters: bool = True,
     one_pass: OnePass | None = None,
@@ -172,11 +196,14 @@ def sample(
     logits_SV f32, -inf allowed (a row of nothing else, or of NaN, gives some valid id and logprob
     NaN). `full` None is the plain step: no penalties, biases, bans or top lists; a row that uses
     none of them gets the same bits from both. mask_SW int32: a bit a token of the whole
-    vocabulary, 0 forbids it; comes after all else. max_logprobs (K) is at most V. vocabulary: how V
-    lies; of a share the results are those of the whole, on every device. filters: whether any row
-    may have a top_k, a top_p or a min_p. one_pass: who sums, other than XLA.
+    vocabulary, 0 forbids it; comes after all else. max_logprobs (K) is at most V, and so is
+    max_sampling_mask: ids that a sampling mask has room for, 0 makes none. vocabulary: how V lies;
+    of a share the results are those of the whole, on every device. filters: whether any row may
+    have a top_k, a top_p or a min_p. one_pass: who sums, other than XLA.
     """
     kept = distribution(logits_SV, controls, full, mask_SW, vocabulary, filters, one_pass)
+    if full is not None and max_sampling_mask:
+        kept = _listed(kept, full.sampling_mask_S > 0, controls.top_k_S, max_sampling_mask)
     gumbel_SX = _noise(controls, kept.sums_SN.shape[1], vocabulary)
     token_S, total_S = draw(kept, gumbel_SX)
     return report(kept, token_S, total_S, max_logprobs)
@@ -265,7 +292,7 @@ def draw(kept: Kept, gumbel_SX: Array) -> tuple[Array, Array]:
     if kept.mask_later:
         assert kept.mask_SW is not None
         z_SC = jnp.where(vocabulary.bits(kept.mask_SW, ids_SC), z_SC, NEG_INF)
-    p_SC = weights(z_SC, kept.max_S, kept.temp_S, kept.floor_S)
+    p_SC = kept.weights(z_SC, ids_SC)
     # The tile's largest logit is kept whenever any of the tile is.
     at_S = jnp.where(kept.takes_first_S, _argmax(z_SC), _argmax(jnp.log(p_SC) + in_tile_SC))
     token_S = jnp.minimum(pick(ids_SC, jnp.minimum(at_S, SUM_TILE - 1)), vocab - 1)
@@ -293,7 +320,59 @@ def report(kept: Kept, token_S: Array, total_S: Array, max_logprobs: int) -> Sam
         top_ids_SK=top_ids_SK,
         top_logprobs_SK=logprob(top_SK, max_S[:, None], kept.tau_S[:, None], sum_S[:, None]),
         allowed_logprob_S=allowed_S,
+        kept_ids_SK=kept.kept_ids_SK,
+        kept_logprob_S=None if kept.kept_ids_SK is None else _kept_logprobs(kept, total_S),
     )
+
+
+def _listed(kept: Kept, asks_S: Array, top_k_S: Array, most: int) -> Kept:
+    """List what each row that asks for it keeps, in `most` columns, and leave out all else.
+
+    More than top_k tokens are kept where several equal the last one: the lowest ids stay.
+    """
+    z_SV, vocabulary = kept.z_SV, kept.vocabulary
+    size, all_ids = min(most + 1, vocabulary.tokens(z_SV)), jnp.iinfo(jnp.int32).max
+    no_end_S = jnp.full(asks_S.shape, all_ids)
+
+    def nothing() -> tuple[Array, Array, Array]:
+        return jnp.full((asks_S.shape[0], most), jnp.int32(-1)), no_end_S, kept.sums_SN
+
+    def listed() -> tuple[Array, Array, Array]:
+        top_SK, ids_SK = top_values(z_SV, size, vocabulary)
+        place_SK = lax.broadcasted_iota(jnp.int32, top_SK.shape, 1)
+        is_kept_SK = (top_SK >= kept.floor_S[:, None]) & (top_SK > NEG_INF) & asks_S[:, None]
+        is_over_SK = place_SK >= top_k_S[:, None]
+        is_cut_S = jnp.any(is_kept_SK & is_over_SK, axis=1)
+        last_S = pick(ids_SK, jnp.clip(top_k_S - 1, 0, size - 1))
+        last_S = jnp.where(is_cut_S, last_S, no_end_S)
+        cut = dataclasses.replace(kept, last_S=last_S)
+        sums_SN = lax.cond(
+            jnp.any(is_cut_S),
+            lambda: tile_sums(cut.weights(z_SV, vocabulary.ids(z_SV))),
+            lambda: kept.sums_SN,
+        )
+        kept_ids_SK = jnp.where(is_kept_SK & ~is_over_SK, ids_SK, jnp.int32(-1))[:, :most]
+        beyond = [(0, 0), (0, most - kept_ids_SK.shape[1])]
+        return jnp.pad(kept_ids_SK, beyond, constant_values=-1), last_S, sums_SN
+
+    kept_ids_SK, last_S, sums_SN = lax.cond(jnp.any(asks_S), listed, nothing)
+    return dataclasses.replace(kept, kept_ids_SK=kept_ids_SK, last_S=last_S, sums_SN=sums_SN)
+
+
+def _kept_logprobs(kept: Kept, total_S: Array) -> Array:
+    """Return the logarithm of the share that rows with a sampling mask keep of all that filters
+    chose from; 0 elsewhere. total_S: of `draw`.
+    """
+    assert kept.kept_ids_SK is not None
+    has_mask_S = kept.kept_ids_SK[:, 0] >= 0
+
+    def mass() -> Array:
+        none_S = jnp.full_like(kept.max_S, NEG_INF)
+        of_all = kept.z_SV, kept.max_S, kept.temp_S, none_S, kept.one_pass, kept.vocabulary
+        share_S = total_S / total(kept_sums(*of_all))
+        return jnp.where(has_mask_S, jnp.log(share_S), jnp.float32(0))
+
+    return lax.cond(jnp.any(has_mask_S), mass, lambda: jnp.zeros_like(total_S))
 
 
 def _apply_full(logits_SV: Array, full: FullControls, vocabulary: Vocabulary) -> Array:
@@ -501,6 +580,8 @@ def _ranked(kept: Kept, token_S: Array, max_logprobs: int) -> tuple[Array, Array
 
     def processed() -> tuple[Array, Array, Array, Array]:
         is_kept_SV = z_SV >= kept.floor_S[:, None]
+        if kept.last_S is not None:
+            is_kept_SV &= ~kept.leaves_out(z_SV, vocabulary.ids(z_SV))
         if kept.keeps_one_S is not None:
             is_drawn_SV = vocabulary.ids(z_SV) == token_S[:, None]
             is_kept_SV = jnp.where(kept.keeps_one_S[:, None], is_drawn_SV, is_kept_SV)

@@ -642,14 +642,15 @@ def _draw(
             ban_ids_SX=jnp.where(open_after_S[:, None] > 0, stop_ids_SX, PAD_TOKEN),
             counts_SV=jnp.take(rows.counts_RV, fields["device_rows"], axis=0, mode="clip"),
         )
-    most = step.to.config.max_logprobs if full is not None else 0
+    config = step.to.config
     with jax.named_scope("sample"):
         sampled = sample(
             logits_SV,
             controls,
             full,
             mask_SW,
-            max_logprobs=most,
+            max_logprobs=config.max_logprobs if full is not None else 0,
+            max_sampling_mask=config.max_sampling_mask,
             vocabulary=step.to.vocabulary,
             filters=step.bucket.sampler != "plain",
             one_pass=step.to.choices.one_pass,
@@ -712,8 +713,10 @@ def _outputs(sampled: Sampled) -> dict[str, Array]:
     if sampled.rank_S is None:
         return outputs
     assert sampled.top_ids_SK is not None and sampled.top_logprobs_SK is not None
-    tops = {"top_ids": sampled.top_ids_SK, "top_logprobs": sampled.top_logprobs_SK}
-    return outputs | tops | {"ranks": sampled.rank_S}
+    outputs |= {"top_ids": sampled.top_ids_SK, "top_logprobs": sampled.top_logprobs_SK}
+    if sampled.kept_ids_SK is not None and sampled.kept_logprob_S is not None:
+        outputs |= {"kept_ids": sampled.kept_ids_SK, "kept_logprobs": sampled.kept_logprob_S}
+    return outputs | {"ranks": sampled.rank_S}
 
 
 def _score_prompt(

@@ -448,6 +448,10 @@ class MockRunner:
                 ids,
                 logprobs,
             )
+        if "kept_ids" in out:
+            out["kept_ids"][step, row] = -1
+            out["kept_ids"][step, row, 0] = token
+            out["kept_logprobs"].view(np.float32)[step, row] = -token / 4
         kept = STOPPED if is_open and token in stop_ids else token
         if (at := view["device_rows"][row]) < len(self.last):  # else another row keeps what follows
             self.last[at] = kept

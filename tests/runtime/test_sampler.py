@@ -56,7 +56,7 @@ def full_controls(rows: int, vocab: int, only: Any = slice(None), **settings: An
     }
     counts_SV = np.zeros((rows, vocab), np.int32)
     ids_SB, values_SB = np.full((rows, 4), vocab, np.int32), np.zeros((rows, 4), np.float32)
-    bans_SX = np.full((rows, 3), vocab + 7, np.int32)
+    bans_SX, masks_S = np.full((rows, 3), vocab + 7, np.int32), np.zeros(rows, np.int32)
     for name, value in settings.items():
         if name == "bias":
             ids_SB[only, : len(value)], values_SB[only, : len(value)] = (
@@ -67,6 +67,8 @@ def full_controls(rows: int, vocab: int, only: Any = slice(None), **settings: An
             bans_SX[only, : len(value)] = value
         elif name == "counts":
             counts_SV[only] = value
+        elif name == "sampling_mask":
+            masks_S[only] = value
         else:
             scalars[name][only] = value
     return FullControls(
@@ -75,6 +77,7 @@ def full_controls(rows: int, vocab: int, only: Any = slice(None), **settings: An
         bias_SB=jnp.asarray(values_SB),
         ban_ids_SX=jnp.asarray(bans_SX),
         counts_SV=jnp.asarray(counts_SV),
+        sampling_mask_S=jnp.asarray(masks_S),
     )
 
 
