@@ -18,7 +18,9 @@ MODEL = config(
 PARAMS = make_params(3, MODEL)
 PROMPTS = make_prompts(3, 17, 30, 9)
 # Some sequences swap, and short ones are computed again.
-SETTINGS = dataclasses.replace(CROWDED, swap_space_gib=0.01, swap_min_tokens=28)
+SETTINGS = dataclasses.replace(
+    CROWDED, swap_space_gib=0.01, swap_min_tokens=28, max_sampling_mask=8
+)
 CONTROLS = {
     "temperature": 1.0,
     "top_p": 0.95,
@@ -56,6 +58,9 @@ def assert_as_on_one_device(found: dict[str, Any], wanted: dict[str, Any]) -> No
         for a, b in zip(outs, wanted[name], strict=True):
             for x, y in zip(a.outputs, b.outputs, strict=True):
                 np.testing.assert_allclose(x.token_logprobs, y.token_logprobs, atol=1e-5)
+                if name == "sampling masks":
+                    np.testing.assert_array_equal(x.sampling_mask, y.sampling_mask)
+                    np.testing.assert_allclose(x.kept_logprobs, y.kept_logprobs, atol=1e-5)
 
 
 def everything(llm: LLM) -> dict[str, Any]:
@@ -72,6 +77,7 @@ def everything(llm: LLM) -> dict[str, Any]:
     modes = ("raw", "tempered", "processed", "raw")
     run("controls", [sampled(seed=i, logprobs_mode=m, **CONTROLS) for i, m in enumerate(modes)])
     run("wide nucleus", sampled(temperature=3.0, top_p=0.99, top_k=200, seed=5))
+    run("sampling masks", sampled(temperature=1.0, top_k=8, top_p=0.9, seed=7, sampling_mask=True))
     run("samples and preemption", sampled(temperature=1.0, n=3, seed=1, max_tokens=24))
     found["beams"] = llm.beam_search(PROMPTS[:2], 3, 8, use_tqdm=False)
     found["scores"] = [np.asarray(x) for x in llm.score(PROMPTS, temperature=0.8)]

@@ -72,6 +72,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "separate_draw": (True, False),
     "max_logprobs": (2,),
     "max_logit_bias": (2,),
+    "max_sampling_mask": (4,),
     "max_stop_ids": (3,),
     "strict": (True,),
     "structured_output": (True,),
@@ -210,7 +211,15 @@ def serve(case: dict[str, Any]) -> list[tuple[list[int], ...]]:
     prompts: list[Any] = list(PROMPTS)
     asked = [
         SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2),
-        SamplingParams(temperature=0.8, seed=3, n=2, max_tokens=8, ignore_eos=True),
+        SamplingParams(
+            temperature=0.8,
+            top_k=4,
+            seed=3,
+            n=2,
+            max_tokens=8,
+            ignore_eos=True,
+            sampling_mask="max_sampling_mask" in case,
+        ),
         SamplingParams(temperature=0, max_tokens=6, repetition_penalty=1.2, logit_bias={7: 1.0}),
         SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
     ]

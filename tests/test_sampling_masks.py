@@ -4,6 +4,7 @@ which draws from these alone.
 
 import dataclasses
 import functools
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,7 +19,9 @@ from jpaged.engine.shapes import shape_table
 from jpaged.models.forward import bind
 from jpaged.runtime import sampler_reference
 from kernels_cpu.library import unavailable
+from tests.openai.live import serving
 from tests.test_trainer import IN_BF16
+from tests.text_model import write_folder
 from tests.tiny import CROWDED, ENGINE, config, dense_logprobs, make_params, make_prompts
 
 PARAMS = make_params(1)
@@ -34,8 +37,9 @@ WAYS: tuple[dict[str, Any], ...] = (
 
 
 def masked(**changes: Any) -> SamplingParams:
-    asked = {"max_tokens": 10, "ignore_eos": True, "seed": 3, "sampling_mask": True}
-    return SamplingParams(**(asked | {"logprobs_mode": "processed"} | changes))
+    asked: dict[str, Any] = {"max_tokens": 10, "ignore_eos": True, "seed": 3}
+    asked |= {"sampling_mask": True, "logprobs_mode": "processed"}
+    return SamplingParams(**(asked | changes))
 
 
 ASKED = [masked(**way) for way in WAYS]
@@ -103,7 +107,7 @@ VARIED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("changes", VARIED.values(), ids=VARIED)
 def test_wherever_a_row_has_been(changes: dict[str, Any]) -> None:
-    llm = LLM(PARAMS, **vars(SETTINGS) | changes)
+    llm = LLM(PARAMS, **vars(dataclasses.replace(SETTINGS, **changes)))
     assert_alike(facts(run(llm)), expected())
     assert_alike(facts(run(llm)), expected())  # from the prefix cache
     llm.close()
@@ -132,8 +136,8 @@ def test_snapshots_and_outputs_that_go_on() -> None:
             done |= {out.request_id: out for out in llm.step()}
         assert_alike(facts([done[i] for i in ids]), expected())
         llm.restore(snapshot)
-    cut = [llm.abort(i) for i in ids]
-    assert all(out is not None and 0 < len(out.outputs[0].token_ids) < 10 for out in cut)
+    cut: list[Any] = [llm.abort(i) for i in ids]
+    assert all(0 < len(out.outputs[0].token_ids) < 10 for out in cut)
     assert_alike(facts(llm.generate(cut, ASKED, use_tqdm=False)), expected())
     for changes in ({"top_k": 3}, {"sampling_mask": False}):
         other = dataclasses.replace(ASKED[0], **changes)
@@ -355,3 +359,36 @@ def test_nothing_is_made_where_nobody_may_ask() -> None:
     assert {sampler for _, sampler in kinds} >= {"plain", "filtered", "full"}
     for kind in kinds:
         assert (texts[0][kind] == texts[ROOM][kind]) == (kind[1] != "full"), kind
+
+
+def test_streams_have_masks_too() -> None:
+    llm = LLM(PARAMS, **vars(SETTINGS))
+    found: list[list[int]] = []
+    shares: list[float] = []
+    for chunk in llm.stream(PROMPTS[0], ASKED[0]):
+        assert chunk.sampling_mask_delta is not None and chunk.kept_logprobs_delta is not None
+        assert len(chunk.sampling_mask_delta) == len(chunk.token_ids_delta)
+        found += chunk.sampling_mask_delta.tolist()
+        shares += chunk.kept_logprobs_delta.tolist()
+    _, mask, mass = expected()[0]
+    assert found == mask
+    np.testing.assert_allclose(shares, mass, atol=1e-6)
+
+
+def test_a_server_sends_them(tmp_path: Path) -> None:
+    """Whole and in a stream, the ids that were kept alone; and says what it has no room for."""
+    body = {"prompt": "abcd", "max_tokens": 5, "seed": 2, "top_k": 4, "top_p": 0.9}
+    body |= {"sampling_mask": True, "return_token_ids": True, "ignore_eos": True}
+    folder = write_folder(tmp_path / "tiny")
+    with serving(LLM(folder, **vars(dataclasses.replace(SETTINGS, max_model_len=32)))) as live:
+        (choice,) = live.post("/v1/completions", body)["choices"]
+        assert len(choice["sampling_mask"]) == len(choice["kept_logprobs"]) == 5
+        for token, ids in zip(choice["token_ids"], choice["sampling_mask"], strict=True):
+            assert token in ids and 1 <= len(ids) <= 4 and min(ids) >= 0
+        pieces = [e["choices"][0] for e in live.events("/v1/completions", body) if e["choices"]]
+        for name in ("sampling_mask", "kept_logprobs"):
+            assert [x for piece in pieces for x in piece.get(name, [])] == choice[name]
+        without = live.post("/v1/completions", body | {"sampling_mask": False})["choices"][0]
+        assert without["token_ids"] == choice["token_ids"] and "sampling_mask" not in without
+        status, answer, _ = live.request("/v1/completions", body | {"top_k": 40})
+        assert status == 400 and "max_sampling_mask=12" in answer["error"]["message"]

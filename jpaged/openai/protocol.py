@@ -270,6 +270,7 @@ class SamplingFields(Body):
     frequency_penalty: Number | None = None
     repetition_penalty: Number | None = None
     logit_bias: Biases | None = None
+    sampling_mask: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     structured: dict[str, Any] | None = None

@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NotRequired, TypedDict
 
+import numpy as np
+
 from jpaged.errors import CapacityError, RequestError
 from jpaged.openai.protocol import SAMPLING, BodyError
 from jpaged.request.outputs import CompletionOutput, Logprob, RequestOutput
@@ -58,6 +60,8 @@ class Ending(TypedDict):
     finish_reason: str | None
     stop_reason: int | str | None
     token_ids: NotRequired[list[int]]
+    sampling_mask: NotRequired[list[list[int]]]
+    kept_logprobs: NotRequired[list[float]]
 
 
 class ChatChoice(Ending):
@@ -220,13 +224,21 @@ def usage(output: RequestOutput) -> Usage:
 
 
 def ending(done: CompletionOutput, form: AnswerForm) -> Ending:
-    """Return how a completion ended. Without a tokenizer there is no text, so the token ids are
-    added as the answer.
+    """Return how a completion ended, with its sampling mask where it has one. Without a tokenizer
+    there is no text, so the token ids are added as the answer.
     """
     end: Ending = {"finish_reason": done.finish_reason, "stop_reason": done.stop_reason}
     if form.token_ids or done.text is None:
         end["token_ids"] = [int(t) for t in done.token_ids]
+    if done.sampling_mask is not None and done.kept_logprobs is not None:
+        end["sampling_mask"] = kept_ids(done.sampling_mask)
+        end["kept_logprobs"] = done.kept_logprobs.tolist()
     return end
+
+
+def kept_ids(sampling_mask: np.ndarray) -> list[list[int]]:
+    """Return the ids of a sampling mask, a list for each token."""
+    return [ids[ids >= 0].tolist() for ids in sampling_mask]
 
 
 def prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None]:

@@ -175,6 +175,7 @@ class CompletionChunk:
 
     token_logprobs_delta, logprobs_delta: of token_ids_delta, as CompletionOutput has them.
     weight_versions_delta: of them too, from 0 on at the first token of the whole completion.
+    sampling_mask_delta, kept_logprobs_delta: of them, of a request with sampling_mask.
     """
 
     request_index: int
@@ -186,6 +187,8 @@ class CompletionChunk:
     logprobs_delta: collections.abc.Sequence[Any] | None = None
     stop_reason: int | str | None = None
     weight_versions_delta: list[WeightSpan] = dataclasses.field(default_factory=list)
+    sampling_mask_delta: np.ndarray | None = None
+    kept_logprobs_delta: np.ndarray | None = None
 
 
 def collect(request: Request, tokenizer: Tokenizer | None) -> RequestOutput:
@@ -276,6 +279,9 @@ class LiveCompletions:
                 if seq.sampling_params.logprobs is not None:
                     new = seq.generated.top_logprobs[drawn:]
                     tops = NamedLogprobs(new, self._tokenizer, self._texts)
+                mask = mass = None
+                if seq.sampling_params.sampling_mask:
+                    mask, mass = _kept(seq, drawn)
                 yield CompletionChunk(
                     request_index=i,
                     index=seq.index,
@@ -286,6 +292,8 @@ class LiveCompletions:
                     logprobs_delta=tops,
                     stop_reason=seq.stop_reason,
                     weight_versions_delta=_spans(seq.generated.weight_versions, drawn),
+                    sampling_mask_delta=mask,
+                    kept_logprobs_delta=mass,
                 )
                 self._sent[seq] = len(seq)
 
@@ -358,10 +366,7 @@ def _sample(
     allowed = None
     if seq.structured is not None and asked.logprobs_mode == "tempered":
         allowed = np.array(drawn.allowed_logprobs, np.float32)
-    mask = mass = None
-    if asked.sampling_mask:
-        mask = np.array([ids for ids, _ in drawn.kept], np.int32).reshape(-1, asked.top_k)
-        mass = np.array([logprob for _, logprob in drawn.kept], np.float32)
+    mask, mass = _kept(seq) if asked.sampling_mask else (None, None)
     return completion(
         seq.index,
         drawn.token_ids,
@@ -375,6 +380,13 @@ def _sample(
         sampling_mask=mask,
         kept_logprobs=mass,
     )
+
+
+def _kept(seq: Sequence, start: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Return the sampling mask of the tokens drawn from `start` on, and its share."""
+    kept = seq.generated.kept[start:]
+    mask = np.array([ids for ids, _ in kept], np.int32).reshape(-1, seq.sampling_params.top_k)
+    return mask, np.array([share for _, share in kept], np.float32)
 
 
 def _text(

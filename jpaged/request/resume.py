@@ -62,8 +62,8 @@ def _check_logprobs(seq: Sequence, output: CompletionOutput, begun: RequestOutpu
     needs_mask = asked.top_k if asked.sampling_mask else None
     if has_mask != needs_mask:
         has = "has no sampling mask" if has_mask is None else f"has one of top_k={has_mask}"
-        given = f"sampling_mask={asked.sampling_mask}, top_k={asked.top_k}"
-        raise RequestError(f"{given}: the output that goes on {has}")
+        wish = f"sampling_mask={asked.sampling_mask}, top_k={asked.top_k}"
+        raise RequestError(f"{wish}: the output that goes on {has}")
     needs_mass = seq.structured is not None and asked.logprobs_mode == "tempered"
     if needs_mass != (output.allowed_logprobs is not None):
         raise RequestError(

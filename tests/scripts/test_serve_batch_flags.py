@@ -85,6 +85,7 @@ SETTINGS: dict[str, tuple[list[str], Any]] = {
     "decode_steps": (["--decode-steps", "4"], 4),
     "max_logprobs": (["--max-logprobs", "5"], 5),
     "max_logit_bias": (["--max-logit-bias", "6"], 6),
+    "max_sampling_mask": (["--max-sampling-mask", "8"], 8),
     "max_stop_ids": (["--max-stop-ids", "7"], 7),
     "strict": (["--strict"], True),
     "structured_output": (["--structured-output"], True),

@@ -91,7 +91,8 @@ class Events:
                 text = self._echo[prompt] + text
             told = bool(text)
             piece["text"] = text
-        if told or chunk.finish_reason or self._form.top is not None or "token_ids" in piece:
+        has_lists = "token_ids" in piece or "sampling_mask" in piece
+        if told or chunk.finish_reason or self._form.top is not None or has_lists:
             return begun + self._event(choice, **piece)
         return begun
 
@@ -104,6 +105,7 @@ class Events:
         finds in it.
         """
         has_more = chunk.finish_reason is not None or chunk.text_delta is None
+        has_more |= chunk.sampling_mask_delta is not None
         return self._is_plain and not has_more and not self._echoes(choice)
 
     def _text_event(self, choice: int, text: str) -> bytes:
@@ -124,6 +126,9 @@ class Events:
             piece["stop_reason"] = chunk.stop_reason
         if self._form.token_ids or chunk.text_delta is None:
             piece["token_ids"] = chunk.token_ids_delta
+        if chunk.sampling_mask_delta is not None and chunk.kept_logprobs_delta is not None:
+            piece["sampling_mask"] = responses.kept_ids(chunk.sampling_mask_delta)
+            piece["kept_logprobs"] = chunk.kept_logprobs_delta.tolist()
         return piece
 
     def end(self, outputs: list[RequestOutput]) -> bytes:

@@ -179,6 +179,7 @@ class TestForms:
             "frequency_penalty": -0.1,
             "repetition_penalty": 1.1,
             "logit_bias": {"3": 1},
+            "sampling_mask": True,
             "skip_special_tokens": False,
             "include_stop_str_in_output": True,
             "structured": {"regex": "a"},
