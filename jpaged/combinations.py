@@ -33,6 +33,7 @@ class Facts:
     has_state: whether layers of the model, or of what guesses for it, keep a state a sequence.
 
     has_experts: whether layers of the model are mixtures of experts. num_experts: of one of them.
+    taken_experts: how many a token takes in each layer that has any.
     holders: how many devices share whole experts.
 
     devices: how many share the model. replicas: copies of it. processes: how many hold the mesh.
@@ -73,6 +74,7 @@ class Facts:
     has_state: bool | None = None
     has_experts: bool | None = None
     num_experts: int | None = None
+    taken_experts: tuple[int, ...] | None = None
     holders: int | None = None
     devices: int | None = None
     replicas: int | None = None
@@ -485,6 +487,18 @@ def adapters_of_experts_stay(config: EngineConfig, replicas: int) -> str | None:
             "expert_parallel=True: lora_extra has 'experts', whose adapters no other replica has; "
             "leave one of the two out, or serve a single replica"
         )
+    return None
+
+
+@_rule("routed_experts", "model", error=UnsupportedError)
+def choices_are_alike(taken_experts: tuple[int, ...]) -> str | None:
+    """`routed_experts=True`, and `routed=` of a trainer, take a model with mixtures of experts, of
+    which a token takes as many in one layer as in another.
+    """
+    if not taken_experts:
+        return "routed_experts: the model has no mixture of experts"
+    if len(set(taken_experts)) > 1:
+        return f"routed_experts: layers take unequal numbers of experts a token: {taken_experts}"
     return None
 
 

@@ -344,6 +344,13 @@ class EngineConfig:
         "one that the params use",
         same_answers=OTHER_DEVICES,
     )
+    routed_experts: bool = _knob(
+        False,
+        "what requests may ask for",
+        "outputs say which experts of a mixture each token took; the cache holds that beside keys "
+        "and values",
+        same_answers="says more of the same tokens",
+    )
     expert_parallel: bool | None = _knob(
         None,
         "devices and processes",
@@ -504,6 +511,7 @@ class EngineFields(TypedDict, total=False):
     tensor_parallel_size: int | None
     data_parallel_size: int | None
     tensor_axis: str | tuple[str, ...] | None
+    routed_experts: bool
     expert_parallel: bool | None
     peer_timeout_s: float
     compilation_cache_dir: str | None

@@ -13,7 +13,7 @@ from jpaged.checks import JsonObject, check_choice, check_whole
 from jpaged.errors import RequestError
 from jpaged.llm import LLM
 from jpaged.openai.parts import Format, folded
-from jpaged.request.arrays import mask_arrays
+from jpaged.request.arrays import mask_arrays, route_arrays
 from jpaged.request.detokenizer import decode
 from jpaged.request.inputs import Chat
 from jpaged.request.outputs import FinishReason, RequestOutput, WeightSpan
@@ -30,7 +30,7 @@ class Turn:
     """One answer in a dialog. start: the place of its first token in Dialog.token_ids. message:
     what it says, as chat templates take it: "content", "reasoning_content" where the model marks
     it, and "tool_calls", each with "id" and "function" ("name", and "arguments" as JSON text). The
-    rest is as in CompletionOutput.
+    rest is as in CompletionOutput; routed_experts has the experts of all tokens before it, too.
     """
 
     start: int
@@ -42,6 +42,7 @@ class Turn:
     weight_versions: list[WeightSpan]
     sampling_mask: np.ndarray | None = None
     kept_logprobs: np.ndarray | None = None
+    routed_experts: np.ndarray | None = None
 
     @property
     def tool_calls(self) -> list[JsonObject]:
@@ -139,6 +140,7 @@ class Dialog:
             weight_versions=drawn.weight_versions,
             sampling_mask=drawn.sampling_mask,
             kept_logprobs=drawn.kept_logprobs,
+            routed_experts=_joined(output.prompt_routed_experts, drawn.routed_experts),
         )
         self.turns.append(turn)
         self._drawn = len(self._messages)
@@ -192,7 +194,9 @@ def dialog_arrays(
     what to do with a longer one: raise RequestError, cut it on the right, or leave it out.
 
     Of turns with sampling_mask also sampling_mask int32 [B, L, K] and kept_logprobs float32 [B, L],
-    at the place of the token itself, as of to_arrays. RequestError where only some have one.
+    at the place of the token itself, as of to_arrays. RequestError where only some have one. Of an
+    engine with routed_experts also routed_experts int16 [B, L, layers, A] of all tokens, as the
+    last turn has them, -1 of what came behind it.
     """
     check_choice("overflow", overflow, Literal["error", "truncate", "drop"])
     rows = list(enumerate(dialogs))
@@ -237,4 +241,12 @@ def dialog_arrays(
             for version, first, end in turn.weight_versions:
                 arrays["weight_versions"][row, turn.start + first : turn.start + end] = version
             arrays["finished"][row] = stop <= width and turn.finish_reason == "stop"
-    return arrays | mask_arrays(kept, shape)
+    routes = [one.turns[-1].routed_experts if one.turns else None for _, one in rows]
+    is_there = [np.arange(width) < (0 if x is None else len(x)) for x in routes]
+    pairs = [(places, (x,)) for places, x in zip(is_there, routes, strict=True)]
+    return arrays | mask_arrays(kept, shape) | route_arrays(pairs, width)
+
+
+def _joined(before: np.ndarray | None, after: np.ndarray | None) -> np.ndarray | None:
+    """Return the experts of a prompt and a completion, None where they are not told."""
+    return None if before is None or after is None else np.concatenate([before, after])

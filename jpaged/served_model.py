@@ -47,6 +47,8 @@ class ServedModel:
         grows: bool,
         draft: Params | None = None,
     ):
+        self._keeps_choices = config.routed_experts
+        params = self._told(params) if self._keeps_choices else params
         self.model_config = no_head(params.config)
         use_compilation_cache(config.compilation_cache_dir)
         self.placement = placement = place_params(params, config, mesh)
@@ -78,7 +80,9 @@ class ServedModel:
             assert not isinstance(mesh, AbstractMesh), "nothing is served on it"
             quantization = None if mesh else config.quantization
             params = read_params(params, dtype=config.dtype, mesh=mesh, quantization=quantization)
-        fresh = as_params(params, None if isinstance(params, Params) else self.model_config)
+        known = None if isinstance(params, Params) else self.model_config
+        fresh = as_params(params, known)
+        fresh = self._told(fresh) if self._keeps_choices else fresh
         if fresh.config != self.model_config:
             ours = self.model_config
             raise ConfigError(f"params of another architecture: {fresh.config} is not {ours}")
@@ -102,6 +106,7 @@ class ServedModel:
         draft: what guesses from now on, None leaves it as it is. Where this fails, the weights that
         were bound are served again.
         """
+        params = self._told(params) if self._keeps_choices else params
         if donate:
             _delete(self.params, kept=params)
         before = None if self.draft is None else self.draft.params
@@ -126,6 +131,7 @@ class ServedModel:
         """Bind weights if they are those that were bound last: the same arrays, all alive. Return
         whether they are. A model with a draft model is left to `bind`.
         """
+        params = self._told(params) if self._keeps_choices else params
         modules = None if self.draft is not None else self.weights.again(params)
         if modules is None:
             return False
@@ -216,6 +222,12 @@ class ServedModel:
     def report(self) -> Report:
         """Return the version of the weights, what it cost to make, and the adapters' versions."""
         return self.weights.report() | self.adapters.report()
+
+    def _told(self, params: Params) -> Params:
+        """Return weights with the config of what is served: outputs say which experts tokens took,
+        and so the cache keeps them.
+        """
+        return Params(dict(params), params.config.keeping_choices(), params.source)
 
     def _updated(self, params: Params) -> Served:
         """Make what is served of these params and the draft model's."""

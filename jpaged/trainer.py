@@ -44,6 +44,7 @@ def logprobs(
     chunk: int = 512,
     remat: bool = False,
     sampling_mask: bool = False,
+    routed: bool = False,
     exact: bool = False,
     engine_config: EngineConfig | None = None,
     config: ModelLike | None = None,
@@ -60,6 +61,7 @@ def logprobs(
     chunk: int = 512,
     remat: bool = False,
     sampling_mask: bool = False,
+    routed: bool = False,
     exact: bool = False,
     engine_config: EngineConfig | None = None,
     config: ModelLike | None = None,
@@ -75,6 +77,7 @@ def logprobs(
     chunk: int = 512,
     remat: bool = False,
     sampling_mask: bool = False,
+    routed: bool = False,
     exact: bool = False,
     engine_config: EngineConfig | None = None,
     config: ModelLike | None = None,
@@ -92,7 +95,8 @@ def logprobs(
     forwards and backwards, and at least one of each row. remat: the backward pass computes each
     layer again from its input, in place of keeping all that is within. sampling_mask: distributions
     are of the tokens alone that each one was drawn from, arrays["sampling_mask"]; so is `logprobs`
-    of the arrays where logprobs_mode was "processed".
+    of the arrays where logprobs_mode was "processed". routed: each token takes the experts that it
+    took in the rollout, arrays["routed_experts"], which the router as it is now weighs.
 
     exact: the very bits of the rollout, and of score, where serving is `deterministic` without
     steps of one size: bf16 on a CPU. So exp(new - old) is 1 until the weights change. The forward
@@ -110,13 +114,15 @@ def logprobs(
     by = exact_for(params, engine_config) if exact else None
     drawn = _drawn(arrays)
     params = params if by is None else by.served(params)
-    model, step = bind(params.config, dict(params)), IN_TRAINING
+    architecture = params.config.keeping_choices() if routed else params.config
+    model, step = bind(architecture, dict(params)), IN_TRAINING
     if by is not None:
         model, step = by.model(model), by.in_training
     elif remat:
         layers: Any = tuple(map(Rematerialized, model.layers))
         model = dataclasses.replace(model, layers=layers)
-    hidden_BLE, _ = model(drawn.tokens_BL, step=step)
+    taken = drawn.routes() if routed else None
+    hidden_BLE, _ = model(drawn.tokens_BL, step=step, routed=taken)
     # As in a step: what follows does not fuse into the last norm.
     hidden_BLE = jax.lax.optimization_barrier(hidden_BLE)
     hidden_BCE = jnp.take_along_axis(hidden_BLE, drawn.before_BC[:, :, None], axis=1)
@@ -150,7 +156,8 @@ class _Drawn(NamedTuple):
     """Sequences from their first token on, and which of their tokens were drawn.
 
     before_BC: the place in tokens_BL after which a target comes. kept_BCK: ids that each target was
-    drawn from, -1 past the last; None where nobody said.
+    drawn from, -1 past the last; None where nobody said. routed_BLRA: the experts that each token
+    took in each layer R that has any, likewise.
     """
 
     tokens_BL: Array
@@ -158,6 +165,15 @@ class _Drawn(NamedTuple):
     before_BC: Array
     mask_BC: Array
     kept_BCK: Array | None
+    routed_BLRA: Array | None
+
+    def routes(self) -> Array:
+        """Return the experts that tokens took; RequestError where the arrays do not say it."""
+        if self.routed_BLRA is None:
+            raise RequestError(
+                "arrays lack 'routed_experts': those of an engine with routed_experts=True have it"
+            )
+        return self.routed_BLRA.astype(jnp.int32)
 
     def wanted(self, sampling_mask: bool) -> "_Wanted":
         """Return the targets, with what they were drawn from where that is asked for; RequestError
@@ -191,18 +207,23 @@ def _drawn(arrays: Mapping[str, ArrayLike]) -> _Drawn:
     taken = [jnp.asarray(arrays[name]) for name in names]
     kept = arrays.get("sampling_mask")
     kept = None if kept is None else jnp.asarray(kept)
+    routed = arrays.get("routed_experts")
+    routed = None if routed is None else jnp.asarray(routed)
     if names is DIALOGS:
         tokens_BL, mask_BL = taken
         before_L = np.maximum(np.arange(tokens_BL.shape[1], dtype=np.int32) - 1, 0)
         before_BL = jnp.broadcast_to(before_L, tokens_BL.shape)
-        return _Drawn(tokens_BL, tokens_BL, before_BL, mask_BL, kept)
+        return _Drawn(tokens_BL, tokens_BL, before_BL, mask_BL, kept, routed)
     prompt_BP, lens_B, targets_BC, mask_BC = taken
     padding_B = prompt_BP.shape[1] - lens_B
     tokens_BL = jnp.concatenate([prompt_BP, targets_BC], axis=1)
     # Prompts are padded on the left: what is there begins at 0, and the padding comes last.
-    tokens_BL = jax.vmap(lambda row, n: jnp.roll(row, -n))(tokens_BL, padding_B)
+    shifted = jax.vmap(lambda row, n: jnp.roll(row, -n, axis=0))
+    tokens_BL = shifted(tokens_BL, padding_B)
+    routed = None if routed is None else shifted(routed, padding_B)
     at_C = np.arange(targets_BC.shape[1], dtype=np.int32)
-    return _Drawn(tokens_BL, targets_BC, lens_B[:, None] - 1 + at_C[None], mask_BC, kept)
+    before_BC = lens_B[:, None] - 1 + at_C[None]
+    return _Drawn(tokens_BL, targets_BC, before_BC, mask_BC, kept, routed)
 
 
 def _divisors(temperature: ArrayLike, rows: int) -> Array:

@@ -91,8 +91,9 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "lora": (True,),
     "structured": (True,),
 }
-# expert_parallel takes a mixture: tests/test_expert_parallel.py.
-UNPAIRED = {"memory_utilization", "peer_timeout_s", "compilation_cache_dir", "expert_parallel"}
+UNPAIRED = {"memory_utilization", "peer_timeout_s", "compilation_cache_dir"}
+# They take a mixture: tests/test_expert_parallel.py, tests/test_routed_experts.py.
+UNPAIRED |= {"expert_parallel", "routed_experts"}
 BESIDE = ("weights", "lora", "structured")
 # What changes the numbers, and so the tokens; a case is compared with the plain engine that has
 # these settings alone.

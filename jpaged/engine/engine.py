@@ -28,8 +28,9 @@ from jpaged.engine.masks import masks_of
 from jpaged.engine.packing import Batch, join, pack
 from jpaged.engine.plan import Plan, joined
 from jpaged.engine.policy import Router
+from jpaged.engine.routes import chosen_experts
 from jpaged.engine.scheduler import Scheduler, schedule, schedule_drafts, should_wait_for_tokens
-from jpaged.engine.sequence import Request, Status
+from jpaged.engine.sequence import Request, Sequence, Status
 from jpaged.engine.shapes import choose_shapes, common_shapes
 from jpaged.engine.stats import Stats
 from jpaged.engine.types import BlockData, BlocksHandle, Report, StepHandle
@@ -138,6 +139,8 @@ class Engine:
             for seq in request.sequences:
                 if seq.status is not Status.FINISHED:  # else it ended in a step that failed
                     queues.finish(seq, "abort")
+            if queues.blocks.of_experts is not None:
+                self._read_experts(self._router.replica_of(request), request.sequences)
             queues.finished = [s for s in queues.finished if s.request is not request]
             self._forget(request)
 
@@ -192,6 +195,8 @@ class Engine:
         self._router.keep(self.requests.values())
         for request in self.requests.values():
             queues = self.replicas[self._router.replica_of(request)].queues
+            for seq in request.sequences:
+                seq.leave_blocks(())  # they are gone
             if request.is_finished:
                 queues.finished.append(request.sequences[0])
             else:
@@ -214,6 +219,9 @@ class Engine:
         """Return what is queued and running, as a value; steps in flight are waited for first."""
         with self._consistent():
             self._drain(time.perf_counter())
+            for index, replica in enumerate(self.replicas):
+                if replica.blocks.of_experts is not None:
+                    self._read_experts(index, replica.queues.finished)
             moves = [replica.blocks.take_stores() for replica in self.replicas]
             self._finish_reads(
                 [self._start_read(index, moved) for index, moved in enumerate(moves) if moved]
@@ -361,6 +369,24 @@ class Engine:
                 for slot, data in zip(slots_of_group, blocks_of_group, strict=True):
                     store.put(slot, data)
 
+    def _read_experts(self, replica: int, sequences: list[Sequence]) -> None:
+        """Have sequences that ended know which experts their tokens took, if that is kept: before
+        the next dispatch, which may write to their blocks.
+        """
+        group = self.replicas[replica].blocks.of_experts
+        assert group is not None, "nothing is kept"
+        ended = [seq for seq in sequences if seq.left_blocks]
+        block_ids: list[list[int]] = [[] for _ in self.runner.kv_groups]
+        block_ids[group] = [block_id for seq in ended for block_id in seq.left_blocks]
+        if not block_ids[group]:
+            return
+        blocks = self.runner.fetch_blocks(self.runner.read_blocks(block_ids, replica))[group]
+        first = 0
+        for seq in ended:
+            count = len(seq.left_blocks)
+            seq.take_experts(chosen_experts(blocks[first : first + count]))
+            first += count
+
     def _store_of(self, replica: int) -> BlockStore:
         traffic = self.replicas[replica].blocks.traffic
         assert traffic is not None, "blocks are moved without a store"
@@ -411,7 +437,9 @@ class Engine:
 
     def _take_ended(self) -> list[Request]:
         """Return the requests that ended since the last call."""
-        for queues in [replica.queues for replica in self.replicas]:
+        for index, queues in enumerate([replica.queues for replica in self.replicas]):
+            if queues.blocks.of_experts is not None:
+                self._read_experts(index, queues.finished)
             finished, queues.finished = queues.finished, []
             for request in dict.fromkeys([s.request for s in finished if s.request.is_finished]):
                 self._ended.append(request)

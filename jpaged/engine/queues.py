@@ -2,6 +2,8 @@
 
 from collections import Counter
 
+import numpy as np
+
 from jpaged.engine.adapters import AdapterSlots
 from jpaged.engine.cache.block_manager import BlockManager
 from jpaged.engine.cache.prefix_cache import Match
@@ -126,7 +128,13 @@ class Queues:
         stop: int | str | None = None,
         error: Exception | None = None,
     ) -> None:
-        """End a sequence from any state; its blocks and row are free for the next dispatch."""
+        """End a sequence from any state; its blocks and row are free for the next dispatch. What
+        they say of it is read before that: see Engine.
+        """
+        if (group := self.blocks.of_experts) is not None and seq.scoring is None:
+            assert self.blocks.experts is not None
+            seq.take_experts(np.zeros((0, *self.blocks.experts), np.int16))
+            seq.leave_blocks(seq.block_tables[group] if seq.block_tables else ())
         seq.conclude(reason, stop, error)
         self.retire(seq)
         self.finished.append(seq)

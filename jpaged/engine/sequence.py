@@ -8,6 +8,8 @@ from array import array
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 from jpaged.engine.adapters import AdapterVersion
 from jpaged.engine.constraint import Constraint, Text
 from jpaged.engine.generated import Generated, Kept, Top
@@ -62,6 +64,7 @@ class Sequence:
         *("epoch", "adapter_slot"),
         # its blocks
         *("block_tables", "first_held", "contents", "hashes", "generation"),
+        *("left_blocks", "chosen_experts"),
         "__weakref__",  # Drafter keeps what it knows of a sequence in a WeakKeyDictionary
     )
     request: "Request"
@@ -123,6 +126,10 @@ class Sequence:
         self.num_committed = self.prompt_len
         self.num_resumed = 0  # drawn tokens that it began with
         self.num_cached = 0  # prompt tokens that the first admission found in the cache
+        # Of the experts that its tokens took: the blocks that it held when it ended, until they are
+        # read; then int16 [tokens computed, layers, experts], None where nobody asks.
+        self.left_blocks: list[int] = []
+        self.chosen_experts: np.ndarray | None = None
         self.epoch = -1  # bumped at preemption: results of an older epoch are of other blocks
         self.restart()
 
@@ -266,6 +273,18 @@ class Sequence:
         """Leave for good, from any state. An interrupt before this undoes `conclude`."""
         self.device_row, self.adapter_slot = -1, None
         self.status = Status.FINISHED
+
+    def leave_blocks(self, table: Iterable[int]) -> None:
+        """Note the blocks that say which experts its tokens took, before they are given up."""
+        self.left_blocks = list(table)
+
+    def take_experts(self, blocks: np.ndarray) -> None:
+        """Take what its blocks said: [tokens, layers, experts] of at least those that it has
+        computed.
+        """
+        computed = min(self.num_dispatched, len(self.token_ids) - 1)
+        self.chosen_experts = blocks[:computed].astype(np.int16)
+        self.left_blocks = []
 
     def conclude(
         self, reason: str, stop: int | str | None = None, error: Exception | None = None

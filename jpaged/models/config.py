@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from jpaged.checks import at_least, positive, read_json
+from jpaged.combinations import Facts, check_combination
 from jpaged.errors import ConfigError, UnsupportedError
 from jpaged.models.alike import OPTIONS, Alike
 from jpaged.models.draft_head import HeadConfig, MTPConfig
@@ -316,6 +317,15 @@ class ModelConfig:
             return records
         ((record,),) = records
         return ((self.draft_head.keeps(record, self.hidden_size),),)
+
+    def keeping_choices(self) -> Self:
+        """Return the model, whose cache keeps which experts each token took. UnsupportedError where
+        it has none, or layers take unequal numbers of them.
+        """
+        mixtures = [x for layer in self.layers for x in layer.ffns if isinstance(x, ExpertsConfig)]
+        taken = tuple(mixture.experts_per_token for mixture in mixtures)
+        check_combination(Facts(taken_experts=taken))
+        return dataclasses.replace(self, layers=tuple(x.keeping_choices() for x in self.layers))
 
     @property
     def num_keeping(self) -> int:

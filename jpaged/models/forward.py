@@ -77,13 +77,18 @@ class Forward:
         positions: Array | None = None,
         kv: KVView | None = None,
         step: StepContext = IN_TRAINING,
+        *,
+        routed: Array | None = None,
     ) -> tuple[Array, KVView]:
         """Final-norm hidden states [..., T, E] of int tokens [..., T], and the view with their keys
-        and values. positions: [..., T], None counts from 0. kv: None is that of training.
+        and values. positions: [..., T], None counts from 0. kv: None is that of training. routed:
+        in training, int32 [..., T, L, A], the experts that each token takes in each of the L layers
+        that have any, whatever their routers would choose, which weigh them; -1 where they choose.
+        It needs a config that keeps choices (`keeping_choices`).
         """
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[-1]), tokens.shape)
-        x, view, _ = self.tapped(tokens, positions, kv, (), step)
+        x, view, _ = self.tapped(tokens, positions, kv, (), step, routed=routed)
         return x, view
 
     def tapped(
@@ -94,6 +99,7 @@ class Forward:
         taps: tuple[int, ...] = (),
         step: StepContext = IN_TRAINING,
         last: Last | None = None,
+        routed: Array | None = None,
     ) -> tuple[Array, KVView, list[Array]]:
         """Like __call__, and also returns the residual stream [..., T, E] entering each layer in
         `taps` (num_layers: leaving the last one, before the final norm).
@@ -107,7 +113,7 @@ class Forward:
         with jax.named_scope("embed"):
             x = scaled(self.embed(tokens, step), self.config.embedding_scale)
         inputs = None if self.per_layer is None else self.per_layer(tokens, x, step)
-        view: KVView = dense_view(self.config, x) if kv is None else kv
+        view: KVView = dense_view(self.config, x, routed) if kv is None else kv
         entering: list[Array] = []
         for i, (layer, at) in enumerate(zip(self.layers, kv_places(self.config), strict=True)):
             if last is not None and i == self.config.num_keeping:

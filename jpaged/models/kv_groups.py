@@ -24,8 +24,8 @@ class KVGroup:
     """Layers with equal record, window and query heads: one pool and one block table hold them.
 
     layers: their indices in the model, ascending. window: tokens that a query sees, itself
-    included; None is all of them. num_heads: of queries, which a kernel is made for; None where the
-    record is a state, which no kernel of attention reads.
+    included; None is all of them. num_heads: of queries, which a kernel is made for; None where no
+    kernel of attention reads the record.
     """
 
     layers: tuple[int, ...]
@@ -73,6 +73,8 @@ def _reach_of(layer: LayerConfig, record: Record) -> tuple[int | None, int | Non
     """Return the window of what a layer keeps, and the heads that look at it."""
     if record.per == "block":
         return STATE_WINDOW, None
+    if not record.has_keys:
+        return None, None
     mixers = [x for x in layer.mixers if isinstance(x, AttentionConfig | LatentConfig)]
     (mixer,) = mixers  # what is kept is attended to
     return mixer.window, mixer.num_heads
@@ -92,7 +94,7 @@ def kv_places(config: ModelConfig) -> list[tuple[tuple[int, int], ...]]:
     ]
     for i, layer in enumerate(config.layers):
         if isinstance(layer.mixer, AttentionConfig) and layer.mixer.keys_of is not None:
-            places[i] = places[layer.mixer.keys_of]
+            places[i] = (places[layer.mixer.keys_of][0], *places[i])
     return places
 
 
@@ -103,7 +105,7 @@ def attention_options(config: ModelConfig) -> list[set[AttentionOptions]]:
     groups = kv_groups(config)
     options: list[set[AttentionOptions]] = [set() for _ in groups]
     for layer, places in zip(config.layers, kv_places(config), strict=True):
-        attending = [group for group, _ in places if groups[group].record.per == "token"]
+        attending = [group for group, _ in places if groups[group].record.has_keys]
         for mixer in layer.mixers:
             if isinstance(mixer, AttentionConfig | LatentConfig):
                 for group in attending:
@@ -111,8 +113,10 @@ def attention_options(config: ModelConfig) -> list[set[AttentionOptions]]:
     return options
 
 
-def dense_view(config: ModelConfig, x: Array) -> DenseKV:
-    """Return the view of a model in training, of tokens whose embeddings are x [..., T, E]."""
+def dense_view(config: ModelConfig, x: Array, forced: Array | None = None) -> DenseKV:
+    """Return the view of a model in training, of tokens whose embeddings are x [..., T, E]. forced:
+    see DenseKV.
+    """
     batch, length = x.shape[:-2], x.shape[-2]
 
     def keys_and_values(group: KVGroup) -> tuple[Array, Array]:
@@ -128,8 +132,9 @@ def dense_view(config: ModelConfig, x: Array) -> DenseKV:
         return FirstState(zeros=zeros, rows=Rows.of_batch(rows, length))
 
     # Not None: layers are traced once, whether one of their group has written before or not.
-    newest = tuple(
-        first_state(group) if group.record.per == "block" else keys_and_values(group)
-        for group in kv_groups(config)
-    )
-    return DenseKV(newest=newest)
+    def first(group: KVGroup) -> tuple[Array, Array] | FirstState | None:
+        if group.record.per == "block":
+            return first_state(group)
+        return keys_and_values(group) if group.record.has_keys else None
+
+    return DenseKV(newest=tuple(map(first, kv_groups(config))), forced=forced)

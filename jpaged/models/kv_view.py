@@ -101,6 +101,16 @@ class KVView(Protocol):
         """
         ...
 
+    def forced_experts(self, place: Place) -> Any:
+        """Return the experts that a caller says each token takes, int32 [T, A] of packed tokens, -1
+        where its router chooses; None where nobody says any.
+        """
+        ...
+
+    def with_experts(self, place: Place, chosen: Any) -> Self:
+        """Return the view that keeps the experts of each token, int32 [T, A]."""
+        ...
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,12 +128,15 @@ class DenseKV:
     sequence begins at its first token, and no state outlives the call.
 
     newest: by group, the keys and values [..., T, K, D] that were last written, or latents and
-    rotated keys, or the first state of a mixer with one. `kv_groups.dense_view` makes an empty one.
-    chosen: bool [..., T, T], which tokens each one chose last; None before any choice.
+    rotated keys, or the first state of a mixer with one; None of a group that keeps neither.
+    `kv_groups.dense_view` makes an empty one. forced: int32 [..., T, L, A], see KVView; L are the
+    layers with experts. chosen: bool [..., T, T], which tokens each one chose last; None before any
+    choice.
     """
 
-    newest: tuple[tuple[Any, Any] | FirstState, ...]
+    newest: tuple[tuple[Any, Any] | FirstState | None, ...]
     chosen: Any = None
+    forced: Any = None
 
     def write(self, place: Place, qkv: Any, heads: Heads | LatentHeads) -> tuple[Any, Self]:
         """See KVView."""
@@ -141,7 +154,7 @@ class DenseKV:
     def written(self, place: Place) -> tuple[Any, Any]:
         """Return the keys and values that the last layer of the group has written."""
         written = self.newest[place.group]
-        assert not isinstance(written, FirstState), "this group keeps states"
+        assert isinstance(written, tuple), "this group keeps no keys and values"
         return written
 
     def attend(self, place: Place, q: Any, options: AttentionOptions, sinks: Any = None) -> Any:
@@ -176,7 +189,7 @@ class DenseKV:
     def attend_chosen(self, place: Place, q: Any, options: AttentionOptions, count: int) -> Any:
         """See KVView."""
         written = self.newest[place.group]
-        assert options.latent and self.chosen is not None and not isinstance(written, FirstState)
+        assert options.latent and self.chosen is not None and isinstance(written, tuple)
         latent, rotated_key = written
         keys = jnp.concatenate([latent, rotated_key], axis=-1)
         return _attention(q, keys, latent, options, None, self.chosen)
@@ -205,6 +218,17 @@ class DenseKV:
         return self.with_state(place, pool)
 
     def with_replayed(self, place: Place, tokens: State) -> Self:
+        """See KVView: nothing is kept."""
+        return self
+
+    def forced_experts(self, place: Place) -> Any:
+        """See KVView."""
+        if self.forced is None:
+            return None
+        of_layer = jax.lax.dynamic_index_in_dim(self.forced, place.index, -2, keepdims=False)
+        return of_layer.reshape(-1, of_layer.shape[-1])
+
+    def with_experts(self, place: Place, chosen: Any) -> Self:
         """See KVView: nothing is kept."""
         return self
 

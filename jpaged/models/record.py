@@ -7,6 +7,7 @@ from typing import Any, Literal
 KEYS_AND_VALUES, LATENT = ("keys", "values"), ("latent", "rotated_key")
 PAIRS = (KEYS_AND_VALUES, LATENT)
 INDEX_KEY = "index_key"  # by which a query chooses the tokens that it attends to
+CHOSEN_EXPERTS = "chosen_experts"
 
 
 @dataclasses.dataclass(frozen=True)

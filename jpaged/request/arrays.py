@@ -31,7 +31,9 @@ def to_arrays(
     out. A failed request raises under "error" and is left out otherwise.
 
     Of requests with sampling_mask also sampling_mask int32 [B, C, K], -1 where nothing is kept, K
-    the largest top_k, and kept_logprobs float32 [B, C]. RequestError where only some have one.
+    the largest top_k, and kept_logprobs float32 [B, C]. Of an engine with routed_experts also
+    routed_experts int16 [B, P + C, L, A], of prompt_ids and completion_ids one after the other, -1
+    where there is none. RequestError where only some have one.
     """
     if overflow not in ("error", "truncate", "drop"):
         raise RequestError(f"overflow={overflow!r}: must be 'error', 'truncate' or 'drop'")
@@ -75,19 +77,46 @@ def to_arrays(
     kept = [
         (i, slice(0, width_c), c.sampling_mask, c.kept_logprobs) for i, (*_, c) in enumerate(rows)
     ]
-    return mask_arrays(kept, completion_mask.shape) | {
-        "prompt_ids": prompt_ids,
-        "prompt_mask": prompt_mask,
-        "prompt_lens": prompt_lens,
-        "completion_ids": completion_ids,
-        "completion_mask": completion_mask,
-        "completion_lens": completion_lens,
-        "logprobs": logprobs,
-        "weight_versions": weight_versions,
-        "group_ids": np.array([group for group, _, _ in rows], np.int32),
-        "sample_index": np.array([c.index for _, _, c in rows], np.int32),
-        "finished": np.array(ended, bool),
-    }
+    places = np.concatenate([prompt_mask, completion_mask], axis=1)
+    before = [outs[group].prompt_routed_experts for group, _, _ in rows]
+    before = [x if x is None else x[max(len(x) - width_p, 0) :] for x in before]
+    parts = [(x, c.routed_experts) for x, (*_, c) in zip(before, rows, strict=True)]
+    routes = route_arrays(list(zip(places, parts, strict=True)), places.shape[1])
+    return (
+        mask_arrays(kept, completion_mask.shape)
+        | routes
+        | {
+            "prompt_ids": prompt_ids,
+            "prompt_mask": prompt_mask,
+            "prompt_lens": prompt_lens,
+            "completion_ids": completion_ids,
+            "completion_mask": completion_mask,
+            "completion_lens": completion_lens,
+            "logprobs": logprobs,
+            "weight_versions": weight_versions,
+            "group_ids": np.array([group for group, _, _ in rows], np.int32),
+            "sample_index": np.array([c.index for _, _, c in rows], np.int32),
+            "finished": np.array(ended, bool),
+        }
+    )
+
+
+def route_arrays(
+    rows: Sequence[tuple[np.ndarray, Sequence[np.ndarray | None]]], width: int
+) -> dict[str, np.ndarray]:
+    """Return routed_experts of sequences as a padded array; {} where none has any. rows: for each
+    of them which of `width` places have a token, and what its tokens took, a part after the other.
+    """
+    known = [[x for x in parts if x is not None] for _, parts in rows]
+    forms = {x.shape[1:] for parts in known for x in parts}
+    if not forms:
+        return {}
+    if len(forms) > 1 or any(len(a) < len(b) for a, (_, b) in zip(known, rows, strict=True)):
+        raise RequestError("some completions have routed_experts and others have none, or others")
+    routes = np.full((len(rows), width, *forms.pop()), -1, np.int16)
+    for route, (is_there, _), parts in zip(routes, rows, known, strict=True):
+        route[is_there] = np.concatenate(parts)[: np.count_nonzero(is_there)]
+    return {"routed_experts": routes}
 
 
 def mask_arrays(

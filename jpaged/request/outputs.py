@@ -122,7 +122,10 @@ class CompletionOutput:
     [len(token_ids), top_k], of a request with sampling_mask: the ids that each token was drawn
     from, the likeliest first, -1 past the last. kept_logprobs: float32 [len(token_ids)], the
     logarithm of their share of all that top_k, top_p and min_p chose from: "processed" is
-    "tempered" less it where nothing else changed the logits.
+    "tempered" less it where nothing else changed the logits. routed_experts: int16
+    [len(token_ids), L, A], of an engine with routed_experts: the experts that each token took in
+    each of the L layers that have any; -1 of the last token, which no step has computed, and of a
+    request that was cut while it held no blocks.
     """
 
     index: int
@@ -138,6 +141,7 @@ class CompletionOutput:
     weight_versions: list[WeightSpan] = dataclasses.field(default_factory=list)
     sampling_mask: np.ndarray | None = None
     kept_logprobs: np.ndarray | None = None
+    routed_experts: np.ndarray | None = None
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -152,6 +156,7 @@ class RequestOutput:
     adapter on top of them; versions count from 1 over all adapters of an engine, 0 is none. index:
     the place of its prompt among those of its call. unfinished: of one that was cut ("abort"),
     which as a prompt goes on where it was; None where nothing is left to draw.
+    prompt_routed_experts: int16 [len(prompt_token_ids), L, A], as CompletionOutput has them.
     """
 
     request_id: str
@@ -167,6 +172,7 @@ class RequestOutput:
     adapter_version: int = 0
     index: int = 0
     unfinished: Unfinished | None = None
+    prompt_routed_experts: np.ndarray | None = None
 
 
 @dataclasses.dataclass(kw_only=True)  # frozen takes thrice as long, at each token
@@ -212,7 +218,7 @@ def collect(request: Request, tokenizer: Tokenizer | None) -> RequestOutput:
         was_cut = "abort" in [seq.finish_reason for seq in request.sequences]
         if was_cut and request.error is None:  # else there is nothing to go on by
             unfinished = Unfinished(key=first.key, salt=request.salt)
-    scored = first.sampling_params.prompt_logprobs is not None
+    scored, kept = first.sampling_params.prompt_logprobs is not None, first.chosen_experts
     adapter = first.adapter
     return RequestOutput(
         request_id=request.request_id,
@@ -226,6 +232,7 @@ def collect(request: Request, tokenizer: Tokenizer | None) -> RequestOutput:
         adapter=None if adapter is None else adapter.name,
         adapter_version=0 if adapter is None else adapter.version,
         unfinished=unfinished,
+        prompt_routed_experts=None if kept is None else _experts(first, kept)[: first.prompt_len],
     )
 
 
@@ -312,6 +319,7 @@ def completion(
     versions: collections.abc.Sequence[int] = (),
     sampling_mask: np.ndarray | None = None,
     kept_logprobs: np.ndarray | None = None,
+    routed_experts: np.ndarray | None = None,
 ) -> CompletionOutput:
     """Return a CompletionOutput. logprobs: of the tokens themselves, which it sums; tops: the
     alternatives to each; versions: of the weights that drew each.
@@ -330,6 +338,7 @@ def completion(
         weight_versions=_spans(versions),
         sampling_mask=sampling_mask,
         kept_logprobs=kept_logprobs,
+        routed_experts=routed_experts,
     )
 
 
@@ -367,6 +376,9 @@ def _sample(
     if seq.structured is not None and asked.logprobs_mode == "tempered":
         allowed = np.array(drawn.allowed_logprobs, np.float32)
     mask, mass = _kept(seq) if asked.sampling_mask else (None, None)
+    experts = None
+    if seq.chosen_experts is not None:
+        experts = _experts(seq, seq.chosen_experts)[seq.prompt_len :]
     return completion(
         seq.index,
         drawn.token_ids,
@@ -379,7 +391,14 @@ def _sample(
         versions=drawn.weight_versions,
         sampling_mask=mask,
         kept_logprobs=mass,
+        routed_experts=experts,
     )
+
+
+def _experts(seq: Sequence, chosen: np.ndarray) -> np.ndarray:
+    """Return the experts of all tokens of a sequence, -1 for those that no step has computed."""
+    unknown = [(0, len(seq) - len(chosen)), (0, 0), (0, 0)]
+    return np.pad(chosen, unknown, constant_values=-1)
 
 
 def _kept(seq: Sequence, start: int = 0) -> tuple[np.ndarray, np.ndarray]:

@@ -286,3 +286,11 @@ class ExactKV:
     def with_replayed(self, place: Place, tokens: State) -> Self:
         """See KVView: nothing is kept."""
         return self
+
+    def forced_experts(self, place: Place) -> Array | None:
+        """See KVView."""
+        return self.dense.forced_experts(place)
+
+    def with_experts(self, place: Place, chosen: Array) -> Self:
+        """See KVView: nothing is kept."""
+        return self

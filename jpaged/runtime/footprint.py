@@ -98,6 +98,7 @@ def plan_memory(
     )
     dtype, stored = settings.dtype or stored_dtype(model), _stored_format(model)
     model = ModelConfig.coerce(model)
+    model = model.keeping_choices() if settings.routed_experts else model
     placement = _place(settings, devices, compiled)
     placement.check(settings, model)
     settings, choices = resolve(model, settings, placement, dtype)

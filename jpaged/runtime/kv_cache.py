@@ -27,7 +27,7 @@ from jpaged.config import EngineConfig
 from jpaged.engine.cache.block_manager import GroupSize
 from jpaged.models.config import ModelConfig
 from jpaged.models.kv_groups import KVGroup, kv_groups
-from jpaged.models.record import PAIRS, Field, Record
+from jpaged.models.record import CHOSEN_EXPERTS, PAIRS, Field, Record
 from jpaged.runtime.attention import Kernel
 from jpaged.runtime.memory import GroupCost, window_share
 from jpaged.runtime.mesh import Placement
@@ -179,7 +179,9 @@ class PoolSpec:
     @property
     def size(self) -> GroupSize:
         group = self.group
-        return GroupSize(self.num_blocks, group.window, self.block_bytes, group.record.per)
+        taken = [x.shape[0] for x in group.record.fields if x.name == CHOSEN_EXPERTS]
+        experts = (self.num_layers, taken[0]) if taken else None
+        return GroupSize(self.num_blocks, group.window, self.block_bytes, group.record.per, experts)
 
 
 def pool_specs(

@@ -10,7 +10,7 @@ from jax import Array
 from jpaged.models.kv_view import Place
 from jpaged.models.layers.heads import Heads, LatentHeads
 from jpaged.models.layers.indexer import IndexQueries
-from jpaged.models.record import INDEX_KEY
+from jpaged.models.record import CHOSEN_EXPERTS, INDEX_KEY
 from jpaged.models.rows import Rows, Slots, State
 from jpaged.runtime.kv_cache import Pool, PoolSpec, num_rows
 from kernels_pallas import sparse_attention
@@ -187,6 +187,18 @@ class PagedKV:
         groups = (*self.groups[: place.group], view, *self.groups[place.group + 1 :])
         return dataclasses.replace(self, groups=groups)
 
+    def forced_experts(self, place: Place) -> Array | None:
+        """See models.kv_view.KVView: nobody says any."""
+        return None
+
+    def with_experts(self, place: Place, chosen: Array) -> Self:
+        """See models.kv_view.KVView."""
+        spec, view = self._keys_at(place)
+        pool, layers = self.pools[place.group], {"num_layers": spec.num_layers}
+        kept, slots_T = pool[CHOSEN_EXPERTS], view.slot_mapping_T
+        kept = write_kv(kept, place.index, chosen.astype(kept.dtype), slots_T, **layers)
+        return self._with_pool(place.group, pool | {CHOSEN_EXPERTS: kept})
+
     def of_tokens(self, index_R: Array, count: Array) -> Self:
         """Return the view in which each of these tokens of the step is a row of its own, as of a
         decode, for layers that keep nothing and read what was written.
@@ -271,8 +283,7 @@ def view_of(
             groups.append(_state_view(rows, packed, table_SM, spec, num_replayed))
             continue
         prepared = None
-        if not is_decode:
-            assert spec.kernel is not None
+        if not is_decode and spec.kernel is not None:
             prepared = spec.kernel.module.prepare(
                 *starts_and_lens,
                 num_tokens=row_T.shape[0],

@@ -3,11 +3,14 @@
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jpaged.engine.generated import Generated
 from tests.engine.host import Host
 from tests.engine.mock import Form, generated
+
+KEPT = [np.array([10 + i, -1], np.int32) for i in range(4)]
 
 
 def prompt(length: int) -> list[int]:
@@ -17,7 +20,8 @@ def prompt(length: int) -> list[int]:
 def table(count: int = 4) -> Generated:
     drawn = Generated()
     for i in range(count):
-        drawn.append(10 + i, -float(i), 7 + i // 2, [(10 + i, -float(i), 1)], -i / 8)
+        kept = KEPT[i], -i / 4
+        drawn.append(10 + i, -float(i), 7 + i // 2, [(10 + i, -float(i), 1)], -i / 8, kept)
     return drawn
 
 

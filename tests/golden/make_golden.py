@@ -1,11 +1,12 @@
 """Stores what transformers computes for the tiny models of tests/golden/configs.py:
-tests/golden/NAME.npz, seeds.npz, mtp.npz, beams.json.
+tests/golden/NAME.npz, seeds.npz, mtp.npz, routes.npz, beams.json.
 
     python tests/golden/make_golden.py [NAME ...]
     python tests/golden/make_golden.py --here     # in this interpreter: it has torch, transformers
     python tests/golden/make_golden.py beams      # beam search alone, from the prompts stored
     python tests/golden/make_golden.py seeds      # other weights of one model a family
     python tests/golden/make_golden.py mtp        # heads that guess a further token
+    python tests/golden/make_golden.py routes     # the experts that routers choose
 
 Without --here it runs in an environment of its own, .venv-golden, which the first run makes.
 torch on CPU is all it needs. Its wheels lag behind Python, so each Python that is found (3.11
@@ -49,9 +50,9 @@ GRANITE = {  # parts of names in Granite 4's files, and in transformers
 }
 VARIETY = 8  # distinct tokens in a continuation
 TRIES = 100
-# What make_golden_beams.py, make_golden_seeds.py and make_golden_mtp.py make, as names on the
+# What make_golden_beams.py, _seeds.py, _mtp.py and _routes.py make, as names on the
 # command line.
-BEAMS, SEEDED, MTP = "beams", "seeds", "mtp"
+BEAMS, SEEDED, MTP, ROUTES = "beams", "seeds", "mtp", "routes"
 
 
 def main() -> int:
@@ -61,7 +62,7 @@ def main() -> int:
     parser.add_argument(
         "names",
         nargs="*",
-        help="configs to make, beams, seeds, mtp; all when none is named",
+        help="configs to make, beams, seeds, mtp, routes; all when none is named",
     )
     parser.add_argument("--here", action="store_true", help="run in this interpreter")
     parser.add_argument(
@@ -75,9 +76,10 @@ def main() -> int:
     from tests.golden.configs import CONFIGS
     from tests.golden.make_golden_beams import make_beams
     from tests.golden.make_golden_mtp import make_mtp
+    from tests.golden.make_golden_routes import make_routes
     from tests.golden.make_golden_seeds import make_seeds
 
-    special = {BEAMS: make_beams, SEEDED: make_seeds, MTP: make_mtp}
+    special = {BEAMS: make_beams, SEEDED: make_seeds, MTP: make_mtp, ROUTES: make_routes}
     if unknown := set(args.names) - {*CONFIGS, *special}:
         print(f"no such config: {', '.join(sorted(unknown))}", file=sys.stderr)
         return 1

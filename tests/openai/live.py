@@ -20,25 +20,20 @@ PATIENCE_S = 60.0
 
 
 class Live:
-    """A server that runs, and what a client can ask of it."""
+    """A server that runs, and what a client can ask of it, which waits so long for each answer."""
 
     def __init__(self, server: Server, listener: Listener):
         self.server, self.listener, self.port = server, listener, listener.port
+        self.patience_s = PATIENCE_S
 
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S)
 
     def request(
-        self,
-        path: str,
-        body: Any = None,
-        *,
-        key: str | None = None,
-        patience_s: float = PATIENCE_S,
-        **headers: str,
+        self, path: str, body: Any = None, *, key: str | None = None, **headers: str
     ) -> tuple[int, Any, dict[str, str]]:
         """Status, body (as JSON where it is) and headers of an answer."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=patience_s)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=self.patience_s)
         with contextlib.closing(connection):
             sent = None if body is None else body if isinstance(body, bytes) else json.dumps(body)
             if sent is not None:

@@ -209,9 +209,10 @@ def test_a_tool_that_doubles_is_told_in_time(schema: dict[str, Any], is_refused:
     demanded = body | {"tool_choice": "required"}
     other = ASK | {"tools": None, "max_tokens": 5, "seed": 1}
     with make_live(TEMPLATE) as live, ThreadPoolExecutor() as threads:
+        live.patience_s = 600.0
         expected = live.post(CHAT, other)["choices"]
         began = time.process_time()
-        asked = [threads.submit(live.request, CHAT, demanded, patience_s=600) for _ in range(5)]
+        asked = [threads.submit(live.request, CHAT, demanded) for _ in range(5)]
         assert live.post(CHAT, other)["choices"] == expected
         for found in asked:
             status, answer, _ = found.result()

@@ -99,6 +99,7 @@ SETTINGS: dict[str, tuple[list[str], Any]] = {
     "tensor_parallel_size": (["--tensor-parallel-size", "2"], 2),
     "data_parallel_size": (["--data-parallel-size", "4"], 4),
     "tensor_axis": (["--tensor-axis", "none"], None),
+    "routed_experts": (["--routed-experts"], True),
     "expert_parallel": (["--expert-parallel"], True),
     "peer_timeout_s": (["--peer-timeout-s", "9.5"], 9.5),
     "compilation_cache_dir": (["--compilation-cache-dir", "none"], None),

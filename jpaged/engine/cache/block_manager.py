@@ -47,6 +47,7 @@ class BlockManager:
     ):
         self.block_size = block_size
         self.traffic = None if store is None else Traffic(store)
+        sizes = tuple(sizes)
         self.groups = tuple(
             kind_of(size, block_size, index, self.traffic) for index, size in enumerate(sizes)
         )
@@ -60,6 +61,10 @@ class BlockManager:
         )
         self.windowed = tuple(i for i, g in enumerate(self.groups) if g.window is not None)
         self.num_blocks = sum([group.num_blocks for group in self.groups])
+        # The group whose blocks say which experts tokens took, or None; in how many layers, and how
+        # many in each.
+        self.of_experts = next((i for i, size in enumerate(sizes) if size.experts), None)
+        self.experts = None if self.of_experts is None else sizes[self.of_experts].experts
         self.can_rewind = all(group.can_rewind for group in self.groups)
         self.most_tokens = min([group.most_tokens for group in self.groups])
 

@@ -46,12 +46,15 @@ class GroupSize(NamedTuple):
 
     block_bytes: of one block, in all its layers. per: what one record of a block belongs to, a
     token, or the block as a whole: a recurrent state, as it is after the block's last token.
+    experts: where a record is the experts that a token took, in how many layers and how many in
+    each.
     """
 
     num_blocks: int
     window: int | None = None
     block_bytes: int = 0
     per: Literal["token", "block"] = "token"
+    experts: tuple[int, int] | None = None
 
 
 class Block:

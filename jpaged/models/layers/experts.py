@@ -12,6 +12,7 @@ from jax import Array
 from jpaged.checks import at_least, positive
 from jpaged.combinations import Facts, check_combination
 from jpaged.errors import ConfigError
+from jpaged.models.kv_view import KVView, Place
 from jpaged.models.layers.linear import Linear, Products, StepContext
 from jpaged.models.layers.mlp import MLP, UNGATED, Activation, gated, of_activation
 from jpaged.models.layers.norm import RMSNorm
@@ -19,6 +20,7 @@ from jpaged.models.layers.router import PLAIN_ROUTER, RouterConfig, route
 from jpaged.models.layers.scratch import Scratch, StepSizes
 from jpaged.models.param_spec import Parameters, ParamSpec, Part, axes_of, share
 from jpaged.models.quantized import QuantizedWeight, is_quantized
+from jpaged.models.record import CHOSEN_EXPERTS, Field, Record
 from kernels_cpu.experts import MOST_PAIRS
 from kernels_pallas.experts import tiles
 from kernels_pallas.experts.interface import ExpertWeights, Glu
@@ -41,6 +43,13 @@ SHARED = (
 
 
 type Compute = Callable[[Array, Array, Array], Array]  # rows, chosen and weight to their sums
+
+
+class Routed(NamedTuple):
+    """The experts of each token, int32 [T, A], and their weights, f32 [T, A]."""
+
+    chosen: Array
+    weight: Array
 
 
 class ExpertSharing(NamedTuple):
@@ -70,7 +79,8 @@ class ExpertsConfig:
 
     split: devices that share the model have a share of every expert's width, or an equal number of
     whole experts each. replicas: how many replicas of the model share whole experts; each has the
-    tokens of all of them, and computes those that chose its own.
+    tokens of all of them, and computes those that chose its own. keeps_choice: the cache holds
+    which experts each token took, and a caller may say which it takes.
     """
 
     num_experts: int
@@ -86,6 +96,7 @@ class ExpertsConfig:
     shared_limit: float | None = None
     split: Literal["width", "expert"] = "width"
     replicas: int = 1
+    keeps_choice: bool = False
 
     def __post_init__(self) -> None:
         at_least(1, self, "num_experts", "experts_per_token", "expert_size")
@@ -103,6 +114,13 @@ class ExpertsConfig:
         """The sizes of its axes by their letters."""
         sizes = {"X": self.num_experts, "I": self.expert_size, "R": self.shared_expert_size}
         return sizes | {"Le": self.latent_size} if self.latent_size else sizes
+
+    def keeps(self) -> tuple[Record, ...]:
+        """Return what the cache holds of each token; () where that is nothing."""
+        if not self.keeps_choice:
+            return ()
+        dtype = "uint8" if self.num_experts <= 256 else "uint16"
+        return (Record(fields=(Field(CHOSEN_EXPERTS, (self.experts_per_token,), dtype=dtype),)),)
 
     def width(self, hidden_size: int) -> int:
         """Return how many numbers an expert takes and gives, in a model of this hidden_size."""
@@ -277,12 +295,33 @@ class Experts:
     shared_gate: Linear | None
     config: ExpertsConfig = dataclasses.field(metadata={"static": True})
 
-    def __call__(self, x: Array, step: StepContext, routed_by: Array | None = None) -> Array:
-        """x [..., E]. routed_by [..., E]: what the router sees; None is x."""
-        rows = x.reshape(-1, x.shape[-1])
+    def route(
+        self, x: Array, step: StepContext, kv: KVView, place: Place
+    ) -> tuple["Routed", KVView]:
+        """Return the experts of each token of x [..., E], those that a caller says where there are
+        any; and the view that keeps them.
+        """
         with jax.named_scope("router"):
-            seen = rows if routed_by is None else routed_by.reshape(rows.shape)
-            chosen, weight = self._route(seen, step)
+            rows = x.reshape(-1, x.shape[-1])
+            routed = self._route(rows, step, kv.forced_experts(place))
+        return routed, kv.with_experts(place, routed.chosen)
+
+    def __call__(
+        self,
+        x: Array,
+        step: StepContext,
+        routed_by: Array | None = None,
+        routed: "Routed | None" = None,
+    ) -> Array:
+        """x [..., E]. routed_by [..., E]: what the router sees; None is x. routed: of `route`,
+        where the choice is kept.
+        """
+        rows = x.reshape(-1, x.shape[-1])
+        if routed is None:
+            with jax.named_scope("router"):
+                seen = rows if routed_by is None else routed_by.reshape(rows.shape)
+                routed = self._route(seen, step)
+        chosen, weight = routed
         if step.num_rows is not None:  # padding chooses none
             is_real = jnp.arange(rows.shape[0]) < step.num_rows
             chosen = jnp.where(is_real[:, None], chosen, self.config.num_experts)
@@ -365,16 +404,18 @@ class Experts:
             total = total + y[:, choice] * weight[:, choice, None]
         return total
 
-    def _route(self, x: Array, step: StepContext) -> tuple[Array, Array]:
-        """Return the experts of each row of x [T, E], and their weights, f32."""
+    def _route(self, x: Array, step: StepContext, forced: Array | None = None) -> "Routed":
+        """Return the experts of each row of x [T, E], and their weights. forced: int32 [T, A],
+        those that it takes in place of the router's choice, or -1; None chooses all.
+        """
         if self.router_norm is not None:
             x = self.router_norm(x) * jnp.asarray(x.shape[-1] ** -0.5, x.dtype)
         logits = self.router(x, step, jnp.float32)
         num = self.config.experts_per_token
-        chosen, weight = route(self.config.router, logits, self.choosing_bias, num)
+        chosen, weight = route(self.config.router, logits, self.choosing_bias, num, forced)
         if self.expert_scales is not None:
             weight = weight * jnp.take(self.expert_scales, chosen).astype(jnp.float32)
-        return chosen, weight
+        return Routed(chosen, weight)
 
     def _weights(self, step: StepContext) -> ExpertWeights:
         """Return the experts' weights, with the adapters of the step's rows."""

@@ -137,7 +137,19 @@ class LayerConfig:
 
     def keeps(self) -> tuple[Record, ...]:
         """Return what the cache holds for it; () where that is nothing."""
-        return () if self.mixer is None else self.mixer.keeps()
+        mixed = () if self.mixer is None else self.mixer.keeps()
+        routed = self.ffn.keeps() if isinstance(self.ffn, ExpertsConfig | ParallelFFNConfig) else ()
+        return (*mixed, *routed)
+
+    def keeping_choices(self) -> Self:
+        """Return the layer, whose experts, if it has any, keep which of them each token took."""
+        ffn = self.ffn
+        if isinstance(ffn, ExpertsConfig):
+            return self._with(ffn=dataclasses.replace(ffn, keeps_choice=True))
+        if isinstance(ffn, ParallelFFNConfig):
+            experts = dataclasses.replace(ffn.experts, keeps_choice=True)
+            return self._with(ffn=dataclasses.replace(ffn, experts=experts))
+        return self
 
     def scratch(self, step: StepSizes) -> Scratch:
         """Return what a step allocates for it."""
@@ -254,8 +266,13 @@ class Layer:
     @property
     def experts_are_plain(self) -> bool:
         """Whether the weights of its experts are arrays; True without experts."""
+        return self.experts is None or not is_quantized(self.experts.gate_up)
+
+    @property
+    def experts(self) -> Experts | None:
+        """Its mixture of experts, or None."""
         ffn = self.ffn.experts if isinstance(self.ffn, ParallelFFN) else self.ffn
-        return not (isinstance(ffn, Experts) and is_quantized(ffn.gate_up))
+        return ffn if isinstance(ffn, Experts) else None
 
     @property
     def rope(self) -> RopeConfig | None:
@@ -275,15 +292,24 @@ class Layer:
         or what the layer keeps whose keys it reads. inputs [..., P]: of per-layer embeddings.
         Returns x after the layer, and the view with what it kept.
         """
+        experts, mixed = self.experts, places
+        routes: Place | None = None
+        if experts is not None and experts.config.keeps_choice:
+            *mixed, routes = places
         if self.mixer is not None:
             with jax.named_scope("attention"):
-                y, kv = self.mixer(self.around_mixer.taken(x), step, rotary, kv, places)
+                y, kv = self.mixer(self.around_mixer.taken(x), step, rotary, kv, tuple(mixed))
                 x = self.around_mixer.added(x, y)
         if self.ffn is not None:
             with jax.named_scope("mlp"):
-                taken = self.around_ffn.taken(x)
+                taken, routed = self.around_ffn.taken(x), None
+                if experts is not None and routes is not None:
+                    seen = x if isinstance(self.ffn, ParallelFFN) else taken
+                    routed, kv = experts.route(seen, step, kv, routes)
                 if isinstance(self.ffn, ParallelFFN):
-                    y = self.ffn(taken, step, x)
+                    y = self.ffn(taken, step, x, routed)
+                elif isinstance(self.ffn, Experts):
+                    y = self.ffn(taken, step, routed=routed)
                 else:
                     y = self.ffn(taken, step)
                 x = self.around_ffn.added(x, y)

@@ -6,12 +6,13 @@ from typing import Self
 import jax
 from jax import Array
 
-from jpaged.models.layers.experts import Experts, ExpertsConfig, ExpertSharing
+from jpaged.models.layers.experts import Experts, ExpertsConfig, ExpertSharing, Routed
 from jpaged.models.layers.linear import StepContext
 from jpaged.models.layers.mlp import MLP, MLPConfig
 from jpaged.models.layers.norm import PLAIN_NORM, NormConfig, RMSNorm
 from jpaged.models.layers.scratch import Scratch, StepSizes
 from jpaged.models.param_spec import Parameters, ParamSpec
+from jpaged.models.record import Record
 
 MLP_NORM = "mlp.dense_post_norm.scale"
 EXPERTS_NORM, EXPERTS_POST_NORM = "mlp.experts_norm.scale", "mlp.experts_post_norm.scale"
@@ -42,6 +43,10 @@ class ParallelFFNConfig:
             *self.experts.params(),
             ParamSpec(EXPERTS_POST_NORM, "E", "post_feedforward_layernorm_2.weight", init),
         )
+
+    def keeps(self) -> tuple[Record, ...]:
+        """Return what the cache holds of each token; () where that is nothing."""
+        return self.experts.keeps()
 
     def scratch(self, step: StepSizes) -> Scratch:
         """Return what a step allocates for it."""
@@ -85,10 +90,13 @@ class ParallelFFN:
     experts: Experts
     experts_post_norm: RMSNorm
 
-    def __call__(self, x: Array, step: StepContext, stream: Array) -> Array:
+    def __call__(
+        self, x: Array, step: StepContext, stream: Array, routed: Routed | None = None
+    ) -> Array:
         """x [..., E]: what the MLP takes. stream [..., E]: the residual stream that x is the norm
-        of, which the experts norm by themselves and their router sees as it is.
+        of, which the experts norm by themselves and their router sees as it is. routed: see
+        Experts.
         """
         y = self.mlp_norm(self.mlp(x, step))
-        experts = self.experts(self.experts_norm(stream), step, routed_by=stream)
+        experts = self.experts(self.experts_norm(stream), step, routed_by=stream, routed=routed)
         return y + self.experts_post_norm(experts)

@@ -65,12 +65,17 @@ PLAIN_ROUTER = RouterConfig()
 
 
 def route(
-    config: RouterConfig, logits_TX: Array, bias_X: Array | None, experts_per_token: int
+    config: RouterConfig,
+    logits_TX: Array,
+    bias_X: Array | None,
+    experts_per_token: int,
+    forced_TA: Array | None = None,
 ) -> tuple[Array, Array]:
     """Return the experts of each token, int32 [T, A], and their weights, f32 [T, A].
 
-    logits_TX: f32. bias_X: of config.has_bias. Of equal scores, of experts and of groups, that of
-    the lowest index is taken; transformers leaves open which.
+    logits_TX: f32. forced_TA: int32, the experts that a token takes whatever their scores are,
+    which weigh them; -1 where it chooses. bias_X: of config.has_bias. Of equal scores, of experts
+    and of groups, that of the lowest index is taken; transformers leaves open which.
     """
     scores_TX = _scores(config, logits_TX)
     choosing_TX = scores_TX
@@ -79,7 +84,9 @@ def route(
     if config.num_groups > 1:
         choosing_TX = _in_best_groups(config, choosing_TX)
     weight_TA, chosen_TA = jax.lax.top_k(choosing_TX, experts_per_token)
-    if bias_X is not None:
+    if forced_TA is not None:
+        chosen_TA = jnp.where(forced_TA >= 0, forced_TA, chosen_TA)
+    if bias_X is not None or forced_TA is not None:
         weight_TA = jnp.take_along_axis(scores_TX, chosen_TA, axis=-1)
     if config.normalized:
         total_T1 = jnp.sum(weight_TA, axis=-1, keepdims=True) + jnp.float32(config.eps)
