@@ -149,15 +149,15 @@ class Counts(list[int]):
     names: list[str]
 
 
-def counted(module: Any, monkeypatch: pytest.MonkeyPatch) -> Counts:
-    """Have a module's `update` count."""
-    counts, update = Counts(), module.update
+def counted(module: Any, monkeypatch: pytest.MonkeyPatch, name: str = "update") -> Counts:
+    """Have a function of a module count."""
+    counts, update = Counts(), getattr(module, name)
 
     def counting(*args: Any) -> Any:
         counts.append(len(counts.names))
         return update(*args)
 
-    monkeypatch.setattr(module, "update", counting)
+    monkeypatch.setattr(module, name, counting)
     return counts
 
 
@@ -209,3 +209,22 @@ def test_structured(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
     kinds = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
     assert [kind for kind, _ in kinds] == ["json_schema", "choice", "regex", "grammar"]
     assert all(reason == "stop" for kind, reason in kinds if kind in ("choice", "regex"))
+
+
+@pytest.mark.own_steps
+@pytest.mark.train
+def test_a_mixture_learns_by_the_rollouts_routes(
+    example: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ratios begin nearer to 1 with the routes than without; nothing compiles once warm."""
+    module = example("grpo_routes")
+    counts = counted(module, monkeypatch, "mismatch")
+    with compiles() as names:
+        counts.names = names
+        history = module.main(["--updates", "6"])
+    assert 0 < counts[0] < counts[1] == counts[-1] == len(names)
+    rewards = [record["reward"] for record in history]
+    assert rewards[-1] > rewards[0] + 0.2
+    routes, without = (np.mean([x[name] for x in history]) for name in ("routes", "no_routes"))
+    assert 0 < routes < without
+    assert capsys.readouterr().out.count("|ratio - 1| with routes") == 6
