@@ -28,18 +28,20 @@ from tests.kernels.aot_decode import asked
 CONTROL = "control, not donated"
 PROGRAMS: dict[str, StateCall] = calls(FULL, interpret=False)
 PROGRAMS[CONTROL] = PROGRAMS["delta step, xla"]
+XLA_LATENTS = ("latents step, xla", "latents prompts, xla")
 
 
 def is_copied(platform: str, name: str) -> bool:
-    """Return whether a program copies its pool: the control, and on TPUs XLA's latents, which lie
-    in one row a slot, where arrays of 2, 4 or whole eights of rows are changed in place.
+    """Return whether a program copies its pool: the control, and on TPUs XLA's latents, which reads
+    a block of slots as one row; the kernel there reads them as they lie.
     """
-    return name == CONTROL or (platform == "tpu" and name.startswith("latents"))
+    return name == CONTROL or (platform == "tpu" and name in XLA_LATENTS)
 
 
 def programs_of(platform: str) -> list[str]:
     """Return the names of what compiles for a platform."""
-    return [name for name in PROGRAMS if platform == "cuda" or not name.endswith("triton")]
+    others = "tpu" if platform == "cuda" else "triton"
+    return [name for name in PROGRAMS if not name.endswith(others)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
