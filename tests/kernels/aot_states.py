@@ -20,6 +20,7 @@ from collections.abc import Iterator
 import jax
 from jax.sharding import SingleDeviceSharding
 
+from jpaged.runtime.compiled_steps import compile_step
 from scripts._common import absent_device, stay_on_cpu
 from scripts._state_calls import FULL, StateCall, calls
 from tests.hlo import pool_copies
@@ -66,7 +67,7 @@ def compiled(platform: str, chip: str, name: str) -> Compiled:
         )
         donated = () if name == CONTROL else (0,)
         program = jax.jit(functools.partial(call.run), donate_argnums=donated)  # traced anew
-        made = program.trace(*placed).lower().compile()
+        made = compile_step(program.trace(*placed).lower(), platform)
     text, memory = made.as_text(), made.memory_analysis()
     assert text is not None and memory is not None
     return Compiled(

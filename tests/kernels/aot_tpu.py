@@ -22,6 +22,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jpaged.runtime.compiled_steps import compile_options
 from kernels_pallas.paged_attention import tpu
 from kernels_pallas.paged_attention.interface import AttentionOptions, Options
 from kernels_pallas.paged_attention.kv_write import write_kv
@@ -31,7 +32,6 @@ from tests.hlo import pool_copies
 from tests.kernels import jax_tpu
 
 LAYERS = 3
-CHIPS = ("v5e:2x2", "v6e:2x2", "tpu7x:2x2x1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +55,7 @@ class Program:
     )
     dtype: Any = jnp.bfloat16
     donate: bool = True
+    is_offloaded: bool = False  # compiled without the options of engines
     is_jax: bool = False  # attention by jax's own kernel
     loop: bool = False  # over the layers, instead of a copy of the kernel for each
     sinks: bool = False
@@ -90,7 +91,7 @@ class Program:
 
 
 F8 = jnp.float8_e4m3fn
-LATENTS: dict[str, Any] = {"K": 1, "G": 16, "D": 576, "V": 512, "latent": True}
+latents = functools.partial(Program, K=1, G=16, D=576, V=512, latent=True)
 PROGRAMS = (
     Program("decode_d128", 16),
     Program("prefill_d128", 320),
@@ -113,6 +114,7 @@ PROGRAMS = (
     Program("decode_loop", 16, loop=True),
     Program("prefill_loop", 320, loop=True),
     Program("control_without_donation", 16, donate=False),
+    Program("control_scattered_by_sparse_cores", 16, is_offloaded=True),
     # In 8 bits. Scales are what has to be larger than VMEM.
     Program("decode_d128_int8", 16, kv_dtype=jnp.int8, N=6000),
     Program("prefill_d128_fp8", 320, kv_dtype=jnp.float8_e4m3fn, N=6000),
@@ -121,15 +123,15 @@ PROGRAMS = (
     Program("decode_loop_int8", 16, P=128, kv_dtype=jnp.int8, N=6000, loop=True),
     Program("control_int8_without_donation", 16, kv_dtype=jnp.int8, N=6000, donate=False),
     # Latents as DeepSeek's, of 16 to 128 query heads, in one row of 640 a token.
-    Program("decode_latents", 16, N=2800, **LATENTS),
-    Program("decode_latents_h128", 16, N=2800, **LATENTS | {"G": 128}),
-    Program("decode_latents_128k", 256, S=256, M=1024, N=2800, **LATENTS | {"P": 128}),
-    Program("prefill_latents", 320, N=2800, **LATENTS),
-    Program("prefill_latents_h128_p8", 2048, N=22400, **LATENTS | {"G": 128, "P": 8}),
-    Program("decode_latents_int8", 16, N=50000, kv_dtype=jnp.int8, **LATENTS),
-    Program("prefill_latents_fp8", 320, N=50000, kv_dtype=F8, **LATENTS | {"P": 16}),
-    Program("decode_latents_loop", 16, N=2800, loop=True, **LATENTS),
-    Program("control_latents_without_donation", 16, N=2800, donate=False, **LATENTS),
+    latents("decode_latents", 16, N=2800),
+    latents("decode_latents_h128", 16, N=2800, G=128),
+    latents("decode_latents_128k", 256, S=256, M=1024, N=2800, P=128),
+    latents("prefill_latents", 320, N=2800),
+    latents("prefill_latents_h128_p8", 2048, N=22400, G=128, P=8),
+    latents("decode_latents_int8", 16, N=50000, kv_dtype=jnp.int8),
+    latents("prefill_latents_fp8", 320, N=50000, kv_dtype=F8, P=16),
+    latents("decode_latents_loop", 16, N=2800, loop=True),
+    latents("control_latents_without_donation", 16, N=2800, donate=False),
     # One KV head of a device, whose values are narrower than its keys.
     Program("prefill_d192_v128_k1", 320, K=1, G=8, D=192, V=128, N=2800),
     Program("decode_jax", 16, is_jax=True),
@@ -153,9 +155,7 @@ def step(program: Program) -> Callable[..., Any]:
         how["sinks_H"] = jnp.arange(program.K * program.G, dtype=program.dtype)
     layout = program.layout
 
-    def run(
-        pool: Any, q_THD: Array, kv: Array, slots_T: Array, *rows: Array
-    ) -> tuple[Any, Array]:
+    def run(pool: Any, q_THD: Array, kv: Array, slots_T: Array, *rows: Array) -> tuple[Any, Array]:
         def run_layer(layer: Array | int, state: tuple[Any, Array]) -> tuple[Any, Array]:
             pool, x = state
             pool = write_kv(pool, layer, layout.pack(kv), slots_T, num_layers=LAYERS)
@@ -230,12 +230,10 @@ def main(chip: str, *names: str) -> None:
         # The abstract mesh tells Pallas which chip it is.
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             args = arguments(program, NamedSharding(mesh, PartitionSpec()))
-            compiled = (
-                jax.jit(step(program), donate_argnums=(0,) if program.donate else ())
-                .trace(*args)
-                .lower()
-                .compile()
-            )
+            donated = (0,) if program.donate else ()
+            lowered = jax.jit(step(program), donate_argnums=donated).trace(*args).lower()
+            options = None if program.is_offloaded else compile_options("tpu")
+            compiled = lowered.compile(compiler_options=options)
         hlo, memory = compiled.as_text(), compiled.memory_analysis()
         assert hlo is not None and memory is not None
         result = {

@@ -138,11 +138,12 @@ def _query_bytes(H: int, X: int, itemsize: int) -> int:
 
 
 def tile_sizes(
-    shapes: Shapes, pool: Array | ScaledPool, *, num_tokens: int, latent: bool
+    shapes: Shapes, pool: Array | ScaledPool, *, num_tokens: int, latent: bool = False
 ) -> tuple[int, int]:
     """Return (B, U), tokens of a query tile and blocks of a KV tile, as large as memory allows.
 
     shapes: of the call, so that num_rows is S. pool: in this module's layout. num_tokens: T.
+    latent: as of AttentionOptions.
     """
     (_, P, Y, X), itemsize = pool.shape, jnp.dtype(shapes.dtype).itemsize
     H, G = shapes.num_heads, shapes.num_heads // shapes.num_kv_heads

@@ -2,7 +2,8 @@
 
 Shapes: S rows, M blocks a row, L layers, N pool blocks, P block size, K KV heads, G query heads of
 each; Y, X the last two dimensions of the pool; A items, B tokens of a query tile, Q = B*G, U blocks
-of a KV tile, C = U*P tokens, W 32-bit words of a token in each lane; Z scales of a token; XO the width of o.
+of a KV tile, C = U*P tokens, W 32-bit words of a token in each lane; Z scales of a token; XO the
+width of o.
 """
 
 import itertools
@@ -44,18 +45,19 @@ def kernel(
     one_row: bool,
     latent: int | None,
 ) -> None:
-    """base [2]: the layer's first block, number of items. q [K, Q, X], o [K, Q, XO]. pool [L*N, ...]
-    and table [S, M/128, 128] in HBM. latent: the width of one, where a token's row is a latent and
-    a rotated key: both together are its key, and the latent is its value. refs: in 8 bits (kv_dtype) scales [L*N, Z, P or more] in HBM; sinks
-    [K, Q, 128], where there are any; o and the scratch.
+    """base [2]: the layer's first block, number of items. q [K, Q, X], o [K, Q, XO]. pool [L*N,
+    ...] and table [S, M/128, 128] in HBM. latent: the width of one, where a token's row is a latent
+    and a rotated key: both together are its key, and the latent is its value. refs: in 8 bits
+    (kv_dtype) scales [L*N, Z, P or more] in HBM; sinks [K, Q, 128], where there are any; o and the
+    scratch.
 
     Scratch: blocks [2, U, ...], the two buffers, and those of scales, where there are any. words
     [X/128, C*W, 128], a KV tile as 32-bit words, or in f32 what 8 bits say; there are none where a
     tile is read as words where it lies (in_place), which no interpreter knows, or as it is where a
-    token is one row of bf16 (one_row). top and total [K, Q, 128], each value in all lanes. acc
-    [K, Q, XO]. tables [2, M/128, 128]: of this item's row, and of
-    the next one's. turn [1], KV tiles met so far, whose parity says which buffer is whose. arrived,
-    fetched: a semaphore a buffer, a table.
+    token is one row of bf16 (one_row). top and total [K, Q, 128], each value in all lanes. acc [K,
+    Q, XO]. tables [2, M/128, 128]: of this item's row, and of the next one's. turn [1], KV tiles
+    met so far, whose parity says which buffer is whose. arrived, fetched: a semaphore a buffer, a
+    table.
     """
     *more, top, total, acc, tables, turn, arrived, fetched = refs
     words: Any = None if in_place or one_row else more.pop()
