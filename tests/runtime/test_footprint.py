@@ -30,6 +30,7 @@ from jpaged.models.layers.rope import RopeConfig
 from jpaged.models.params import param_shapes
 from jpaged.models.served import served_config
 from jpaged.runtime import footprint, memory
+from jpaged.runtime.compiled_steps import compile_options
 from jpaged.runtime.memory import Needs
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.runner import Runner
