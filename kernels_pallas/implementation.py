@@ -5,6 +5,7 @@ import importlib
 from typing import Any
 
 CUDA = ("gpu", "cuda")  # names that jax.Device.platform has for a CUDA device
+TPU = "tpu"  # and for a TPU
 
 
 def capability_of(device: Any) -> float | None:

@@ -407,7 +407,7 @@ CARDS = {  # one of each architecture
     "sm_100": Card("NVIDIA B200", 148, (10, 0), 232448),
     "sm_120": Card("NVIDIA RTX PRO 6000", 188, (12, 0), 101376),
 }
-CHIPS = {"cuda": ("sm_90a",), "tpu": ("v5e:2x2", "v6e:2x2")}
+CHIPS = {"cuda": ("sm_90a",), "tpu": ("v5e:2x2", "v6e:2x2", "tpu7x:2x2x1")}
 # The environment of a process that compiles for TPUs that it lacks; libtpu reads it at first use.
 LIBTPU = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_MIN_LOG_LEVEL": "3"}
 

@@ -15,7 +15,7 @@ from kernels_pallas.gated_delta import triton as delta_triton
 from kernels_pallas.gated_delta import xla as delta_xla
 from kernels_pallas.mamba2 import xla as mamba2
 from kernels_pallas.packed_rows import PackedRows
-from kernels_pallas.paged_attention import triton, xla
+from kernels_pallas.paged_attention import tpu, triton, xla
 from kernels_pallas.paged_attention.interface import AttentionOptions, Options
 from kernels_pallas.paged_attention.kv_write import write_kv
 
@@ -112,11 +112,12 @@ def latents(module: Any, phase: str, sizes: Sizes, interpret: bool | None) -> St
     attention = AttentionOptions(scale=0.1, value_dim=sizes.latent, latent=True)
     options = Options(attention=attention, num_layers=2, interpret=interpret)
     function, width, count = getattr(module, phase), sizes.latent + sizes.rotated, sizes.blocks
+    layout = module.pool_layout(1, sizes.latent, sizes.rotated)
 
     def values() -> tuple[Array, tuple[Any, ...]]:
         q = noise(1, _tokens(phase, sizes), 16, width, dtype=BF16)
         blocks = sizes.rows * count
-        pool = noise(0, 4 * blocks, P, 1, width, dtype=BF16)
+        pool = layout.pack(noise(0, 4 * blocks, P, 1, width, dtype=BF16))
         table = jax.random.permutation(jax.random.key(2), blocks).reshape(sizes.rows, count)
         contexts = jnp.full(sizes.rows, count * P - 3, jnp.int32)
         starts = () if phase == "decode" else (_starts(phase, sizes),)
@@ -124,15 +125,15 @@ def latents(module: Any, phase: str, sizes: Sizes, interpret: bool | None) -> St
 
     def run(pool: Array, q: Array, layer: Array, *rows: Array) -> tuple[Array, Array]:
         slots = jnp.arange(q.shape[0], dtype=jnp.int32)
-        pool = write_kv(pool, layer, q[:, :1], slots, num_layers=2)
+        pool = write_kv(pool, layer, layout.pack(q[:, :1]), slots, num_layers=2)
         return pool, function(q, pool, layer, *rows, options=options)
 
     return StateCall(run=run, values=values, moved=sizes.rows * count * P * width * 2)
 
 
 def calls(sizes: Sizes, interpret: bool | None = None) -> dict[str, StateCall]:
-    """By name; behind a comma is the implementation, where there are several. interpret: as in
-    Options, of the kernels of latents.
+    """By name; behind a comma is the implementation, where there are several: a kernel for CUDA
+    (triton) or TPUs (tpu), or XLA's form. interpret: as in Options, of the kernels of latents.
     """
     by_name = {}
     for name, phase in (("step", "decode"), ("chunks", "prefill")):
@@ -144,6 +145,7 @@ def calls(sizes: Sizes, interpret: bool | None = None) -> dict[str, StateCall]:
     for name, phase in (("step", "decode"), ("prompts", "prefill")):
         by_name[f"latents {name}, xla"] = latents(xla, phase, sizes, interpret)
         by_name[f"latents {name}, triton"] = latents(triton, phase, sizes, interpret)
+        by_name[f"latents {name}, tpu"] = latents(tpu, phase, sizes, interpret)
     by_name["delta step, triton"] = delta(delta_triton, "decode", sizes)
     by_name["KDA step, triton"] = delta(delta_triton, "decode", sizes, sizes.width)
     return by_name

@@ -19,7 +19,8 @@ def states(dry: bool) -> Cases:
     by_name: dict[str, dict[str, StateCall]] = {}
     for name, call in calls(TINY if dry else FULL).items():
         what, _, way = name.partition(", ")
-        by_name.setdefault(what, {})[way or "xla"] = call
+        if way != "tpu":
+            by_name.setdefault(what, {})[way or "xla"] = call
     return {what: functools.partial(found, ways, dry) for what, ways in by_name.items()}
 
 

@@ -6,7 +6,6 @@ step is traced.
 """
 
 import dataclasses
-import importlib
 import logging
 import math
 from collections.abc import Mapping
@@ -29,15 +28,16 @@ from jpaged.models.layers.linear import DeltaRule, ExpertProducts
 from jpaged.models.layers.mamba import MambaConfig
 from jpaged.models.layers.per_layer import TABLE
 from jpaged.models.quantized import is_quantized
+from jpaged.models.served import VOCAB_TILE
 from jpaged.runtime.attention import Kernel, choose_kernel
 from jpaged.runtime.logprobs import OnePass
 from jpaged.runtime.mesh import Placement
 from kernels_cpu import library
 from kernels_cpu.linear import NativeProducts, is_width_supported
 from kernels_cpu.rates import rates
-from kernels_pallas import experts, gated_delta, paged_attention, short_conv
+from kernels_pallas import experts, gated_delta, paged_attention, short_conv, vocab_tiles
 from kernels_pallas.experts.interface import Shapes
-from kernels_pallas.implementation import CUDA, Implementation, before_ampere, capability_of
+from kernels_pallas.implementation import CUDA, Implementation, capability_of
 from kernels_pallas.mamba2 import xla as mamba2
 
 log = logging.getLogger("jpaged")
@@ -301,8 +301,15 @@ def choose_one_pass(config: EngineConfig, vocab: int, device: Any) -> OnePass | 
         named = paged_attention.IMPLEMENTATIONS.get(config.attention)
         if named is None or named.platforms != CUDA or device.platform != "cpu":
             return None
-    kernel: Any = importlib.import_module("kernels_pallas.vocab_tiles")
     assert config.seq_buckets is not None
-    if before_ampere(device) or kernel.unsupported(config.seq_buckets[-1], vocab):
-        return None
-    return OnePass(interpret=device.platform == "cpu")
+    is_interpreted, rows = device.platform == "cpu", config.seq_buckets[-1]
+    readers = [*vocab_tiles.IMPLEMENTATIONS]
+    if is_interpreted:  # that of the kernel which is named, before others
+        readers = readers[readers.index(config.attention) :]
+    for name in readers:
+        reader = vocab_tiles.IMPLEMENTATIONS[name]
+        reason = reader.module().unsupported(rows, vocab, VOCAB_TILE, device)
+        if reason is None:
+            return OnePass(reader=reader, interpret=is_interpreted)
+        log.info("sums over the vocabulary: not %s (%s)", name, reason)
+    return None

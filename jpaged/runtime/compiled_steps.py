@@ -31,14 +31,18 @@ from jpaged.runtime.kv_cache import Pool, PoolSpec
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.step_params import StepParams
 from jpaged.runtime.steps import StepSetting, make_step, uses
+from kernels_pallas.implementation import TPU
 
 log = logging.getLogger("jpaged")
 
 LEAST_SECONDS = 0.1  # what compiles faster is not worth a file in the persistent cache
 # Whole AVX-512 registers where XLA:CPU would use half of one: 0.94 of the time of decode attention,
 # 0.97 of a step. Loops only get wider; no sum is reordered. A CPU without AVX-512 keeps its own
-# width.
-OPTIONS: dict[str, dict[str, int]] = {"cpu": {"xla_cpu_prefer_vector_width": 512}}
+# width. On TPU v7, XLA would have the SparseCores scatter keys and values into a copy of the pool.
+OPTIONS: dict[str, dict[str, int]] = {
+    "cpu": {"xla_cpu_prefer_vector_width": 512},
+    TPU: {"xla_tpu_enable_offloading_scatter_to_sparsecore": False},
+}
 
 
 class CompiledSteps:
@@ -251,7 +255,8 @@ class CompiledSteps:
             donated = 0 if name == "write_blocks" else ()
             outs = pool.shardings(self.placement)
             jitted = jax.jit(function, donate_argnums=donated, out_shardings=outs)
-            self._moves[name, group, count] = jitted.lower(*args).compile()
+            lowered, device = jitted.lower(*args), self.placement.device
+            self._moves[name, group, count] = compile_step(lowered, device.platform)
             self.seconds[f"{name} {count} of group {group}"] = time.perf_counter() - started
         return self._moves[name, group, count]
 
@@ -283,7 +288,7 @@ class CompiledSteps:
             step = self._per_device(step, (spec, parts, parts, parts, parts), spec)
             jitted = jax.jit(step, donate_argnums=0, out_shardings=self.placement.sharding(spec))
             lowered = jitted.lower(self.counts, scalar, chunk, scalar, scalar)
-            self._set_counts = lowered.compile()
+            self._set_counts = compile_step(lowered, self.placement.device.platform)
             self.seconds["set_counts"] = time.perf_counter() - started
         return self._set_counts
 

@@ -39,6 +39,7 @@ from jpaged.models.served import served_form, stored_shapes
 from jpaged.runtime import logprobs, sampler
 from jpaged.runtime.adapter_tables import adapted_ranks, adapter_scratch_bytes, table_bytes
 from jpaged.runtime.choices import Choices
+from jpaged.runtime.compiled_steps import compile_step
 from jpaged.runtime.kv_cache import group_costs, most_blocks, states_a_row, widest_group
 from jpaged.runtime.memory import (
     CPU_POOL_BYTES,
@@ -416,7 +417,8 @@ def measured(probe: Runner, moved: int) -> Needs:
     share = probe.placement.share_of(probe.model)
     lowered = [probe.compiled.lower(bucket) for bucket in largest_buckets(table)]
     with ThreadPoolExecutor() as threads:  # side by side: each takes a minute on a GPU
-        compiled = threads.map(lambda step: step.compile(), lowered)
+        platform = probe.placement.device.platform
+        compiled = threads.map(lambda step: compile_step(step, platform), lowered)
         analyses = [step.memory_analysis() for step in compiled]
     # With results of their own: those that do not take an argument's place.
     temporaries = max(

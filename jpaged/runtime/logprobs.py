@@ -16,6 +16,7 @@ from jax import Array, lax
 
 from jpaged.models.served import VOCAB_TILE
 from jpaged.runtime.vocabulary import WHOLE, Vocabulary
+from kernels_pallas.implementation import Implementation
 
 RAW, TEMPERED, PROCESSED = 0, 1, 2  # logprobs_mode_S
 SUM_TILE = VOCAB_TILE  # tokens a tile of the two-level draw
@@ -25,11 +26,12 @@ NEG_INF = float("-inf")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OnePass:
-    """Sums over a device's share of the vocabulary by one kernel, `read_tiles` of
-    kernels_pallas/vocab_tiles.py, and thresholds of whole rows by another, `row_thresholds`.
+    """Sums over a device's share of the vocabulary by one kernel, `read_tiles` of a module of
+    kernels_pallas/vocab_tiles, and thresholds of whole rows by another, `row_thresholds`.
     interpret: run them on a CPU.
     """
 
+    reader: Implementation
     interpret: bool = False
 
     def read(
@@ -39,9 +41,8 @@ class OnePass:
         floor_S: logits below it are left out of the sums at this temperature. all_tau_S: the
         temperature of the sums over all logits, None is 1.
         """
-        kernel: Any = importlib.import_module("kernels_pallas.vocab_tiles")
         all_tau_S = jnp.ones_like(tau_S) if all_tau_S is None else all_tau_S
-        max_SN, sum_SN, all_SN = kernel.read_tiles(
+        max_SN, sum_SN, all_SN = self.reader.module().read_tiles(
             z_SV, tau_S, floor_S, all_tau_S, tile=VOCAB_TILE, interpret=self.interpret
         )
         return TileSums(max_SN, sum_SN, all_SN, tau_S, all_tau_S)

@@ -13,11 +13,11 @@ Shapes: T tokens, A choices of a token, X experts, E embed, I width of an expert
 token and choice.
 """
 
-from kernels_pallas.implementation import CUDA, Implementation
+from kernels_pallas.implementation import CUDA, TPU, Implementation
 
 # By name. On a device that several of them support, the first is the fastest.
 IMPLEMENTATIONS = {
-    "megablox": Implementation("kernels_pallas.experts.megablox", ("tpu",)),
+    "megablox": Implementation("kernels_pallas.experts.megablox", (TPU,)),
     "mosaic_gpu": Implementation("kernels_pallas.experts.mosaic_gpu", CUDA),
     "triton": Implementation("kernels_pallas.experts.triton", CUDA),
     "native": Implementation("kernels_cpu.experts", ("cpu",)),

@@ -21,7 +21,7 @@ kernel as the norms and the rotation of queries and keys.
 
 from typing import Literal
 
-from kernels_pallas.implementation import CUDA, Implementation
+from kernels_pallas.implementation import CUDA, TPU, Implementation
 
 # The keys of IMPLEMENTATIONS, for type checkers.
 Name = Literal["mosaic_gpu", "triton", "tpu", "native", "xla"]
@@ -30,7 +30,7 @@ Name = Literal["mosaic_gpu", "triton", "tpu", "native", "xla"]
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "mosaic_gpu": Implementation("kernels_pallas.paged_attention.mosaic_gpu", CUDA),
     "triton": Implementation("kernels_pallas.paged_attention.triton", CUDA),
-    "tpu": Implementation("kernels_pallas.paged_attention.tpu", ("tpu",)),
+    "tpu": Implementation("kernels_pallas.paged_attention.tpu", (TPU,)),
     "native": Implementation("kernels_cpu.paged_attention", ("cpu",)),
     "xla": Implementation("kernels_pallas.paged_attention.xla"),
 }

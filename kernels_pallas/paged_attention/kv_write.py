@@ -43,8 +43,13 @@ def write_kv(
 def _write(
     pool: Array, new: Array, layer: Array | int, slot_mapping_T: Array, num_layers: int
 ) -> Array:
-    """Write by one scatter over flat rows."""
+    """Write by one scatter over flat rows.
+
+    A token of one row is written without that axis, over which XLA would copy a TPU's pool.
+    """
     rows, P, *token = pool.shape
+    if token[0] == 1:
+        token, new = token[1:], new.reshape(new.shape[0], *token[1:])
     row_T = _places(rows * P, layer, slot_mapping_T, num_layers)
     flat = pool.reshape(rows * P, *token).at[row_T].set(new, mode="drop", unique_indices=True)
     return flat.reshape(pool.shape)

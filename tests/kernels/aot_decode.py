@@ -27,6 +27,7 @@ from jpaged.config import EngineConfig
 from jpaged.engine.shapes import DecodeShape, Sampler
 from jpaged.models.config import ModelConfig
 from jpaged.models.forward import bind
+from jpaged.models.served import VOCAB_TILE
 from jpaged.runtime.runner import Placement, Runner, choose_for
 from scripts._common import MODELS, absent_device, abstract_params, stay_on_cpu
 
@@ -62,18 +63,20 @@ def asked(hlo: str) -> int:
     return sum(KNOWN not in line for line in lines)
 
 
-def readings(hlo: str, shape: str) -> int:
-    """Return how many kernels of a compiled module read all of an array; such as gather do not, nor
-    does the search of rows that are not settled.
+def readings(hlo: str, *shapes: str) -> int:
+    """Return how many kernels of a compiled module read all of an array, in any of these shapes;
+    such as gather do not, nor does the search of rows that are not settled.
     """
     computations = hlo.split("\n\n")
     fused = (
-        head.startswith("%fused") and shape in head.split("->")[0] and "gather(" not in body
+        head.startswith("%fused")
+        and any(shape in head.split("->")[0] for shape in shapes)
+        and "gather(" not in body
         for head, _, body in (each.partition("\n") for each in computations)
     )
     lines = [line for line in hlo.splitlines() if "custom-call(" in line and SEARCH not in line]
     calls = re.findall(r"custom-call\(.*operand_layout_constraints=\{([^)]*)\}", "\n".join(lines))
-    return sum(fused) + sum(shape in operands for operands in calls)
+    return sum(fused) + sum(any(x in operands for x in shapes) for operands in calls)
 
 
 def compiled(
@@ -97,8 +100,9 @@ def compiled(
     thunks = file.read_text()
     file.unlink()
     logits = f"f32[{ROWS},{model.vocab_size}]"
+    tiles = f"f32[{ROWS},{model.vocab_size // VOCAB_TILE},{VOCAB_TILE}]"
     hlo = program.as_text()
-    return launched(thunks) | {"readings": readings(hlo, logits), "asked": asked(hlo)}
+    return launched(thunks) | {"readings": readings(hlo, logits, tiles), "asked": asked(hlo)}
 
 
 # By name: layers, what is drawn, steps, changes of a control.

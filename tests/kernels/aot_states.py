@@ -20,6 +20,7 @@ from collections.abc import Iterator
 import jax
 from jax.sharding import SingleDeviceSharding
 
+from jpaged.runtime.compiled_steps import compile_step
 from scripts._common import absent_device, stay_on_cpu
 from scripts._state_calls import FULL, StateCall, calls
 from tests.hlo import pool_copies
@@ -28,18 +29,20 @@ from tests.kernels.aot_decode import asked
 CONTROL = "control, not donated"
 PROGRAMS: dict[str, StateCall] = calls(FULL, interpret=False)
 PROGRAMS[CONTROL] = PROGRAMS["delta step, xla"]
+XLA_LATENTS = ("latents step, xla", "latents prompts, xla")
 
 
 def is_copied(platform: str, name: str) -> bool:
-    """Return whether a program copies its pool: the control, and on TPUs XLA's latents, which lie
-    in one row a slot, where arrays of 2, 4 or whole eights of rows are changed in place.
+    """Return whether a program copies its pool: the control, and on TPUs XLA's latents, which reads
+    a block of slots as one row; the kernel there reads them as they lie.
     """
-    return name == CONTROL or (platform == "tpu" and name.startswith("latents"))
+    return name == CONTROL or (platform == "tpu" and name in XLA_LATENTS)
 
 
 def programs_of(platform: str) -> list[str]:
     """Return the names of what compiles for a platform."""
-    return [name for name in PROGRAMS if platform == "cuda" or not name.endswith("triton")]
+    others = "tpu" if platform == "cuda" else "triton"
+    return [name for name in PROGRAMS if not name.endswith(others)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,7 +67,7 @@ def compiled(platform: str, chip: str, name: str) -> Compiled:
         )
         donated = () if name == CONTROL else (0,)
         program = jax.jit(functools.partial(call.run), donate_argnums=donated)  # traced anew
-        made = program.trace(*placed).lower().compile()
+        made = compile_step(program.trace(*placed).lower(), platform)
     text, memory = made.as_text(), made.memory_analysis()
     assert text is not None and memory is not None
     return Compiled(

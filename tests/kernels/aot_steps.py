@@ -25,6 +25,7 @@ from jpaged.config import EngineConfig
 from jpaged.engine.shapes import DecodeShape, PrefillShape
 from jpaged.models.forward import Forward
 from jpaged.models.served import served_config
+from jpaged.runtime.compiled_steps import compile_step
 from jpaged.runtime.footprint import bytes_on_device, form_of
 from jpaged.runtime.mesh import asked_shape, serving_mesh
 from jpaged.runtime.runner import Placement, Runner
@@ -73,7 +74,7 @@ def main(
         for name, bucket in cases.items():
             began = time.perf_counter()
             with mock.patch.object(jax, "jit", not_donated if name == CONTROL else JIT):
-                compiled = runner.compiled.lower(bucket).compile()
+                compiled = compile_step(runner.compiled.lower(bucket), platform)
             text = compiled.as_text()
             parts = jax.tree.leaves(pool.of_rows(pool.shape[0]))  # scales too, in 8 bits
             sizes_of_parts = [part.size // placement.axis_size for part in parts]

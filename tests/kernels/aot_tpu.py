@@ -22,16 +22,16 @@ import numpy as np
 from jax import Array
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jpaged.runtime.compiled_steps import compile_options
 from kernels_pallas.paged_attention import tpu
 from kernels_pallas.paged_attention.interface import AttentionOptions, Options
 from kernels_pallas.paged_attention.kv_write import write_kv
-from kernels_pallas.paged_attention.pool_layout import ScaledPool
+from kernels_pallas.paged_attention.pool_layout import PoolLayout, ScaledPool
 from scripts._common import LIBTPU, absent_devices
 from tests.hlo import pool_copies
 from tests.kernels import jax_tpu
 
 LAYERS = 3
-CHIPS = ("v5e:2x2", "v6e:2x2")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +45,8 @@ class Program:
     K: int = 8
     G: int = 2
     D: int = 128
+    V: int | None = None  # the width of a value, or of a latent, where it is not D
+    latent: bool = False
     P: int = 64
     S: int = 16
     M: int = 8
@@ -53,6 +55,7 @@ class Program:
     )
     dtype: Any = jnp.bfloat16
     donate: bool = True
+    is_offloaded: bool = False  # compiled without the options of engines
     is_jax: bool = False  # attention by jax's own kernel
     loop: bool = False  # over the layers, instead of a copy of the kernel for each
     sinks: bool = False
@@ -60,16 +63,35 @@ class Program:
 
     def pool(self, sharding: Any = None) -> Any:
         """As ShapeDtypeStructs."""
-        layout, blocks = tpu.pool_layout(self.K, self.D), LAYERS * self.N
+        layout, blocks = self.layout, LAYERS * self.N
         shape = (blocks, self.P, layout.rows, layout.width)
         values = jax.ShapeDtypeStruct(shape, self.kv_dtype or self.dtype, sharding=sharding)
         if self.kv_dtype is None:
             return values
         shape = (blocks, *layout.scales(self.P))
         scales = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
-        return ScaledPool(values, scales, layout.slots_last)
+        return ScaledPool(values, scales, layout.slots_last, layout.key_width)
+
+    @property
+    def layout(self) -> PoolLayout:
+        return tpu.pool_layout(self.K, *self.vectors)
+
+    @property
+    def vectors(self) -> tuple[int, int | None]:
+        """The widths of the two vectors that the pool holds of a KV head."""
+        if self.latent and self.V is not None:
+            return self.V, self.D - self.V
+        return self.D, self.V
+
+    @property
+    def token(self) -> tuple[int, int]:
+        """What a step writes of a token, before it is packed."""
+        first, second = self.vectors
+        return (2 * self.K, first) if second is None else (self.K, first + second)
 
 
+F8 = jnp.float8_e4m3fn
+latents = functools.partial(Program, K=1, G=16, D=576, V=512, latent=True)
 PROGRAMS = (
     Program("decode_d128", 16),
     Program("prefill_d128", 320),
@@ -92,6 +114,7 @@ PROGRAMS = (
     Program("decode_loop", 16, loop=True),
     Program("prefill_loop", 320, loop=True),
     Program("control_without_donation", 16, donate=False),
+    Program("control_scattered_by_sparse_cores", 16, is_offloaded=True),
     # In 8 bits. Scales are what has to be larger than VMEM.
     Program("decode_d128_int8", 16, kv_dtype=jnp.int8, N=6000),
     Program("prefill_d128_fp8", 320, kv_dtype=jnp.float8_e4m3fn, N=6000),
@@ -99,17 +122,29 @@ PROGRAMS = (
     Program("prefill_d256_k2_int8", 320, K=2, D=256, P=16, N=22000, kv_dtype=jnp.int8),
     Program("decode_loop_int8", 16, P=128, kv_dtype=jnp.int8, N=6000, loop=True),
     Program("control_int8_without_donation", 16, kv_dtype=jnp.int8, N=6000, donate=False),
+    # Latents as DeepSeek's, of 16 to 128 query heads, in one row of 640 a token.
+    latents("decode_latents", 16, N=2800),
+    latents("decode_latents_h128", 16, N=2800, G=128),
+    latents("decode_latents_128k", 256, S=256, M=1024, N=2800, P=128),
+    latents("prefill_latents", 320, N=2800),
+    latents("prefill_latents_h128_p8", 2048, N=22400, G=128, P=8),
+    latents("decode_latents_int8", 16, N=50000, kv_dtype=jnp.int8),
+    latents("prefill_latents_fp8", 320, N=50000, kv_dtype=F8, P=16),
+    latents("decode_latents_loop", 16, N=2800, loop=True),
+    latents("control_latents_without_donation", 16, N=2800, donate=False),
+    # One KV head of a device, whose values are narrower than its keys.
+    Program("prefill_d192_v128_k1", 320, K=1, G=8, D=192, V=128, N=2800),
     Program("decode_jax", 16, is_jax=True),
     Program("prefill_jax", 320, is_jax=True),
 )
 
 
 def step(program: Program) -> Callable[..., Any]:
-    """The program as a function of pool, q [T, H, D], kv [T, 2K, D], slots [T], table, contexts,
-    starts.
+    """The program as a function of pool, q [T, H, D], kv [T, *program.token], slots [T], table,
+    contexts, starts.
     """
     options = Options(
-        attention=AttentionOptions(scale=0.1),
+        attention=AttentionOptions(scale=0.1, value_dim=program.V, latent=program.latent),
         num_layers=LAYERS,
         num_kv_heads=program.K,
         interpret=False,
@@ -118,19 +153,17 @@ def step(program: Program) -> Callable[..., Any]:
     module = jax_tpu if program.is_jax else tpu
     if program.sinks:
         how["sinks_H"] = jnp.arange(program.K * program.G, dtype=program.dtype)
-    layout = tpu.pool_layout(program.K, program.D)
+    layout = program.layout
 
-    def run(
-        pool: Any, q_THD: Array, kv_T2KD: Array, slots_T: Array, *rows: Array
-    ) -> tuple[Any, Array]:
+    def run(pool: Any, q_THD: Array, kv: Array, slots_T: Array, *rows: Array) -> tuple[Any, Array]:
         def run_layer(layer: Array | int, state: tuple[Any, Array]) -> tuple[Any, Array]:
             pool, x = state
-            pool = write_kv(pool, layer, layout.pack(kv_T2KD), slots_T, num_layers=LAYERS)
+            pool = write_kv(pool, layer, layout.pack(kv), slots_T, num_layers=LAYERS)
             if program.T == program.S:
                 o = module.decode(x, pool, layer, *rows[:2], **how)
             else:
                 o = module.prefill(x, pool, layer, *rows, **how)
-            return pool, x + o
+            return pool, x.at[..., : o.shape[-1]].add(o)
 
         if program.loop:
             return jax.lax.fori_loop(0, LAYERS, run_layer, (pool, q_THD))
@@ -151,7 +184,7 @@ def arguments(program: Program, sharding: Any = None) -> Iterator[Any]:
         program.M,
         jnp.int32,
     )
-    floats = ((T, K * G, D), (T, 2 * K, D))
+    floats = ((T, K * G, D), (T, *program.token))
     yield program.pool(sharding)
     yield from (jax.ShapeDtypeStruct(shape, program.dtype, sharding=sharding) for shape in floats)
     yield from (
@@ -197,12 +230,10 @@ def main(chip: str, *names: str) -> None:
         # The abstract mesh tells Pallas which chip it is.
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             args = arguments(program, NamedSharding(mesh, PartitionSpec()))
-            compiled = (
-                jax.jit(step(program), donate_argnums=(0,) if program.donate else ())
-                .trace(*args)
-                .lower()
-                .compile()
-            )
+            donated = (0,) if program.donate else ()
+            lowered = jax.jit(step(program), donate_argnums=donated).trace(*args).lower()
+            options = None if program.is_offloaded else compile_options("tpu")
+            compiled = lowered.compile(compiler_options=options)
         hlo, memory = compiled.as_text(), compiled.memory_analysis()
         assert hlo is not None and memory is not None
         result = {

@@ -23,11 +23,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jpaged.models.layers.mlp import gated
-from kernels_pallas import row_thresholds, vocab_tiles
+from kernels_pallas import row_thresholds
 from kernels_pallas.experts import triton as experts
 from kernels_pallas.paged_attention import head_write, triton
 from kernels_pallas.paged_attention.interface import AttentionOptions, Options
 from kernels_pallas.paged_attention.pool_layout import ScaledPool
+from kernels_pallas.vocab_tiles.triton import read_tiles
 from scripts._common import CARDS, absent_device, stay_on_cpu
 from scripts._state_calls import FULL, calls
 from tests.kernels.aot_quantized import mixture
@@ -125,7 +126,7 @@ KERNELS: dict[str, Call] = {
     "delta step": step("delta step"),
     "KDA step": step("KDA step"),
     "write_heads": heads_written(),
-    "read_tiles": vocabulary(vocab_tiles.read_tiles, F32, F32, F32),
+    "read_tiles": vocabulary(read_tiles, F32, F32, F32),
     "row_thresholds": vocabulary(row_thresholds.row_thresholds, F32, F32, F32, I32, F32, jnp.bool_),
     **{f"experts {form}": experts_in(form) for form in ("int8", "int4", "fp8", "mxfp4")},
     CONTROL: too_large(),

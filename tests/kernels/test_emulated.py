@@ -21,6 +21,7 @@ import pytest
 from kernels_pallas.experts import mosaic_gpu as experts
 from kernels_pallas.paged_attention import mosaic_gpu
 from kernels_pallas.paged_attention.mosaic_gpu import decode_kernel, prefill_kernel
+from kernels_pallas.vocab_tiles import mosaic_gpu as vocab_tiles
 from scripts._attention_cases import GPU, IN_TILES, Case
 from scripts._common import cannot_compile
 from tests.kernels.hopper.block import AHEAD, LATE, RANDOM, TIMINGS, ThreadBlock
@@ -28,6 +29,7 @@ from tests.kernels.hopper.emulated import Emulated
 from tests.kernels.hopper.memory import Fault
 from tests.kernels.suite import bounded, check
 from tests.kernels.test_experts import GLU, exact, make
+from tests.runtime.test_one_pass import check as check_tiles
 
 SECONDS = 900  # that a test may take, on a busy machine
 
@@ -178,6 +180,42 @@ def test_experts_are_the_loop_over_them(T: int, X: int, A: int) -> None:
             found = np.asarray(experts.experts(x, chosen, weight, weights, glu=GLU))
         assert np.abs(found - wanted).max() < 0.01 * np.abs(wanted).max()
     assert len(emulated.compiled) == 2
+
+
+@functools.cache
+def reader() -> Emulated:
+    """Return what compiles sums of tiles once for all tests of them."""
+    return Emulated(RANDOM)
+
+
+def check_sums() -> None:
+    """Hold sums of tiles to their definition: 71 tiles, of which two thread blocks share 57."""
+    with reader().running():
+        check_tiles(vocab_tiles, 71 * vocab_tiles.TILE, interpret=False)
+
+
+def test_sums_of_tiles_are_their_definition() -> None:
+    for timing in TIMINGS:
+        with mock.patch.object(reader(), "timing", timing):
+            check_sums()
+    (compiled,) = reader().compiled.values()
+    assert compiled.launch.grid == (2, 8, 1)
+
+
+@pytest.mark.parametrize(
+    ("left_out", "shows"),
+    [
+        (r"fence\.proxy\.async\.shared::cta;", "not equal"),
+        (r"cp\.async\.bulk\.wait_group\s+0;", "ends while"),
+    ],
+    ids=["the fence", "the wait"],
+)
+def test_sums_of_tiles_need_what_they_wait_for(left_out: str, shows: str) -> None:
+    check_sums()
+    is_broken = {"timing": LATE, "change": replaced(left_out, "")}
+    raised = pytest.raises((AssertionError, Fault), match=shows)
+    with mock.patch.multiple(reader(), **is_broken), raised:
+        check_sums()
 
 
 # ---- What is broken on purpose ----

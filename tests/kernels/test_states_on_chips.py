@@ -14,7 +14,7 @@ import pytest
 from scripts._common import cannot_compile
 from tests.kernels.aot_states import PROGRAMS, is_copied, programs_of
 
-CHIPS = {"sm_80": "cuda", "sm_90a": "cuda", "v5e:2x2": "tpu"}
+CHIPS = {"sm_80": "cuda", "sm_90a": "cuda", "v5e:2x2": "tpu", "tpu7x:2x2x1": "tpu"}
 
 
 @pytest.mark.parametrize("chip", CHIPS)
@@ -29,6 +29,9 @@ def test_pools_are_changed_in_place(chip: str) -> None:
         # XLA's forms gather the states of rows; the chunks of 2048 tokens are more.
         most = (12 if is_copied(platform, name) else 6) * PROGRAMS[name].moved
         assert program["temporary_bytes"] < max(most, 64 << 20)
+    if platform == "tpu":
+        ours, theirs = (compiled[f"latents step, {way}"] for way in ("tpu", "xla"))
+        assert ours["temporary_bytes"] < 1e-3 * theirs["temporary_bytes"]
     if platform == "cuda":
         for rule in ("delta", "KDA"):
             ours, theirs = (compiled[f"{rule} step, {way}"] for way in ("triton", "xla"))

@@ -178,8 +178,16 @@ def test_latents_are_tritons_on_every_card() -> None:
     with pytest.warns(UserWarning, match="latents of 24 and rotated keys of 16: only 64 to 512"):
         kernel = choose(HOPPER, model=dataclasses.replace(LATENTS, layers=layers))
     assert kernel.name == "xla"
-    with pytest.warns(UserWarning, match=r"'xla' on TPU v5 lite.*latent=True"):
-        assert choose(TPU, model=LATENTS).name == "xla"
+
+
+def test_latents_on_tpus_are_the_kernels() -> None:
+    """Every device has the latents whole. In f32 XLA serves, and the warning says why."""
+    for shards in (1, 2):
+        kernel = choose(TPU, model=LATENTS, shards=shards)
+        assert (kernel.name, kernel.writes_heads) == ("tpu", False)
+        assert kernel.pool_layout.rows == 1 and kernel.shapes.num_heads == 4 // shards
+    with pytest.warns(UserWarning, match=r"'xla' on TPU v5 lite.*one row a token, in float32"):
+        assert choose(TPU, model=LATENTS, dtype=jnp.float32).name == "xla"
 
 
 def test_no_triton_before_ampere() -> None:
@@ -330,12 +338,12 @@ def test_scales_caps_and_sinks_reach_each_kernel(
         assert error < 0.2 * np.abs(scaled[other] - scaled[model]).mean()
 
 
-@pytest.mark.parametrize("kv", [None, "int8"])
-def test_latents_reach_triton(kv: Any) -> None:
+@pytest.mark.parametrize(("kernel", "kv"), [("triton", None), ("triton", "int8"), ("tpu", None)])
+def test_latents_reach_a_kernel(kernel: Any, kv: Any) -> None:
     """The same logprobs as XLA's up to bf16, which are far from those of keys that nothing
     rotates.
     """
-    ours, expected = (logprobs(name, LATENTS, kv_cache_dtype=kv) for name in ("triton", "xla"))
+    ours, expected = (logprobs(name, LATENTS, kv_cache_dtype=kv) for name in (kernel, "xla"))
     still = LayerConfig(mixer=dataclasses.replace(LATENT, rope=None), ffn=LATENTS.layers[0].ffn)
     others = logprobs("xla", dataclasses.replace(LATENTS, layers=(still, still)))
     assert np.abs(ours - expected).mean() < 0.2 * np.abs(others - expected).mean()

@@ -24,7 +24,8 @@ def test_options_are_known_and_change_nothing(caplog):
 
 
 def test_other_platforms_have_none():
-    assert compiled_steps.compile_options("cuda") == compiled_steps.compile_options("tpu") == {}
+    """TPUs' is known to the compiler that tests/kernels/aot_tpu.py asks."""
+    assert compiled_steps.compile_options("cuda") == {}
     compiled_steps.compile_options("cpu").clear()
     assert compiled_steps.compile_options("cpu")
 

@@ -30,6 +30,7 @@ from jpaged.models.layers.rope import RopeConfig
 from jpaged.models.params import param_shapes
 from jpaged.models.served import served_config
 from jpaged.runtime import footprint, memory
+from jpaged.runtime.compiled_steps import compile_options
 from jpaged.runtime.memory import Needs
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.runner import Runner
@@ -231,7 +232,9 @@ def test_cpu_compiles_only_where_it_decides(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_largest_steps_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each once, none before all have begun: a step takes a minute on a GPU."""
+    """Each once, as an engine compiles it, and none before all have begun: a step takes a minute on
+    a GPU.
+    """
     runner, together = probe(), threading.Barrier(3, timeout=10)
     account = SimpleNamespace(
         temp_size_in_bytes=7,
@@ -242,7 +245,8 @@ def test_the_largest_steps_are_compiled_side_by_side(monkeypatch: pytest.MonkeyP
     begun = []
 
     def lower(bucket: Any) -> Any:
-        def compile() -> Any:
+        def compile(compiler_options: Any) -> Any:
+            assert compiler_options == compile_options("cpu")
             begun.append(bucket.phase)
             together.wait()
             return SimpleNamespace(memory_analysis=lambda: account)

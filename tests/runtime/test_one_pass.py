@@ -5,6 +5,7 @@ definition, in the draw and in logprobs of given tokens, and lowered for CUDA.
 import functools
 import re
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -16,13 +17,15 @@ from jpaged.config import EngineConfig
 from jpaged.runtime.choices import choose_one_pass
 from jpaged.runtime.logprobs import PROCESSED, RAW, SUM_TILE, TEMPERED, OnePass, token_logprobs
 from jpaged.runtime.sampler import Sampled, sample
-from kernels_pallas import row_thresholds, vocab_tiles
+from kernels_pallas import row_thresholds
+from kernels_pallas.vocab_tiles import IMPLEMENTATIONS, mosaic_gpu, triton
 from tests.kernels import aot_cuda
 from tests.kernels.bounds import again, watch
 from tests.runtime.test_sampler import controls, full_controls
 
 NEG_INF = float("-inf")
-KERNEL, CUDA_KERNEL = OnePass(interpret=True), OnePass()
+TRITON, HOPPER = IMPLEMENTATIONS["triton"], IMPLEMENTATIONS["mosaic_gpu"]
+KERNEL, CUDA_KERNEL = OnePass(reader=TRITON, interpret=True), OnePass(reader=TRITON)
 ROWS = 8
 run = jax.jit(sample, static_argnames=("max_logprobs", "filters", "one_pass"))
 
@@ -33,13 +36,13 @@ def some_logits(vocab: int) -> np.ndarray:
     return logits
 
 
-def check(module: Any, vocab: int) -> None:
+def check(module: Any, vocab: int, **more: Any) -> None:
     logits = some_logits(vocab)
     tau = np.linspace(0.3, 2, ROWS).astype(np.float32)
     floor = np.where(np.arange(ROWS) % 2, NEG_INF, np.median(logits, axis=1)).astype(np.float32)
     all_tau = tau[::-1].copy()
     arrays = map(jnp.asarray, (logits, tau, floor, all_tau))
-    got = module.read_tiles(*arrays, tile=SUM_TILE, interpret=True)
+    got = module.read_tiles(*arrays, tile=SUM_TILE, **({"interpret": True} | more))
     tiles = -(-vocab // SUM_TILE)
     wide = np.full((ROWS, tiles * SUM_TILE), NEG_INF)
     wide[:, :vocab] = logits
@@ -56,7 +59,12 @@ def check(module: Any, vocab: int) -> None:
 @pytest.mark.parametrize("vocab", [300, 17 * SUM_TILE, 20 * SUM_TILE + 1])
 def test_it_is_the_definition(vocab: int) -> None:
     """Of a short last tile, of one program of tiles and of two."""
-    check(vocab_tiles, vocab)
+    check(triton, vocab)
+
+
+def test_it_is_the_definition_on_hopper() -> None:
+    """Two thread blocks of a row share tiles; a row of results is not a whole number of copies."""
+    check(mosaic_gpu, 71 * SUM_TILE)
 
 
 MUTATIONS = {
@@ -72,7 +80,24 @@ MUTATIONS = {
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_broken_kernel_is_noticed(name: str) -> None:
     with pytest.raises(AssertionError):
-        check(again(vocab_tiles, *MUTATIONS[name]), 300)
+        check(again(triton, *MUTATIONS[name]), 300)
+
+
+BROKEN_ON_HOPPER = {
+    "the last tiles": ("N - TILES)", "N - TILES - 1)"),
+    "the floor": ("summed(tau_ref[row], floor_ref[row])", "summed(tau_ref[row], -jnp.inf)"),
+    "the temperature": ("(LOG2E / tau)", "LOG2E"),
+    "that of all": ("summed(all_tau_ref[row],", "summed(tau_ref[row],"),
+    "the row": ("tau_ref[row], floor", "tau_ref[0], floor"),
+    "the base": ("(LOG2E / tau)", "(1 / tau)"),
+    "tiles of nothing": ('jnp.where(top == float("-inf"), jnp.float32(0), top)', "top"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_ON_HOPPER)
+def test_a_broken_kernel_of_hopper_is_noticed(name: str) -> None:
+    with pytest.raises(AssertionError):
+        check(again(mosaic_gpu, *BROKEN_ON_HOPPER[name]), 71 * SUM_TILE)
 
 
 MASKS = {
@@ -85,7 +110,7 @@ MASKS = {
 @pytest.mark.parametrize("name", MASKS)
 def test_it_touches_nothing_outside(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless a mask is left out."""
-    module = again(vocab_tiles, *MASKS[name])
+    module = again(triton, *MASKS[name])
     seen = watch(monkeypatch, module)
     one_S = jnp.ones(ROWS)
     arrays = jnp.asarray(some_logits(300)), one_S, one_S, one_S
@@ -161,10 +186,28 @@ def test_where_it_is_taken() -> None:
 
     assert choice("triton") == KERNEL and choice("auto") is None and choice("xla") is None
     assert choice("triton", 2**28) is None
+    assert choice("mosaic_gpu") == KERNEL
+    assert choice("mosaic_gpu", 128_256) == OnePass(reader=HOPPER, interpret=True)
     with pytest.raises(AssertionError):
-        vocab_tiles.read_tiles(
+        triton.read_tiles(
             *(jax.ShapeDtypeStruct(s, jnp.float32) for s in ((8, 2**28), *[(8,)] * 3)), tile=128
         )
+
+
+def test_cards_take_their_own() -> None:
+    """Hopper that of Mosaic, for a vocabulary of whole tiles."""
+    config = EngineConfig(seq_buckets=(256,))
+    for capability, vocab, reader in (
+        ("9.0", 151_936, HOPPER),
+        ("9.0", 50_257, TRITON),
+        ("9.0", 63 * 128, TRITON),
+        ("8.0", 151_936, TRITON),
+        ("12.0", 151_936, TRITON),
+    ):
+        card = SimpleNamespace(platform="gpu", compute_capability=capability)
+        assert choose_one_pass(config, vocab, card) == OnePass(reader=reader)
+    old = SimpleNamespace(platform="gpu", compute_capability="7.5")
+    assert choose_one_pass(config, 151_936, old) is None
 
 
 def lowered(*, filters: bool, one_pass: OnePass | None = CUDA_KERNEL) -> str:

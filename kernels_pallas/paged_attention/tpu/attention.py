@@ -3,11 +3,12 @@
 Shapes: T packed tokens, S rows, M blocks a row, L layers, N pool blocks, P block size, H query
 heads, K KV heads, G = H/K, D head dim, V width of a value; Y, X the last two dimensions of the
 pool; A items, B tokens of a query tile, Q = B*G, U blocks of a KV tile, C = U*P tokens, W 32-bit
-words of a token in each lane.
+words of a token in each lane; XO the width of what comes out.
 """
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -33,7 +34,7 @@ QUERY_TILE = 6 << 20  # bytes of queries, output and softmax state
 # Of at least 64 MiB and 1 MiB since TPU v5; the compiler needs some too.
 VMEM, SMEM = 48 << 20, 960 << 10
 LANES = 128  # numbers in a row of memory
-OPTIONS = ("scale", "soft_cap", "window", "value_dim", "sinks")
+OPTIONS = ("scale", "soft_cap", "window", "value_dim", "sinks", "latent")
 
 _i32 = jnp.int32
 _jit = functools.partial(jax.jit, static_argnames="options")
@@ -45,8 +46,9 @@ def pool_layout(num_kv_heads: int, head_dim: int, value_dim: int | None = None) 
     """Return (Y, X), the last two dimensions of a pool that XLA updates in place on TPU.
 
     Heads of up to 64 are packed: K in the first 64 lanes of a row, V in the others. Longer heads
-    have a row for K and a row for V. Where values are of another width, they follow K in its row.
-    In 8 bits, scales run along lanes, as the scores that they multiply do.
+    have a row for K and a row for V. Where values are of another width, they follow K in its row,
+    as a rotated key follows its latent; one such row stays one, which `kv_write` and this kernel
+    take for [L*N, P, X]. In 8 bits, scales run along lanes, as the scores that they multiply do.
     """
     key_width = None
     if value_dim is not None:
@@ -57,7 +59,8 @@ def pool_layout(num_kv_heads: int, head_dim: int, value_dim: int | None = None) 
     else:
         rows, width = 2 * num_kv_heads, -(-head_dim // 128) * 128
         head_width = width
-    rows = next((n for n in (2, 4) if rows <= n), -(-rows // 8) * 8)
+    if key_width is None or rows > 1:
+        rows = next((n for n in (2, 4) if rows <= n), -(-rows // 8) * 8)
     return PoolLayout(
         rows=rows,
         width=width,
@@ -72,7 +75,7 @@ def unsupported(shapes: Shapes, attention: AttentionOptions, device: Any) -> str
     """Return why these shapes and options cannot run on a device, or None."""
     if reason := unknown_options(attention, OPTIONS):
         return reason
-    layout = pool_layout(shapes.num_kv_heads, shapes.head_dim, attention.value_dim)
+    layout = pool_layout(shapes.num_kv_heads, *_vectors(shapes.head_dim, attention))
     dtype, num_rows, blocks_per_row = (
         jnp.dtype(shapes.dtype),
         shapes.num_rows,
@@ -93,7 +96,12 @@ def unsupported(shapes: Shapes, attention: AttentionOptions, device: Any) -> str
     if shapes.scaled and (shapes.block_size % 8 or _of_lanes(shapes.block_size) is None):
         sizes = f"only 8, 16, 32, 64 and multiples of {LANES}"
         return f"{shapes.scaled}, block_size {shapes.block_size}: {sizes}"
-    if shapes.scaled and layout.rows < 4:
+    if layout.rows == 1 and (dtype != jnp.bfloat16 or shapes.block_size % 8):
+        form = f"{heads} in one row a token, in {dtype}, blocks of {shapes.block_size}"
+        return f"{form}: only in bfloat16, in blocks of whole 8s, else the pool would be copied"
+    if shapes.scaled and attention.latent and attention.value_width(shapes.head_dim) % LANES:
+        return f"{shapes.scaled}, latents of {attention.value_dim}: only multiples of {LANES}"
+    if shapes.scaled and layout.rows == 2:
         of = f"{shapes.num_kv_heads} KV heads of {shapes.head_dim}"
         return f"{shapes.scaled}, {of}: two rows, which in 8 bits take the memory of four"
     if shapes.num_heads % shapes.num_kv_heads > 0:
@@ -105,6 +113,14 @@ def unsupported(shapes: Shapes, attention: AttentionOptions, device: Any) -> str
         table = f"a block table of {num_rows} x {blocks_per_row}"
         return f"{table}: {smem >> 10} KiB of scalar memory"
     return None
+
+
+def _vectors(head_dim: int, attention: AttentionOptions) -> tuple[int, int | None]:
+    """Return the widths of the two vectors that the pool holds of a KV head."""
+    if not attention.latent:
+        return head_dim, attention.value_dim
+    latent = attention.value_width(head_dim)
+    return latent, head_dim - latent
 
 
 def _of_lanes(block_size: int) -> int | None:
@@ -121,21 +137,28 @@ def _query_bytes(H: int, X: int, itemsize: int) -> int:
     return H * (X * (4 * itemsize + 4) + 2 * 128 * 4)
 
 
-def tile_sizes(shapes: Shapes, pool: Array | ScaledPool, *, num_tokens: int) -> tuple[int, int]:
+def tile_sizes(
+    shapes: Shapes, pool: Array | ScaledPool, *, num_tokens: int, latent: bool = False
+) -> tuple[int, int]:
     """Return (B, U), tokens of a query tile and blocks of a KV tile, as large as memory allows.
 
     shapes: of the call, so that num_rows is S. pool: in this module's layout. num_tokens: T.
+    latent: as of AttentionOptions.
     """
     (_, P, Y, X), itemsize = pool.shape, jnp.dtype(shapes.dtype).itemsize
     H, G = shapes.num_heads, shapes.num_heads // shapes.num_kv_heads
+    # Q = B*G is a multiple of 16: whole tiles of bf16. Rows of other tokens than an item's are
+    # multiplied in vain, which costs nothing under the copies, but for the many heads of latents.
+    whole = 16 // math.gcd(G, 16)
+    least = whole if latent else max(whole, 8)
     B = max(
-        8, min(num_tokens // shapes.num_rows, QUERY_TILE // _query_bytes(H, X, itemsize), 512 // G)
+        least,
+        min(num_tokens // shapes.num_rows, QUERY_TILE // _query_bytes(H, X, itemsize), 512 // G),
     )
     U = max(1, min(max(KV_TILE // (Y * X * pool.dtype.itemsize), 128), 512) // P)
     if shapes.scaled:  # whole lanes of scales
         U = -(-U // (_of_lanes(P) or 1)) * (_of_lanes(P) or 1)
-    # Q = B*G is a multiple of 16: whole tiles of bf16.
-    return max(1 << B.bit_length() - 1, 16 if G % 2 else 8), U
+    return 1 << B.bit_length() - 1, U
 
 
 @_jit
@@ -179,13 +202,14 @@ def attend(
     """
     T, H, D = q_THD.shape
     S, M = block_table_SM.shape
-    value_dim, V = options.attention.value_dim, options.attention.value_width(D)
+    attention = options.attention
+    value_dim, V = attention.value_dim, attention.value_width(D)
     packed = value_dim is not None or D <= 64  # K and V of a head lie in one row
     is_plain = value_dim is None and not (packed and pool.shape[3] == 128)
     K = options.num_kv_heads or pool.shape[2] // (2 if is_plain else 1)
     shapes = shapes_of(q_THD, pool, block_table_SM, dataclasses.replace(options, num_kv_heads=K))
     interpret = interpretation("TPU attention", unsupported, shapes, options)
-    needed = pool_layout(K, D, value_dim)
+    needed = pool_layout(K, *_vectors(D, attention))
     if isinstance(pool, ScaledPool):
         pool = needed.pack_scaled(pool) if interpret and not pool.slots_last else pool
     elif interpret and pool.shape[2:] != (needed.rows, needed.width):
@@ -197,7 +221,7 @@ def attend(
             f"[..., {needed.rows}, {needed.width}]"
         )
     G, dtype, itemsize = H // K, jnp.dtype(shapes.dtype), jnp.dtype(shapes.dtype).itemsize
-    B, U = tiles or tile_sizes(shapes, pool, num_tokens=T)
+    B, U = tiles or tile_sizes(shapes, pool, num_tokens=T, latent=attention.latent)
     live_T = jnp.arange(T, dtype=_i32) < query_start_loc_S1[-1]
     first_block = jnp.asarray(layer * (pool.shape[0] // options.num_layers), _i32)
     starts_S, ends_S = query_start_loc_S1[:-1], query_start_loc_S1[1:]
@@ -224,26 +248,31 @@ def attend(
         .swapaxes(0, 1)
         .reshape(K, -1, X)
     )
-    query_tile = pl.BlockSpec((K, Q, X), lambda item, base, row_A, tile_A, *_: (0, tile_A[item], 0))
+    # A latent is the first lanes of its row, and no others are wanted of the values.
+    XO = -(-V // LANES) * LANES if attention.latent else X
+    query_tile, out_tile = (
+        pl.BlockSpec((K, Q, width), lambda item, base, row_A, tile_A, *_: (0, tile_A[item], 0))
+        for width in (X, XO)
+    )
     values: Any = pool
     scales: list[Array] = []
     if isinstance(pool, ScaledPool):
         values, scales = pool.values, [pool.scales]
     # The same bytes; otherwise XLA would copy the pool, and the kernel makes it flat.
-    if Y % 8 == 0 or X == 128:
+    if Y == 1 or Y % 8 == 0 or X == 128:
         values = values.reshape(-1, P * Y, X)
     buffers = [pltpu.VMEM((2, U, *x.shape[1:]), x.dtype) for x in (values, *scales)]
     in_place = not scales and X == LANES and interpret is False
-    if not in_place:
+    one_row = not scales and Y == 1
+    if not in_place and not one_row:
         words = jnp.float32 if W == Y else jnp.uint32
         buffers.append(pltpu.VMEM((X // LANES, C * W, LANES), words))
-    state = [pltpu.VMEM((K, Q, lanes), jnp.float32) for lanes in (128, 128, X)]
+    state = [pltpu.VMEM((K, Q, lanes), jnp.float32) for lanes in (128, 128, XO)]
     sinks = []
     if sinks_H is not None:  # of each row of a query tile, in all lanes
         start_KG = jnp.asarray(sinks_H, jnp.float32).reshape(K, G)
         sinks = [jnp.broadcast_to(jnp.tile(start_KG, (1, B))[:, :, None], (K, Q, 128))]
     whole = pl.BlockSpec((K, Q, 128), lambda *_: (0, 0, 0))
-    attention = options.attention
     o = pl.pallas_call(
         functools.partial(
             kernel,
@@ -256,6 +285,8 @@ def attend(
             packed=packed,
             kv_dtype=pool.dtype.name if scales else None,
             in_place=in_place,
+            one_row=one_row,
+            latent=V if attention.latent else None,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
@@ -265,7 +296,7 @@ def attend(
                 *[pl.BlockSpec(memory_space=pl.ANY)] * (2 + len(scales)),
                 *[whole] * len(sinks),
             ],
-            out_specs=query_tile,
+            out_specs=out_tile,
             scratch_shapes=[
                 *buffers,
                 *state,
@@ -275,7 +306,7 @@ def attend(
                 pltpu.SemaphoreType.DMA((2,)),
             ],
         ),
-        out_shape=jax.ShapeDtypeStruct(q.shape, q_THD.dtype),
+        out_shape=jax.ShapeDtypeStruct((*q.shape[:2], XO), q_THD.dtype),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",), vmem_limit_bytes=VMEM
         ),
@@ -283,8 +314,8 @@ def attend(
         name="paged_attention",
     )(*scalars, q, values, table, *scales, *sinks)
     # Packed: what the probabilities make of V's lanes.
-    lead = 0 if not packed else 64 if value_dim is None else D
-    o_THV = o.reshape(K, -1, G, X).swapaxes(0, 1).reshape(-1, H, X)[:T, :, lead : lead + V]
+    lead = 0 if not packed or attention.latent else 64 if value_dim is None else D
+    o_THV = o.reshape(K, -1, G, XO).swapaxes(0, 1).reshape(-1, H, XO)[:T, :, lead : lead + V]
     return jnp.where(live_T[:, None, None], o_THV, 0)
 
 

@@ -2,7 +2,8 @@
 
 Shapes: S rows, M blocks a row, L layers, N pool blocks, P block size, K KV heads, G query heads of
 each; Y, X the last two dimensions of the pool; A items, B tokens of a query tile, Q = B*G, U blocks
-of a KV tile, C = U*P tokens, W 32-bit words of a token in each lane; Z scales of a token.
+of a KV tile, C = U*P tokens, W 32-bit words of a token in each lane; Z scales of a token; XO the
+width of o.
 """
 
 import itertools
@@ -41,20 +42,25 @@ def kernel(
     packed: bool,
     kv_dtype: str | None,
     in_place: bool,
+    one_row: bool,
+    latent: int | None,
 ) -> None:
-    """base [2]: the layer's first block, number of items. q, o [K, Q, X]. pool [L*N, ...] and table
-    [S, M/128, 128] in HBM. refs: in 8 bits (kv_dtype) scales [L*N, Z, P or more] in HBM; sinks
-    [K, Q, 128], where there are any; o and the scratch.
+    """base [2]: the layer's first block, number of items. q [K, Q, X], o [K, Q, XO]. pool [L*N,
+    ...] and table [S, M/128, 128] in HBM. latent: the width of one, where a token's row is a latent
+    and a rotated key: both together are its key, and the latent is its value. refs: in 8 bits
+    (kv_dtype) scales [L*N, Z, P or more] in HBM; sinks [K, Q, 128], where there are any; o and the
+    scratch.
 
     Scratch: blocks [2, U, ...], the two buffers, and those of scales, where there are any. words
     [X/128, C*W, 128], a KV tile as 32-bit words, or in f32 what 8 bits say; there are none where a
-    tile is read as words where it lies (in_place), which no interpreter knows. top and total [K, Q,
-    128], each value in all lanes. acc [K, Q, X]. tables [2, M/128, 128]: of this item's row, and of
-    the next one's. turn [1], KV tiles met so far, whose parity says which buffer is whose. arrived,
-    fetched: a semaphore a buffer, a table.
+    tile is read as words where it lies (in_place), which no interpreter knows, or as it is where a
+    token is one row of bf16 (one_row). top and total [K, Q, 128], each value in all lanes. acc [K,
+    Q, XO]. tables [2, M/128, 128]: of this item's row, and of the next one's. turn [1], KV tiles
+    met so far, whose parity says which buffer is whose. arrived, fetched: a semaphore a buffer, a
+    table.
     """
     *more, top, total, acc, tables, turn, arrived, fetched = refs
-    words: Any = None if in_place else more.pop()
+    words: Any = None if in_place or one_row else more.pop()
     blocks_of_scales: Any = None
     if kv_dtype is None:
         *sinks, o, blocks = more
@@ -118,6 +124,14 @@ def kernel(
 
         0 * NaN is NaN, and slots that no query sees, or no copy reached, may hold any bits.
         """
+        if one_row:  # two tokens share a word
+            two = pltpu.bitcast(blocks[slot].reshape(C, X), jnp.uint32)
+            token = 2 * lax.broadcasted_iota(_i32, two.shape, 0) + first
+            kept = jnp.zeros_like(two)
+            for t, half in ((token, 0x0000FFFF), (token + 1, 0xFFFF0000)):
+                kept |= jnp.where((t >= begin) & (t < end), jnp.uint32(half), jnp.uint32(0))
+            blocks[slot] = pltpu.bitcast(two & kept, blocks.dtype).reshape(U, P, X)
+            return
         word = lax.broadcasted_iota(_i32, (C * W, 128), 0) + first * W
         is_seen = (word >= begin * W) & (word < end * W)
         for part in words_of(slot):
@@ -128,6 +142,8 @@ def kernel(
 
         Two rows of bf16 share a word, and a bf16 is the upper half of an f32.
         """
+        if one_row:
+            return blocks[slot].reshape(C, X)
         strided = pl.ds(y // 2 if narrow else y, C, stride=W)
         w = jnp.concatenate([part[strided, :] for part in words_of(slot)], axis=1)
         w = (w & jnp.uint32(0xFFFF0000) if y % 2 else w << 16) if narrow else w
@@ -167,6 +183,16 @@ def kernel(
         precision = None if q.dtype == jnp.bfloat16 else lax.Precision.HIGHEST
         form = (((1,), (axis_of_y,)), ((), ()))
         return lax.dot_general(x, y, form, precision=precision, preferred_element_type=jnp.float32)
+
+    def scores(h: int, k_CX: Array, by: Array | None) -> Array:
+        """Return the scores of a head, before soft_cap. by: scales [Z, C], in 8 bits."""
+        if by is None:
+            return dot(q[h], k_CX, 1) * scale
+        if latent is None:
+            return dot(q[h], k_CX, 1) * (by[2 * h : 2 * h + 1] * scale)
+        parts = (q[h][:, :latent], k_CX[:, :latent]), (q[h][:, latent:], k_CX[:, latent:])
+        s_QC = [dot(*part, 1) * (by[i : i + 1] * scale) for i, part in enumerate(parts)]
+        return s_QC[0] + s_QC[1]
 
     @pl.when(item < items)
     def _():
@@ -215,7 +241,7 @@ def kernel(
                 widen(slot)
                 by = scales_of(slot, j * C, begin, end)
             else:
-                if not in_place:
+                if not in_place and not one_row:
                     copy_words(slot)
                 # Most tiles are seen whole.
                 is_partly_seen = (begin > j * C) | (end < (j + 1) * C)
@@ -234,11 +260,7 @@ def kernel(
             for some in itertools.batched(range(K), max(1, SCORES // (Q * C))):
                 rows = [(h, h) if packed else (2 * h, 2 * h + 1) for h in some]
                 kv = [[pool_row(slot, y) for y in pair] for pair in rows]
-                by_keys = [scale if by is None else by[2 * h : 2 * h + 1] * scale for h in some]
-                s_QC = [
-                    dot(q[h], k_CX, 1) * x
-                    for h, (k_CX, _), x in zip(some, kv, by_keys, strict=True)
-                ]
+                s_QC = [scores(h, k_CX, by) for h, (k_CX, _) in zip(some, kv, strict=True)]
                 s_QC = (
                     s_QC if soft_cap is None else [soft_cap * jnp.tanh(s / soft_cap) for s in s_QC]
                 )
@@ -252,11 +274,14 @@ def kernel(
                 if by is None:
                     weights = p_QC = [p.astype(q.dtype) for p in p_QC]
                 else:
-                    by_values = [by[2 * h + 1 : 2 * h + 2] for h in some]
+                    by_values = [by[i : i + 1] for i in (2 * h + (latent is None) for h in some)]
                     weights = [
                         (p * x).astype(q.dtype) for p, x in zip(p_QC, by_values, strict=True)
                     ]
-                pv = [dot(p, v_CX, 0) for p, (_, v_CX) in zip(weights, kv, strict=True)]
+                pv = [
+                    dot(p, v_CX[:, : acc.shape[2]], 0)
+                    for p, (_, v_CX) in zip(weights, kv, strict=True)
+                ]
                 for h, m0, m, p, o_QX in zip(some, old, new, p_QC, pv, strict=True):
                     top[h], alpha = m, jnp.exp(m0 - m)
                     total[h] = alpha * total[h] + jnp.sum(

@@ -56,6 +56,7 @@ COMPARE = {
     "le": np.less_equal,
     "gt": np.greater,
     "ge": np.greater_equal,
+    "num": lambda x, y: ~(np.isnan(x) | np.isnan(y)),
 }
 COMBINE = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
 

@@ -157,7 +157,10 @@ class Window:
             np.array(x)[:, None] for x in (self.descriptor.sizes, self.descriptor.strides)
         )
         inside = ((position >= 0) & (position < sizes)).all(axis=0)
-        return (position * strides).sum(axis=0) * self.descriptor.itemsize // CHUNK, inside
+        first = (position * strides).sum(axis=0) * self.descriptor.itemsize
+        if (first % CHUNK).any():
+            raise Fault("a TMA window from the middle of 16 bytes on, which is not emulated")
+        return first // CHUNK, inside
 
     def _places(self, memory: SharedMemory, address: int) -> np.ndarray:
         if address % 128:

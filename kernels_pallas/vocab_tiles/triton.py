@@ -1,15 +1,10 @@
-"""One reading of the logits that gives what a draw needs of each tile of the vocabulary: its
-maximum, and its sums of exponentials against that maximum. In Pallas' Triton backend, for CUDA.
+"""Sums of tiles in Pallas' Triton backend, for CUDA: a program takes TILES tiles of one row.
 
-XLA reads the logits for the maxima, for the sums, and again for logprobs at another temperature.
-Sums against a tile's maximum do not need the row's; they are scaled to it afterwards, when one
-number a tile is left. A program takes TILES tiles of one row, so a row's bits depend on that row
-alone.
-
-Shapes: S rows, V tokens of the vocabulary (or of a device's share of it), N tiles of C tokens.
+Shapes: see the package.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +12,18 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from kernels_pallas.implementation import before_ampere
+
 TILES = 16  # of a program: 16 logits a thread, four of them at a time
 
 
-def unsupported(rows: int, vocab: int) -> str | None:
+def unsupported(rows: int, vocab: int, tile: int, device: Any) -> str | None:
     """Return why so many logits cannot be read, or None: Triton's offsets have 32 bits."""
+    if tile != pl.next_power_of_2(tile):
+        return f"tiles of {tile}: only powers of two"
     if rows * vocab >= 2**31:
         return f"{rows} rows x {vocab} logits, of which there may be {2**31 - 1}"
-    return None
+    return before_ampere(device)
 
 
 @functools.partial(jax.jit, static_argnames=("tile", "interpret"))
@@ -37,15 +36,9 @@ def read_tiles(
     tile: int,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
-    """Return three f32 [S, N], numbers of each tile: its maximum m; the sum of exp((z - m) / tau)
-    over z >= floor; the sum of exp((z - m) / all_tau) over all z.
-
-    Both sums are 0 if m is -inf, and leave NaN out.
-
-    z_SV f32, -inf allowed. tau_S, all_tau_S f32 > 0. tile: C, a power of 2.
-    """
+    """Return maxima and sums; see the package."""
     S, V = z_SV.shape
-    assert tile == pl.next_power_of_2(tile) and unsupported(S, V) is None
+    assert unsupported(S, V, tile, None) is None
     N = pl.cdiv(V, tile)
     out = jax.ShapeDtypeStruct((S, N), jnp.float32)
     return pl.pallas_call(
