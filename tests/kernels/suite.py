@@ -219,8 +219,10 @@ def bounded(request: pytest.FixtureRequest, seconds: float) -> Iterator[None]:
     """
     stderr = request.config.stash.get(fault_handler_stderr_fd_key, 2)  # past pytest's capture
     faulthandler.dump_traceback_later(seconds, exit=True, file=stderr)
-    yield
-    faulthandler.cancel_dump_traceback_later()
+    try:
+        yield
+    finally:  # else it ends whatever test runs by then
+        faulthandler.cancel_dump_traceback_later()
 
 
 class PagedAttentionSuite:

@@ -281,6 +281,8 @@ def prefill(
                 )
                 pl.when(warpgroup == 0)(next_turn)
 
+                if interpret and not take_turns:  # as above: the other's queries are there by now
+                    meet()
                 for i, part in enumerate(acc):
                     store_flat(o_sm.at[i], normalized(part, total).astype(dtype))
                 plgpu.commit_smem()
