@@ -126,6 +126,7 @@ def score(  # pyright: ignore[reportOverlappingOverload]
     top_k: None = None,
     at: None = None,
     entropy: Literal[False] = False,
+    routed: IntArrays | None = None,
 ) -> list[np.ndarray] | tuple[list[np.ndarray], list[np.ndarray]]: ...
 
 
@@ -148,6 +149,7 @@ def score(
     top_k: int | None = None,
     at: IntArrays | None = None,
     entropy: bool = False,
+    routed: IntArrays | None = None,
 ) -> list[Scores]: ...
 
 
@@ -169,6 +171,7 @@ def score(
     top_k: int | None = None,
     at: IntArrays | None = None,
     entropy: bool = False,
+    routed: IntArrays | None = None,
 ) -> ScoreResult:
     """Return log p(token t+1 | tokens <= t) under log_softmax(logits / temperature), a float32
     array [T-1] for each sequence. No token is drawn.
@@ -188,6 +191,10 @@ def score(
     sequence, up to 512 candidates a row whose logprobs are wanted. entropy: that of each row's
     distribution, over the whole vocabulary. Widths are compiled for 32, 128, 256 and 512, with and
     without `start` and entropy. RequestError with strict=True, which compiles none of them.
+
+    routed: integers [T, L, A] for each sequence, the experts that its tokens take, as
+    routed_experts of an output has them, in place of what the router chooses, which weighs them; -1
+    where it chooses. It takes an engine with routed_experts=True, and compiles a step of its own.
     """
     options = ScoreOptions(
         temperature=temperature,
@@ -198,6 +205,7 @@ def score(
         top_k=top_k,
         at=at,
         entropy=entropy,
+        routed=routed,
     )
     with kept.session(
         params,

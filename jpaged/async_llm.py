@@ -236,6 +236,7 @@ class AsyncLLM:
         top_k: int | None = None,
         at: IntArrays | None = None,
         entropy: bool = False,
+        routed: IntArrays | None = None,
     ) -> ScoreResult:
         """Return the scores of sequences, in one batch with what runs: see LLM.score."""
         options = ScoreOptions(
@@ -247,6 +248,7 @@ class AsyncLLM:
             top_k=top_k,
             at=at,
             entropy=entropy,
+            routed=routed,
         )
         return await self._beside(self._llm.session.score, token_lists, options)
 

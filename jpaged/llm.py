@@ -291,6 +291,7 @@ class LLM:
         top_k: None = None,
         at: None = None,
         entropy: Literal[False] = False,
+        routed: IntArrays | None = None,
     ) -> list[np.ndarray] | tuple[list[np.ndarray], list[np.ndarray]]: ...
 
     @overload
@@ -306,6 +307,7 @@ class LLM:
         top_k: int | None = None,
         at: IntArrays | None = None,
         entropy: bool = False,
+        routed: IntArrays | None = None,
     ) -> list[Scores]: ...
 
     def score(
@@ -320,6 +322,7 @@ class LLM:
         top_k: int | None = None,
         at: IntArrays | None = None,
         entropy: bool = False,
+        routed: IntArrays | None = None,
     ) -> ScoreResult:
         """Return log p(token t+1 | tokens <= t) of sequences, and more of each distribution if that
         is asked for: see jpaged.score.
@@ -333,6 +336,7 @@ class LLM:
             top_k=top_k,
             at=at,
             entropy=entropy,
+            routed=routed,
         )
         return self.session.score(token_lists, options)
 

@@ -362,3 +362,55 @@ def test_dialogs_know_the_routes_of_all_turns() -> None:
     chosen, replayed = (jpaged.logprobs(params, arrays, routed=routed) for routed in (False, True))
     np.testing.assert_array_equal(chosen, replayed)
     llm.close()
+
+
+def test_scores_of_a_replay() -> None:
+    """What a trainer will see: those of logprobs(routed=True), by other weights than the rollout's;
+    in chunks, from the cache and from a start; the router's own choice is another.
+    """
+    outs = run(served())
+    fresh = make_params(9, MIXTURE)
+    arrays = jpaged.to_arrays(outs)
+    wanted = jpaged.logprobs(fresh, arrays, temperature=0.9, routed=True)
+    pairs = [(out, c) for out in outs for c in out.outputs]
+    texts = [out.prompt_token_ids + c.token_ids for out, c in pairs]
+    routes = [np.array(route, np.int16) for _, route in routes_of(outs)]
+    starts = [len(out.prompt_token_ids) for out, _ in pairs]
+    llm = served(fresh)
+    own: Any = llm.score(texts, temperature=0.9)
+    replayed = functools.partial(llm.score, texts, temperature=0.9, routed=routes)
+    for whole in (replayed(), replayed()):
+        for one, row, start in zip(whole, wanted, starts, strict=True):
+            np.testing.assert_allclose(one[start - 1 :], row[: len(one) - start + 1], atol=2e-5)
+    found: Any = replayed(start=starts)
+    for one, row in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, row[: len(one)], atol=2e-5)
+    # Neither sees the other's keys and values.
+    for one, before, again in zip(found, own, llm.score(texts, temperature=0.9), strict=True):
+        np.testing.assert_allclose(before, again, atol=2e-5)
+        assert np.abs(before[-len(one) :] - one).max() > 1e-3
+    mixed = llm.score(texts, temperature=0.9, routed=[np.full_like(r, -1) for r in routes])
+    np.testing.assert_allclose(np.concatenate(mixed), np.concatenate(own), atol=2e-5)
+    entropies = llm.score(texts, temperature=0.9, routed=routes, entropy=True, top_k=2)
+    for one, full in zip(entropies, llm.score(texts, temperature=0.9, routed=routes), strict=True):
+        np.testing.assert_allclose(one.logprobs, full, atol=2e-5)
+    assert llm.stats()["cached_tokens"] > 0
+    by_call = jpaged.score(
+        fresh, texts, temperature=0.9, routed=routes, engine_config=SETTINGS, start=starts
+    )
+    np.testing.assert_allclose(np.concatenate(by_call), np.concatenate(found), atol=2e-5)
+
+    bad: list[tuple[Any, str]] = [
+        (routes[:1], "routed: 1 arrays for 6 sequences"),
+        ([r[:-1] for r in routes], r"routed\[0\] of int16\[14, 3, 2\]: must be integers \[15, 3"),
+        ([r.astype(np.float32) for r in routes], r"routed\[0\] of float32"),
+        ([r + 1 + 6 * (r >= 0) for r in routes], r"routed\[0\]: expert \d+ is none of 6, or -1"),
+    ]
+    for given, error in bad:
+        with pytest.raises(jpaged.RequestError, match=error):
+            llm.score(texts, routed=given)
+    with pytest.raises(jpaged.RequestError, match="made without routed_experts=True"):
+        LLM(PARAMS, **vars(ENGINE)).score(texts, routed=routes)
+    strict = served(strict=True)
+    with pytest.raises(jpaged.RequestError, match="strict"):
+        strict.score(texts, routed=routes)

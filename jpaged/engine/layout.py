@@ -89,6 +89,8 @@ def input_sections(shape: Shape, config: EngineConfig) -> Layout:
     step before, the position of each row's first one, and by group the blocks that it reads and
     writes. scored: places among the packed tokens after which a token of the prompt is scored,
     num_scored of them; targets and candidates are the token itself and others, in the same order.
+    routes: of each packed token the experts that it takes, a layer after the other, -1 where its
+    router chooses.
     """
     assert config.seq_buckets is not None
     rows, most = shape.rows, config.seq_buckets[-1]
@@ -120,6 +122,8 @@ def input_sections(shape: Shape, config: EngineConfig) -> Layout:
             tokens = (shape.tokens,)
             sections |= {"scored": tokens, "num_scored": (1,), "targets": tokens}
             sections |= {"scoring": (rows, 2), "candidates": (shape.tokens, shape.candidates)}
+        if shape.routed:
+            sections["routes"] = (shape.tokens, shape.routed)
     else:
         sections["device_rows"] = (rows,)
     return _lay_out(sections | {"sample": (size,)})

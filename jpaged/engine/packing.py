@@ -275,6 +275,8 @@ def _pack_tokens(view: Views, plan: Plan, config: EngineConfig) -> None:
     row that draws.
     """
     start, starts, indices, computed, scored = 0, [], [], [], 0
+    if "routes" in view:
+        view["routes"][:] = -1
     for entry in plan.entries:
         seq = entry.seq
         if entry.num_tokens:
@@ -286,6 +288,9 @@ def _pack_tokens(view: Views, plan: Plan, config: EngineConfig) -> None:
             else:
                 past = entry.start + entry.num_tokens
                 view["tokens"][start:end] = seq.token_ids[entry.start : past]
+            if seq.scoring is not None and seq.scoring.routed is not None:
+                taken = seq.scoring.routed[entry.start : entry.start + entry.num_tokens]
+                view["routes"][start:end] = taken.reshape(len(taken), -1)
             if "targets" in view and (positions := entry.scored):
                 _pack_scored(view, entry, positions, start, scored, len(starts))
                 scored += len(positions)

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import hashlib
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ class Scoring:
     how many of the likeliest tokens are returned with their logprobs. candidates: int32 [R, K],
     tokens whose logprobs are returned. entropy: whether that of each distribution is. hidden: the
     hidden states of all R positions are returned, the last one's too, and no logits are computed.
+    routed: int16 [tokens, layers, experts], the experts that tokens take, -1 where routers choose.
     """
 
     first: int = 0
@@ -25,6 +27,19 @@ class Scoring:
     candidates: np.ndarray | None = None
     entropy: bool = False
     hidden: bool = False
+    routed: np.ndarray | None = None
+
+    @property
+    def salt(self) -> bytes:
+        """What keeps the cached prefixes of such sequences apart from others."""
+        if self.routed is None:
+            return b""
+        return hashlib.blake2b(self.routed.tobytes()).digest()
+
+    @property
+    def num_routed(self) -> int:
+        """Numbers of `routed` a token, 0 where there is none."""
+        return 0 if self.routed is None else int(np.prod(self.routed.shape[1:]))
 
     @property
     def num_candidates(self) -> int:

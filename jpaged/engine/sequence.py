@@ -100,6 +100,7 @@ class Sequence:
         # Cached blocks are shared under one salt and one version of an adapter only.
         self.salt = b"" if salt is None else salt.encode()
         self.salt += b"" if adapter is None else adapter.salt
+        self.salt += b"" if scoring is None else scoring.salt
         self.eos_ids = frozenset() if sampling_params.ignore_eos else eos_ids
         self.stop_ids = frozenset(sampling_params.stop_token_ids or ())
         self.text = text

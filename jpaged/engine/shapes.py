@@ -97,7 +97,8 @@ class PrefillShape(Shape):
     the lists of likeliest tokens that it returns with them; 0 is max_logprobs. candidates: width of
     the lists of tokens whose logprobs it returns. entropy: it returns that of each distribution.
     skips: it computes no logits of tokens that are not scored, which costs a GPU a pause for each
-    tile of those that are. keeps_states: it returns all hidden states.
+    tile of those that are. routed: numbers a token that say which experts it takes, 0 where routers
+    choose. keeps_states: it returns all hidden states.
     """
 
     phase = "prefill"
@@ -110,6 +111,7 @@ class PrefillShape(Shape):
     candidates: int = 0
     entropy: bool = False
     skips: bool = False
+    routed: int = 0
     keeps_states: bool = False
 
     @property
@@ -246,6 +248,7 @@ def _asked(asked: Sequence[Scoring], config: EngineConfig, listed: int = 0) -> J
         fields["top"] = _width(max(top, listed), config)
     if widest := max([scoring.num_candidates for scoring in asked]):
         fields["candidates"] = _width(widest, config)
+    fields["routed"] = max([scoring.num_routed for scoring in asked])
     fields["entropy"] = bool([scoring for scoring in asked if scoring.entropy])
     fields["keeps_states"] = bool([scoring for scoring in asked if scoring.hidden])
     # No table has steps that skip.

@@ -197,7 +197,13 @@ class ModelConfig:
     @property
     def has_experts(self) -> bool:
         """Whether a layer is a mixture of experts."""
-        return any(isinstance(ffn, ExpertsConfig) for x in self.layers for ffn in x.ffns)
+        return bool(self.mixtures)
+
+    @property
+    def mixtures(self) -> tuple[ExpertsConfig, ...]:
+        """The mixtures of experts of its layers, in order."""
+        ffns = (ffn for layer in self.layers for ffn in layer.ffns)
+        return tuple(ffn for ffn in ffns if isinstance(ffn, ExpertsConfig))
 
     @property
     def num_experts(self) -> int:
@@ -322,8 +328,7 @@ class ModelConfig:
         """Return the model, whose cache keeps which experts each token took. UnsupportedError where
         it has none, or layers take unequal numbers of them.
         """
-        mixtures = [x for layer in self.layers for x in layer.ffns if isinstance(x, ExpertsConfig)]
-        taken = tuple(mixture.experts_per_token for mixture in mixtures)
+        taken = tuple(mixture.experts_per_token for mixture in self.mixtures)
         check_combination(Facts(taken_experts=taken))
         return dataclasses.replace(self, layers=tuple(x.keeping_choices() for x in self.layers))
 

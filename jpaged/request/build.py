@@ -18,7 +18,7 @@ from jpaged.errors import CapacityError, RequestError
 from jpaged.request.detokenizer import TextStream
 from jpaged.request.inputs import Inputs, Prompt
 from jpaged.request.resume import resume
-from jpaged.request.scores import ScoreOptions
+from jpaged.request.scores import Experts, ScoreOptions
 from jpaged.sampling_params import SamplingParams
 from jpaged.search.beam import BeamSearch, EarlyStopping, num_candidates
 from jpaged.structured.grammars import Grammars, Matcher, check_served, form_begins
@@ -150,8 +150,8 @@ class Builder:
         Raises RequestError.
         """
         lengths, vocab_size = [len(prompt.ids) for prompt in prompts], self.inputs.model.vocab_size
-        scorings = options.scorings(lengths, vocab_size)
-        if options.wants_scores:
+        scorings = options.scorings(lengths, vocab_size, self._experts())
+        if options.wants_scores or options.routed is not None:
             check_combination(Facts(config=self.config, scores_more=True))
         asked = SamplingParams(
             temperature=options.temperature, prompt_logprobs=0, logprobs_mode="tempered"
@@ -168,6 +168,13 @@ class Builder:
             self._reading(prompt, asked, scoring, matcher)
             for prompt, scoring, matcher in zip(prompts, scorings, matchers, strict=True)
         ]
+
+    def _experts(self) -> Experts | None:
+        """Return the experts of the model, where the cache keeps which of them tokens took."""
+        if not self.config.routed_experts:
+            return None
+        mixtures = self.inputs.model.mixtures
+        return Experts(len(mixtures), mixtures[0].experts_per_token, mixtures[0].num_experts)
 
     def hidden(self, prompts: list[Prompt]) -> list[Request]:
         """Return a request for each sequence whose hidden states are wanted: see jpaged.hidden.

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 
@@ -38,6 +38,14 @@ class Scores:
 
 # What `score` returns: the logprobs alone, with the greedy flags, or all that is known.
 ScoreResult = list[np.ndarray] | tuple[list[np.ndarray], list[np.ndarray]] | list[Scores]
+
+
+class Experts(NamedTuple):
+    """Of a model: layers that have experts, how many of them a token takes in each, of how many."""
+
+    layers: int
+    taken: int
+    num: int
 
 
 class ScoreCalls(TypedDict, total=False):
@@ -87,6 +95,7 @@ class ScoreOptions:
     top_k: int | None = None
     at: IntArrays | None = None
     entropy: bool = False
+    routed: IntArrays | None = None
 
     def returned(self, scores: list[Scores]) -> ScoreResult:
         """Return scores in the form that a caller who asked for this gets."""
@@ -100,8 +109,12 @@ class ScoreOptions:
         """Whether it is Scores that are returned, and not the logprobs alone."""
         return self.top_k is not None or self.at is not None or self.entropy
 
-    def scorings(self, lengths: Sequence[int], vocab_size: int) -> list[Scoring]:
-        """Return what is asked of each sequence of so many tokens. Raises RequestError."""
+    def scorings(
+        self, lengths: Sequence[int], vocab_size: int, experts: Experts | None = None
+    ) -> list[Scoring]:
+        """Return what is asked of each sequence of so many tokens. experts: of the model, where the
+        cache keeps which of them tokens took. Raises RequestError.
+        """
         if self.temperature == 0:
             raise RequestError(
                 "temperature=0: a greedy distribution has no log-probabilities; pass a positive one"
@@ -114,10 +127,43 @@ class ScoreOptions:
             check_whole("top_k", self.top_k, 1, min(MOST, vocab_size))
         top_k, starts = int(self.top_k or 0), self._starts(lengths)
         rows = [length - start for length, start in zip(lengths, starts, strict=True)]
+        candidates = self._candidates(rows, vocab_size)
+        routes: Sequence[np.ndarray | None] = [None] * len(lengths)
+        if self.routed is not None:
+            routes = self._routes(self.routed, lengths, experts)
         return [
-            Scoring(first=start - 1, top_k=top_k, candidates=candidates, entropy=self.entropy)
-            for start, candidates in zip(starts, self._candidates(rows, vocab_size), strict=True)
+            Scoring(
+                first=start - 1,
+                top_k=top_k,
+                candidates=ids,
+                entropy=self.entropy,
+                routed=taken,
+            )
+            for start, ids, taken in zip(starts, candidates, routes, strict=True)
         ]
+
+    @staticmethod
+    def _routes(
+        routed: IntArrays, lengths: Sequence[int], experts: Experts | None
+    ) -> list[np.ndarray]:
+        """Return the experts that the tokens of each sequence take."""
+        if experts is None:
+            raise RequestError("routed: this engine was made without routed_experts=True")
+        if len(routed) != len(lengths):
+            raise RequestError(f"routed: {len(routed)} arrays for {len(lengths)} sequences")
+        routes = list[np.ndarray]()
+        for i, (array, length) in enumerate(zip(routed, lengths, strict=True)):
+            taken, shape = np.asarray(array), (length, experts.layers, experts.taken)
+            if taken.shape != shape or taken.dtype.kind not in "iu":
+                raise RequestError(
+                    f"routed[{i}] of {taken.dtype}{list(taken.shape)}: must be integers "
+                    f"{list(shape)}, of each token, layer with experts, and expert that it takes"
+                )
+            if taken.size and (taken.min() < -1 or taken.max() >= experts.num):
+                wrong = taken[(taken < -1) | (taken >= experts.num)][0]
+                raise RequestError(f"routed[{i}]: expert {wrong} is none of {experts.num}, or -1")
+            routes.append(taken.astype(np.int16))
+        return routes
 
     def _starts(self, lengths: Sequence[int]) -> list[int]:
         """Return the first token of each sequence that is scored, which has one before it."""

@@ -59,6 +59,7 @@ class PagedKV:
     where each row's tokens begin in the packed T. is_decode: one token a row. located_T: the row
     and the position of each token, -1 for padding; None where no layer chooses. chosen_TC: the
     positions that each token chose last, see kernels_pallas.sparse_attention; None before that.
+    routes_TX: see Packed.
     """
 
     pools: tuple[Pool, ...]
@@ -67,6 +68,7 @@ class PagedKV:
     query_start_loc_S1: Array
     located_T: tuple[Array, Array] | None = None
     chosen_TC: Array | None = None
+    routes_TX: Array | None = None
     specs: tuple[PoolSpec, ...] = dataclasses.field(metadata={"static": True})
     is_decode: bool = dataclasses.field(metadata={"static": True})
 
@@ -188,8 +190,12 @@ class PagedKV:
         return dataclasses.replace(self, groups=groups)
 
     def forced_experts(self, place: Place) -> Array | None:
-        """See models.kv_view.KVView: nobody says any."""
-        return None
+        """See models.kv_view.KVView."""
+        if self.routes_TX is None:
+            return None
+        layers = self.specs[place.group].num_layers
+        by_layer = self.routes_TX.reshape(self.routes_TX.shape[0], layers, -1)
+        return jax.lax.dynamic_index_in_dim(by_layer, place.index, 1, keepdims=False)
 
     def with_experts(self, place: Place, chosen: Array) -> Self:
         """See models.kv_view.KVView."""
@@ -221,6 +227,7 @@ class PagedKV:
             context_lens_S=jnp.where(is_real_R, position_R + 1, 0),
             located_T=None,
             chosen_TC=None,
+            routes_TX=None,
             query_start_loc_S1=jnp.arange(size + 1, dtype=jnp.int32),
             is_decode=True,
         )
@@ -248,7 +255,8 @@ class PagedKV:
 class Packed(NamedTuple):
     """The tokens of a step, those of a row together: tables and lengths as PagedKV has them.
     num_rows: int32 scalar, tokens that are real, before the padding. guesses_S: rows that have
-    guesses among their tokens; None where none has.
+    guesses among their tokens; None where none has. routes_TX: int32 [T, L * A], the experts that
+    tokens take, -1 where their routers choose; None where all do.
     """
 
     tokens_T: Array
@@ -257,6 +265,7 @@ class Packed(NamedTuple):
     query_start_loc_S1: Array
     num_rows: Array
     guesses_S: Array | None = None
+    routes_TX: Array | None = None
 
 
 def view_of(
@@ -299,6 +308,7 @@ def view_of(
         context_lens_S=packed.context_lens_S,
         query_start_loc_S1=packed.query_start_loc_S1,
         located_T=(row_T, positions_T) if has_index_keys else None,
+        routes_TX=packed.routes_TX,
         specs=specs,
         is_decode=is_decode,
     )

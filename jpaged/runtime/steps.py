@@ -444,6 +444,7 @@ def _make_prefill(step: _Step) -> Callable[..., Any]:
             start_loc_S1,
             start_loc_S1[-1],
             fields.get("guesses"),
+            fields.get("routes"),
         )
         last = _Places(fields["logits_indices"], _last_row(step.drawn_lens(fields["sample"])))
         skips = step.skips_to_last(last.index_R.shape[0])

@@ -139,7 +139,7 @@ def test_latents_are_checked_where_they_are_served() -> None:
     """And contexts are split where a kernel does that."""
     assert any("splits=" in case for case in on_device.checks("mosaic_gpu", "decode", dry=False))
     assert not any("splits=" in case for case in on_device.checks("tpu", "decode", dry=False))
-    for name, expected in (("triton", 2 + 3 * 3), ("mosaic_gpu", 0), ("tpu", 0)):
+    for name, expected in (("triton", 2 + 3 * 3), ("mosaic_gpu", 0), ("tpu", 5)):
         cases = {
             c for phase in ("decode", "prefill") for c in on_device.checks(name, phase, dry=False)
         }
