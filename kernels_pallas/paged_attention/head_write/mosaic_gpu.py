@@ -71,8 +71,9 @@ def write_heads(
         return triton.write_heads(qkv_TKXD, pool, layer, slot_mapping_T, **given)
     slots = rows // num_layers * P
     # First dimension and number of dimensions of each piece of a row.
-    pieces = [(0, half), (half, half), (2 * half, D - 2 * half)]
-    pieces = [pl.ds(*piece) for piece in pieces if piece[1] > 0]
+    cuts = [(0, half), (half, half), (2 * half, D - 2 * half)]
+    cuts = [cut for cut in cuts if cut[1] > 0]
+    pieces = [pl.ds(*cut) for cut in cuts]
 
     def write_heads(qkv_ref, slots_ref, layer_ref, more_refs, pool_ref, q_ref, buffers, barrier):
         scale_refs, turn_refs = more_refs
@@ -150,7 +151,7 @@ def write_heads(
         thread_name="warpgroup",
         scratch_types=(
             (
-                tuple(plgpu.SMEM((ROWS, piece.size), dtype) for piece in pieces),
+                tuple(plgpu.SMEM((ROWS, width), dtype) for _, width in cuts),
                 tuple(plgpu.SMEM((ROWS, half), jnp.float32) for _ in turns),
             ),
             plgpu.Barrier(num_arrivals=len(pieces) + len(turns)),
