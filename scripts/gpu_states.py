@@ -1,5 +1,5 @@
-"""The layers that keep a state or latents, which gpu_timed times beside attention: what has both a
-kernel and XLA's form by both, and the two are compared.
+"""The layers that keep a state or latents, and what a step launches beside, which gpu_timed times
+beside attention: what has kernels and XLA's form by all of them, and these are compared.
 """
 
 import functools
@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from _launch_calls import launch_calls
 from _state_calls import FULL, TINY, StateCall, calls
 from gpu_jobs import Cases, Found
 from gpu_seconds import seconds_of
@@ -15,18 +16,21 @@ MOST = {"float32": 1e-4, "bfloat16": 2e-2}  # between two ways, of the largest r
 
 
 def states(dry: bool) -> Cases:
-    """Return what times each layer's step and prompts, and compares two ways of one."""
+    """Return what times each layer's step and prompts, and what is launched beside, and compares
+    several ways of one.
+    """
     by_name: dict[str, dict[str, StateCall]] = {}
     for name, call in calls(TINY if dry else FULL).items():
         what, _, way = name.partition(", ")
         if way != "tpu":
             by_name.setdefault(what, {})[way or "xla"] = call
+    by_name |= launch_calls(dry)
     return {what: functools.partial(found, ways, dry) for what, ways in by_name.items()}
 
 
 def found(ways: dict[str, StateCall], dry: bool) -> Found:
-    """Return of each way microseconds, and bytes that have to be moved over seconds; of two, the
-    largest difference of results and states over the largest of XLA's.
+    """Return of each way microseconds, and bytes that have to be moved over seconds; of several,
+    the largest difference of results and states over the largest of XLA's.
     """
     record: Found = {}
     results: dict[str, Any] = {}
@@ -34,11 +38,13 @@ def found(ways: dict[str, StateCall], dry: bool) -> Found:
         record |= timed(way, call, results, dry)
     if len(ways) == 1:
         return record
-    ours, theirs = results["triton"], results["xla"]
+    theirs = results.pop("xla")
     most = MOST[theirs[0].dtype.name]
-    record["difference"] = max(map(difference, ours, theirs))
-    if not record["difference"] <= most:  # NaN is wrong too
-        record["wrong"] = f"the two ways differ by {record['difference']:.1e}, over {most:.0e}"
+    for way, ours in results.items():
+        apart = max(map(difference, ours, theirs))
+        record["difference"] = max(record.get("difference", 0.0), apart)
+        if not apart <= most:  # NaN is wrong too
+            record["wrong"] = f"{way} and xla differ by {apart:.1e}, over {most:.0e}"
     return record
 
 

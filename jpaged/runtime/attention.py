@@ -3,7 +3,6 @@ engine starts.
 """
 
 import dataclasses
-import importlib
 import logging
 import warnings
 from collections.abc import Collection
@@ -18,8 +17,9 @@ from jpaged.config import EngineConfig
 from jpaged.errors import UnsupportedError
 from jpaged.models.kv_groups import KVGroup
 from jpaged.models.layers.heads import Heads, LatentHeads
-from kernels_pallas.implementation import CUDA, before_ampere, capability_of
-from kernels_pallas.paged_attention import IMPLEMENTATIONS
+from kernels_pallas.implementation import CUDA, Implementation, capability_of
+from kernels_pallas.paged_attention import IMPLEMENTATIONS, head_write
+from kernels_pallas.paged_attention.head_write import HeadNorm
 from kernels_pallas.paged_attention.interface import AttentionOptions, Options, Shapes
 from kernels_pallas.paged_attention.kv_write import write_kv
 from kernels_pallas.paged_attention.pool_layout import PoolLayout
@@ -35,15 +35,20 @@ class Kernel:
 
     name: key of IMPLEMENTATIONS. vectors: the widths of the two vectors that the pool holds of a KV
     head: of a key and a value (None: as wide as the key), or of a latent and a rotated key.
-    interpret: it is a Pallas kernel that runs on a CPU. writes_heads: one kernel norms and rotates
-    queries and keys and writes keys and values to the pool.
+    interpret: it is a Pallas kernel that runs on a CPU. head_writer: of the kernel that norms and
+    rotates queries and keys and writes keys and values to the pool; None: XLA does.
     """
 
     name: str
     shapes: Shapes
     vectors: tuple[int, int | None]
     interpret: bool = False
-    writes_heads: bool = False
+    head_writer: Implementation | None = None
+
+    @property
+    def writes_heads(self) -> bool:
+        """Whether a kernel prepares attention too."""
+        return self.head_writer is not None
 
     @property
     def module(self) -> Any:
@@ -74,7 +79,7 @@ class Kernel:
 
         q, k, v = heads(qkv). slot_mapping_T: see `kernels_pallas.paged_attention.kv_write`.
         """
-        if self.writes_heads:
+        if self.head_writer is not None:
             assert isinstance(heads, Heads), "latents are prepared by XLA"
             return self._write_heads(qkv_TKXD, heads, pool, layer, slot_mapping_T, num_layers)
         q_THD, k_TKD, v_TKV = heads(qkv_TKXD)
@@ -91,16 +96,16 @@ class Kernel:
         slot_mapping_T: Array,
         num_layers: int,
     ) -> tuple[Array, Any]:
-        head_write: Any = importlib.import_module("kernels_pallas.paged_attention.head_write")
+        assert self.head_writer is not None
         norm, scales, rotation = None, None, None
         if heads.q_norm is not None and heads.k_norm is not None:
             config = heads.q_norm.config
-            norm = head_write.HeadNorm(config.eps, config.has_offset, config.in_f32)
+            norm = HeadNorm(config.eps, config.has_offset, config.in_f32)
             scales = heads.q_norm.scale, heads.k_norm.scale
         if heads.rotary is not None:
             rotation = heads.rotary.cos, heads.rotary.sin
         with jax.named_scope("write_heads"):
-            q_THD, written = head_write.write_heads(
+            q_THD, written = self.head_writer.module().write_heads(
                 qkv_TKXD,
                 pool,
                 layer,
@@ -191,12 +196,16 @@ def _fused(kernel: Kernel, unfused: str | None, device: Any) -> Kernel:
     """
     if device.platform not in CUDA and IMPLEMENTATIONS[kernel.name].platforms != CUDA:
         return kernel
-    head_write: Any = importlib.import_module("kernels_pallas.paged_attention.head_write")
-    reason = unfused or head_write.unsupported(kernel.shapes, kernel.pool_layout)
-    reason = reason or before_ampere(device)
-    if reason is not None:
-        log.info("attention is prepared by XLA (%s)", reason)
-    return dataclasses.replace(kernel, writes_heads=reason is None)
+    names = [*head_write.IMPLEMENTATIONS]
+    if device.platform == "cpu":  # interpreted: that of the kernel, before others
+        names = names[names.index(kernel.name) :]
+    for name in names:
+        writer = head_write.IMPLEMENTATIONS[name]
+        reason = unfused or writer.module().unsupported(kernel.shapes, kernel.pool_layout, device)
+        if reason is None:
+            return dataclasses.replace(kernel, head_writer=writer)
+        log.info("attention is not prepared by %s (%s)", name, reason)
+    return kernel
 
 
 def _warn_of_xla(refused: list[str], device: Any) -> None:

@@ -25,7 +25,9 @@ from jax.experimental.pallas import triton as plgpu
 from jpaged.models.layers.mlp import gated
 from kernels_pallas import row_thresholds
 from kernels_pallas.experts import triton as experts
-from kernels_pallas.paged_attention import head_write, triton
+from kernels_pallas.paged_attention import triton
+from kernels_pallas.paged_attention.head_write import HeadNorm
+from kernels_pallas.paged_attention.head_write.triton import write_heads
 from kernels_pallas.paged_attention.interface import AttentionOptions, Options
 from kernels_pallas.paged_attention.pool_layout import ScaledPool
 from kernels_pallas.vocab_tiles.triton import read_tiles
@@ -75,11 +77,11 @@ def step(name: str) -> Call:
 
 def heads_written() -> Call:
     """What prepares attention in a layer of Qwen3-0.6B."""
-    norm = head_write.HeadNorm(1e-6)
+    norm = HeadNorm(1e-6)
 
     def run(qkv: Any, pool: Any, layer: Any, slots: Any, scales: Any, rotation: Any) -> Any:
         more: dict[str, Any] = {"scales": scales, "norm": norm, "rotation": rotation}
-        return head_write.write_heads(qkv, pool, layer, slots, num_layers=2, **more)
+        return write_heads(qkv, pool, layer, slots, num_layers=2, **more)
 
     scales, angles = (shape(128, dtype=BF16),) * 2, (shape(64, 64, dtype=F32),) * 2
     qkv, pool = shape(64, 8, 4, 128, dtype=BF16), shape(200, 64, 16, 128, dtype=BF16)

@@ -20,10 +20,13 @@ import pytest
 
 from kernels_pallas.experts import mosaic_gpu as experts
 from kernels_pallas.paged_attention import mosaic_gpu
+from kernels_pallas.paged_attention.head_write import HeadNorm
+from kernels_pallas.paged_attention.head_write import mosaic_gpu as head_write
 from kernels_pallas.paged_attention.mosaic_gpu import decode_kernel, prefill_kernel
 from kernels_pallas.vocab_tiles import mosaic_gpu as vocab_tiles
 from scripts._attention_cases import GPU, IN_TILES, Case
 from scripts._common import cannot_compile
+from tests.kernels import test_head_write as heads
 from tests.kernels.hopper.block import AHEAD, LATE, RANDOM, TIMINGS, ThreadBlock
 from tests.kernels.hopper.emulated import Emulated
 from tests.kernels.hopper.memory import Fault
@@ -402,3 +405,50 @@ def test_a_fault_is_seen(fault: str) -> None:
     name, change, shows = FAULTS[fault]
     said = outcome(name, change)
     assert said and shows in said
+
+
+# ---- Heads written before attention ----
+
+HEADS = heads.ON_HOPPER[:5]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("case", HEADS, ids=str)
+def test_heads_are_written_as_layers_define(case: heads.Case, dtype: str) -> None:
+    emulated = Emulated(RANDOM)
+    for emulated.timing in TIMINGS:
+        check_heads(emulated, case, dtype)
+
+
+def check_heads(emulated: Emulated, case: heads.Case, dtype: str = "bfloat16") -> None:
+    def write(*args: Any, **how: Any) -> Any:
+        with emulated.running():
+            return head_write.write_heads(*args, **how | {"interpret": False})
+
+    heads.check(SimpleNamespace(write_heads=write, HeadNorm=HeadNorm), case, dtype)
+
+
+@functools.cache
+def writer() -> Emulated:
+    """Return what compiles one writing of heads for all that is broken of it."""
+    emulated = Emulated(RANDOM)
+    check_heads(emulated, BROKEN_HEADS)
+    return emulated
+
+
+BROKEN_HEADS = dataclasses.replace(HEADS[0], name="broken", G=1, T=9)
+
+
+@pytest.mark.parametrize(
+    ("change", "shows"),
+    [
+        (replaced(FENCE, ""), "Not equal"),
+        (replaced(r"cp\.async\.bulk\.wait_group\s+0;", ""), "ends while"),
+        (replaced(WAIT, SKIPPED), "ends while"),
+    ],
+    ids=["the fence", "the wait at the end", "the wait for what is read"],
+)
+def test_writing_heads_needs_what_it_waits_for(change: Callable[[str], str], shows: str) -> None:
+    raised = pytest.raises((AssertionError, Fault), match=shows)
+    with mock.patch.multiple(writer(), timing=LATE, change=change), raised:
+        check_heads(writer(), BROKEN_HEADS)

@@ -4,6 +4,7 @@ definitions; and lowered for CUDA.
 
 import dataclasses
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -14,8 +15,8 @@ import pytest
 from jpaged.models.layers.heads import Heads
 from jpaged.models.layers.norm import NormConfig, RMSNorm
 from jpaged.models.layers.rope import Rotary
-from kernels_pallas.paged_attention import head_write
-from kernels_pallas.paged_attention.head_write import HeadNorm, write_heads
+from kernels_pallas.paged_attention.head_write import HeadNorm, mosaic_gpu, triton
+from kernels_pallas.paged_attention.head_write.triton import write_heads
 from kernels_pallas.paged_attention.interface import Shapes
 from kernels_pallas.paged_attention.pool_layout import plain_pool_layout
 from kernels_pallas.paged_attention.tpu import pool_layout as padded
@@ -133,13 +134,50 @@ QUICK = ("phi3", "float32")
     ids=str,
 )
 def test_it_is_what_the_layers_do(case: Case, dtype: str) -> None:
-    check(head_write, case, dtype)
+    check(triton, case, dtype)
 
 
 @pytest.mark.middle
 @pytest.mark.parametrize("layer", [0, L - 1])
 def test_each_layer(layer: int) -> None:
-    check(head_write, CASES[0], "float16", layer)
+    check(triton, CASES[0], "float16", layer)
+
+
+ON_HOPPER = (
+    Case("qwen3", T=70, D=128, R=128, norm=PLAIN),
+    Case("gemma3", T=11, D=256, R=256, norm=(True, True)),
+    Case("an offset in 16 bits", T=5, D=128, R=128, norm=(True, False)),
+    Case("half of a head", T=130, K=1, G=3, D=256, R=128),
+    Case("smollm3 without rope", T=3, D=64, R=0, norm=PLAIN),
+    Case("pairs that are Triton's", T=5, D=64, R=64),
+)
+
+
+@pytest.mark.middle
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("case", ON_HOPPER, ids=str)
+def test_it_is_what_the_layers_do_on_hopper(case: Case, dtype: str) -> None:
+    check(mosaic_gpu, case, dtype)
+
+
+BROKEN_ON_HOPPER = {
+    "the value's place": ("2 * head + nth - G", "2 * head"),
+    "the layer": ("layer_ref[0] * slots", "2 * slots"),
+    "slots of the next layer": ("& (slot < slots)", "& (slot < 2 * slots)"),
+    "the turn's sign": ("a * cos - b * sin", "a * cos + b * sin"),
+    "the mean": ("total / D", "total / (D - 1)"),
+    "the offset": ("1 + scale if norm.has_offset", "scale if norm.has_offset"),
+    "keys' scale": ("lambda: of_keys", "lambda: of_queries"),
+    "the last tokens": ("jnp.minimum(block * ROWS, T - B)", "block * (T - B - 1)"),
+}
+
+
+@pytest.mark.middle
+@pytest.mark.parametrize("name", BROKEN_ON_HOPPER)
+def test_a_broken_kernel_of_hopper_is_noticed(name: str) -> None:
+    case = ON_HOPPER[2] if name == "the offset" else ON_HOPPER[0]
+    with pytest.raises(AssertionError):
+        check(again(mosaic_gpu, *BROKEN_ON_HOPPER[name]), case, "bfloat16")
 
 
 MUTATIONS = {
@@ -158,7 +196,7 @@ MUTATIONS = {
 def test_a_broken_kernel_is_noticed(name: str) -> None:
     case = CASES[1] if name == "the offset" else CASES[0]
     with pytest.raises(AssertionError):
-        check(again(head_write, *MUTATIONS[name]), case, "float32")
+        check(again(triton, *MUTATIONS[name]), case, "float32")
 
 
 EDGES = Case("edges", T=3, K=1, G=3, D=24, R=12, norm=PLAIN)
@@ -176,7 +214,7 @@ MASKS = {
 @pytest.mark.parametrize("name", MASKS)
 def test_it_touches_nothing_outside(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless a mask is left out."""
-    module, given = again(head_write, *MASKS[name]), build(EDGES, "float32")
+    module, given = again(triton, *MASKS[name]), build(EDGES, "float32")
     if name == "heads":  # past a group's own lie its key and value, past these nothing
         given = build(dataclasses.replace(EDGES, G=5), "float32")
     seen = watch(monkeypatch, module)
@@ -199,10 +237,14 @@ def test_it_touches_nothing_outside(name: str, monkeypatch: pytest.MonkeyPatch) 
 )
 def test_unsupported(own: dict[str, Any], layout: Any, reason: str | None) -> None:
     given = {"dtype": jnp.bfloat16, "head_dim": 64, "block_size": 16} | own
-    found = head_write.unsupported(
-        Shapes(num_heads=4, num_kv_heads=2, **given), layout(2, given["head_dim"])
-    )
+    shapes = Shapes(num_heads=4, num_kv_heads=2, **given)
+    asked = shapes, layout(2, given["head_dim"])
+    found = triton.unsupported(*asked, None)
     assert found is None if reason is None else found is not None and reason in found
+    on_hopper = mosaic_gpu.unsupported(*asked, SimpleNamespace(compute_capability="9.0"))
+    assert (on_hopper is None) == (reason is None and shapes.dtype == jnp.bfloat16)
+    blackwell = SimpleNamespace(compute_capability="12.0")
+    assert "only 9.0" in str(mosaic_gpu.unsupported(*asked, blackwell))
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[3], CASES[5]], ids=str)

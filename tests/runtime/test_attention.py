@@ -23,6 +23,7 @@ from jpaged.models.layers.rope import QueryScaling, RopeConfig, Rotary
 from jpaged.runtime.attention import Kernel, choose_kernel
 from jpaged.runtime.choices import unfused
 from kernels_cpu.library import unavailable
+from kernels_pallas.paged_attention.head_write import IMPLEMENTATIONS
 from kernels_pallas.paged_attention.interface import Shapes
 from tests.tiny import EOS, config, make_params, make_prompts
 
@@ -115,7 +116,9 @@ def test_auto_takes_the_best_for_the_device(device: Any, name: str) -> None:
 
 def test_one_kernel_prepares_attention_on_cuda() -> None:
     """Where it can; elsewhere XLA does so, to the bits that it had."""
-    assert choose(HOPPER).writes_heads and choose(AMPERE).writes_heads
+    assert choose(AMPERE).head_writer == IMPLEMENTATIONS["triton"]
+    assert choose(HOPPER).head_writer == IMPLEMENTATIONS["mosaic_gpu"]
+    assert choose(CPU, attention="triton").head_writer == IMPLEMENTATIONS["triton"]
     assert choose(HOPPER, attention="xla").writes_heads, "it is no matter of attention's kernel"
     assert choose(CPU, attention="triton").writes_heads, "interpreted, as that is"
     assert not choose(CPU).writes_heads and not choose(TPU).writes_heads
@@ -133,6 +136,7 @@ def test_auto_falls_to_the_next_and_says_so(caplog: pytest.LogCaptureFixture) ->
     assert [r.getMessage().split(" (")[0] for r in caplog.records] == [
         "attention='auto': not mosaic_gpu",
         "attention='auto': not triton",
+        "attention is not prepared by mosaic_gpu",
     ]
     assert choose(HOPPER, block_size=20).name == "triton"
     with pytest.warns(UserWarning, match="head_dim 80"):
@@ -380,7 +384,7 @@ def test_queries_are_scaled_where_one_kernel_prepares_attention() -> None:
             shapes=shapes,
             vectors=(shapes.head_dim, None),
             interpret=True,
-            writes_heads=writes_heads,
+            head_writer=IMPLEMENTATIONS["triton"] if writes_heads else None,
         )
         written = kernel.write(qkv, heads, pool, 0, slots, num_layers=1)
         wrote.append([np.asarray(x) for x in written])

@@ -242,7 +242,7 @@ class ThreadBlock:
 
     def _address(self, operand: str) -> Callable[[Registers], np.ndarray]:
         """Return what reads an operand [register + offset]."""
-        match = re.fullmatch(r"\[\s*([%\w]+)\s*([+-]\s*\d+)?\s*\]", operand)
+        match = re.fullmatch(r"\[\s*([%\w]+)\s*\+?(-?\s*\d+)?\s*\]", operand)
         if match is None:
             raise ValueError(f"no address: {operand!r}")
         name, offset = match[1], int(match[2] or 0)

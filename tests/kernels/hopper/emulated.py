@@ -72,7 +72,9 @@ def _compiling(folder: str) -> Iterator[None]:
 
 
 def execute(compiled: Compiled, arrays: list[np.ndarray], timing: Timing) -> list[np.ndarray]:
-    """Return the results of a launch over the arrays of a call, thread block after thread block."""
+    """Return the arrays of a call after a launch, thread block after thread block, and its results.
+    An array changes where the call has a reference to it.
+    """
     room = [
         np.full(x.size * x.dtype.itemsize, UNWRITTEN, np.uint8).view(x.dtype).reshape(x.shape)
         for x in compiled.results
@@ -83,7 +85,7 @@ def execute(compiled: Compiled, arrays: list[np.ndarray], timing: Timing) -> lis
     x, y, z = compiled.launch.grid
     for k, j, i in itertools.product(range(z), range(y), range(x)):
         block.run((i, j, k))
-    return memory.arrays[len(arrays) :]
+    return memory.arrays
 
 
 class Emulated:
@@ -108,13 +110,23 @@ class Emulated:
 
         def call(*args: Any) -> Any:
             shapes = str(jax.tree.map(lambda x: (x.shape, x.dtype), (args, settings["out_type"])))
+            leaves, structure = jax.tree.flatten(args)
+            refs = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.Ref)}
+
+            def of_leaves(*leaves: Any) -> Any:
+                held = [jax.new_ref(x) if i in refs else x for i, x in enumerate(leaves)]
+                return plgpu.kernel(body, **settings)(*jax.tree.unflatten(structure, held))
+
+            leaves = [x[...] if i in refs else x for i, x in enumerate(leaves)]
             if shapes not in self.compiled:
                 with mock.patch.object(plgpu, "kernel", KERNEL):
-                    self.compiled[shapes] = compile_call(plgpu.kernel(body, **settings), *args)
+                    self.compiled[shapes] = compile_call(of_leaves, *leaves)
             compiled = self.compiled[shapes]
             changed = dataclasses.replace(compiled, ptx=self.change(compiled.ptx))
-            arrays = [np.asarray(x) for x in jax.tree.leaves(args)]
-            results = execute(changed, arrays, self.timing)
+            after = execute(changed, [np.asarray(x) for x in leaves], self.timing)
+            for i, ref in refs.items():
+                ref[...] = jnp.asarray(after[i])
+            results = after[len(leaves) :]
             treedef = jax.tree.structure(settings["out_type"])
             return jax.tree.unflatten(treedef, [jnp.asarray(x) for x in results])
 

@@ -46,6 +46,7 @@ FLOAT: dict[str, Callable[..., np.ndarray]] = {
     "lg2": np.log2,
     "rcp": np.reciprocal,
     "sqrt": np.sqrt,
+    "rsqrt": lambda x: np.float32(1) / np.sqrt(x),
 }
 OPERATIONS = {*INTEGER, *FLOAT, "not", "shl", "shr", "mad", "fma"}
 COMPARE = {
@@ -288,9 +289,12 @@ def _conversion(
         a = key(1, 16)
         narrow = ml_dtypes.float8_e4m3fn
         return lambda r: np.ascontiguousarray(r[a]).view(narrow).astype(np.float16).view(np.uint32)
-    if to == "f32" and kind == "f16":
-        a = key(1, 16)
-        return lambda r: r[a].view(np.float16).astype(np.float32).view(np.uint32)
+    if to in ("f16", "bf16") and kind == "f32":
+        a, dtype = key(1, 32), HALVES[f"{to}x2"]
+        return lambda r: r[a].view(np.float32).astype(dtype).view(np.uint16)
+    if to == "f32" and kind in ("f16", "bf16"):
+        a, dtype = key(1, 16), HALVES[f"{kind}x2"]
+        return lambda r: np.ascontiguousarray(r[a]).view(dtype).astype(np.float32).view(np.uint32)
     if to == "f32" and re.fullmatch(r"[us]\d+", kind):
         bits = int(kind[1:])
         a = key(1, bits)

@@ -1,19 +1,11 @@
-"""One kernel for CUDA cards between a layer's first product and its attention: it norms and
-rotates queries and keys, and writes keys and values to their slots of the pool, in place.
+"""Heads written by Pallas' Triton backend, for CUDA: a program takes one KV head of B tokens. Rows
+are loaded in pieces, each padded to a power of two.
 
-XLA makes four kernels of the same work, and a decode step waits for each. A program takes one KV
-head of B tokens. A rotation turns pairs that are half of the rotated dimensions apart, so a row is
-loaded in pieces: the first halves of the pairs, the second halves, and the rest.
-
-The kernel is made for pools without padding whose values have the dtype of the product, in Pallas'
-Triton backend; `unsupported` refuses others.
-
-Shapes: T packed tokens, L layers, N pool blocks, P block size, K KV heads, G query heads of each, X
-= G + 2, D head dim, R rotated dimensions; B tokens of a program.
+Shapes: see the package; B tokens of a program.
 """
 
-import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,35 +13,17 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from kernels_pallas.implementation import before_ampere
+from kernels_pallas.paged_attention.head_write.interface import HeadNorm, refused
 from kernels_pallas.paged_attention.interface import Shapes
-from kernels_pallas.paged_attention.pool_layout import PoolLayout, plain_pool_layout
+from kernels_pallas.paged_attention.pool_layout import PoolLayout
 
 ELEMENTS = 1024  # numbers of queries in a program, 8 a thread; decides B
 
 
-@dataclasses.dataclass(frozen=True)
-class HeadNorm:
-    """The root mean square norms of queries and keys, over D.
-
-    has_offset: the factor is (1 + scale). in_f32: the scale is applied in f32, before x is rounded;
-    otherwise after.
-    """
-
-    eps: float
-    has_offset: bool = False
-    in_f32: bool = False
-
-
-def unsupported(shapes: Shapes, layout: PoolLayout) -> str | None:
-    """Return why this kernel cannot write a pool of a layout, or None."""
-    if shapes.scaled:
-        return shapes.scaled
-    if jnp.dtype(shapes.dtype) not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        return f"dtype {jnp.dtype(shapes.dtype)}"
-    plain = plain_pool_layout(shapes.num_kv_heads, shapes.head_dim)
-    if (layout.rows, layout.width) != (plain.rows, plain.width):
-        return "a pool with padding"
-    return None
+def unsupported(shapes: Shapes, layout: PoolLayout, device: Any) -> str | None:
+    """Return why this kernel cannot write a pool of a layout on a device, or None."""
+    return refused(shapes, layout) or before_ampere(device)
 
 
 @functools.partial(jax.jit, static_argnames=("norm", "num_layers", "interpret"))
@@ -65,14 +39,7 @@ def write_heads(
     num_layers: int = 1,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
-    """Return normed and rotated queries [T, K * G, D], and the pool with normed and rotated keys
-    and with values in their slots of one layer.
-
-    qkv_TKXD: for each KV head its G query heads, its key and its value. pool [L*N, P, 2K, D].
-    slot_mapping_T int32: block * P + slot, no slot twice; keys and values of tokens with an index
-    outside [0, N*P) are dropped. scales: of the norms of queries and of keys, [D] each. rotation:
-    cos and sin, f32 [T, R/2], for pairs (i, i + R/2) of the first R dimensions.
-    """
+    """Return queries and the pool; see the package."""
     (T, K, X, D), rows = qkv_TKXD.shape, pool.shape[0]
     P, G = pool.shape[1], X - 2
     heads = pl.next_power_of_2(G)
