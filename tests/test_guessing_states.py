@@ -20,6 +20,7 @@ from jpaged.engine.drafting import Drafter, can_draft
 from jpaged.engine.sequence import Sequence
 from jpaged.models.layers.conv import ConvConfig
 from jpaged.models.layers.delta import DeltaConfig
+from jpaged.models.layers.mamba import MambaConfig
 from jpaged.types import Tokenizer
 from kernels_cpu.library import unavailable
 from tests.byte_tokenizer import CONFIG, make_tokenizer
@@ -28,12 +29,13 @@ from tests.test_lora import make_lora
 from tests.test_states import checked
 from tests.tiny import ENGINE, config, make_params, make_prompts, tokens_of
 
-# Layers of each kind, in bf16 by kernels of one bit. The rule's kernel takes tiles of 32 columns.
-PLAIN = config(num_layers=3, head_dim=32, intermediate_size=64, eos_token_ids=())
+# Layers of each kind, in bf16 by kernels of one bit, which take tiles of 32 and of 16 columns.
+PLAIN = config(num_layers=4, head_dim=32, intermediate_size=64, eos_token_ids=())
 MIXERS = (
     DeltaConfig(num_key_heads=1, num_value_heads=2, key_dim=8, value_dim=32),
     ConvConfig(channels=PLAIN.hidden_size),
-    PLAIN.layers[2].mixer,
+    MambaConfig(num_heads=4, head_dim=12, state_dim=16),
+    PLAIN.layers[3].mixer,
 )
 MODEL = dataclasses.replace(
     PLAIN,
@@ -256,7 +258,7 @@ def test_adapters_beams_forms_and_snapshots(foretold: Foretold) -> None:
 @pytest.mark.middle
 def test_an_mtp_head_guesses_for_states() -> None:
     """By the engine's own steps: most guesses are right, and bits are those without."""
-    params, head = counting_mtp(PARAMS)
+    params, head = counting_mtp(PARAMS, 0.1)
     alone = served(params)
     wanted = bits(alone.generate(PROMPTS, ASKED, use_tqdm=False))
     asked = {**GUESSES, "method": "mtp", "num_tokens": 3, "model": head}
@@ -271,7 +273,7 @@ def test_an_mtp_head_guesses_for_states() -> None:
 @pytest.mark.slow
 def test_two_devices_share_an_mtp_head() -> None:
     """In f32: guesses come true as often as on one device, and tokens are those without."""
-    params, head = counting_mtp(make_params(0, SPLITS))
+    params, head = counting_mtp(make_params(0, SPLITS), 0.1)
     asked = {**GUESSES, "method": "mtp", "num_tokens": 3, "model": head}
     settings: dict[str, Any] = {"deterministic": False}
     alone = served(params, **settings)
