@@ -34,7 +34,7 @@ PLAIN = config(num_layers=4, head_dim=32, intermediate_size=64, eos_token_ids=()
 MIXERS = (
     DeltaConfig(num_key_heads=1, num_value_heads=2, key_dim=8, value_dim=32),
     ConvConfig(channels=PLAIN.hidden_size),
-    MambaConfig(num_heads=4, head_dim=12, state_dim=16),
+    MambaConfig(num_heads=4, head_dim=24, state_dim=16),
     PLAIN.layers[3].mixer,
 )
 MODEL = dataclasses.replace(
