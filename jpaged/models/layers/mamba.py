@@ -162,7 +162,9 @@ class MambaConfig:
         """
         keys, kernel = tokens["keys"], xla if step.scan is None else step.scan
         changes = (tokens["values"], tokens["decay"], keys)
-        _, state = kernel.prefill(*changes, keys, pool["state"], rows)  # what keys read is of no use
+        _, state = kernel.prefill(
+            *changes, keys, pool["state"], rows
+        )  # what keys read is of no use
         inputs = {
             name: short_conv.advanced(tokens[name], pool[name], rows)
             for name in ("inputs", "group_inputs")
