@@ -50,9 +50,9 @@ class Choices:
     dtype: of the weights. attention: the kernel of each of kv_groups(model), None of one that keeps
     states. products: the module that multiplies by weights; None is XLA. experts: the module that
     multiplies by a mixture's experts; None for a model without. delta: the module of the gated
-    delta rule; None for a model without. scan: that of Mamba-2's scan, likewise. one_pass: the kernel that sums over the vocabulary; None
-    is XLA. in_fp8: the device has tensor cores for products of fp8 by fp8. counts_steps: a dispatch
-    of several decode steps takes them all, since a loop that ends early would ask the host at each
+    delta rule; None for a model without. scan: that of Mamba-2's scan, likewise.
+    one_pass: the kernel that sums over the vocabulary; None is XLA. in_fp8: the device has tensor
+    cores for products of fp8 by fp8. counts_steps: a dispatch of several decode steps takes them all, since a loop that ends early would ask the host at each
     turn. states_are_alike: the bits of no layer's state depend on the batch or on where a step
     begins. is_batch_invariant: the bits of a row depend on that row alone in every
     product and in attention, so that deterministic serving needs no steps of one size. draft: the

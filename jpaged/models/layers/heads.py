@@ -118,9 +118,10 @@ def by_head(form: str, x: Array, weight: Array, added: Array | None = None) -> A
 
 
 def _absorbed(q: Array, up: Array, added: Array | None) -> Array:
-    """Return queries [..., H, N] times up [H, N, L]; added: see by_head. XLA:CPU has no such product
-    of 16 bits unless both sum over their last axis, and makes one of it again where nothing stands
-    between.
+    """Return queries [..., H, N] times up [H, N, L]; added: see by_head.
+
+    XLA:CPU has no such product of 16 bits unless both sum over their last axis, and makes one of it
+    again where nothing stands between.
     """
 
     def turned(q: Array, up: Array) -> Array:
