@@ -232,14 +232,14 @@ def pinned_steps_draw_one_token(config: EngineConfig, is_batch_invariant: bool) 
 @_rule("deterministic", "model", error=UnsupportedError)
 def deterministic_states_are_stepped(config: EngineConfig, states_are_alike: bool) -> str | None:
     """`deterministic=True` takes a model without Mamba-2 and without the gated delta rule, or with
-    the rule's C++ kernel for CPUs: XLA computes tokens of both in chunks, whose bits depend on
-    where a step begins.
+    their C++ kernels for CPUs: XLA computes tokens of both in chunks, whose bits depend on where a
+    step begins.
     """
     if config.deterministic and not states_are_alike:
         return (
             "deterministic=True: the states of this model (of the gated delta rule or of Mamba-2) "
-            "are computed in chunks here, whose bits depend on where a step begins; the rule's C++ "
-            "kernel for CPUs steps token by token"
+            "are computed in chunks here, whose bits depend on where a step begins; their C++ "
+            "kernels for CPUs step token by token"
         )
     return None
 

@@ -8,12 +8,14 @@ is read from memory here. Products are bf16 [M, K] . [N, K]; attention is of row
 64 tokens, in bf16. Products with weights in 8 and 4 bits are beside the native one in bf16: GB/s
 are of their values and scales, and of a plain read. A layer of experts (8 of 64) is computed for
 all of them (dense), in XLA's tiles and natively; its GB/s are of the weights of those that were
-drawn. The gated delta rule is that of a layer of Qwen3.5-35B-A3B; its GB/s are of the states that
-are read and written, and of a plain read of as many bytes.
+drawn. The gated delta rule is that of a layer of Qwen3.5-35B-A3B, Mamba-2's scan that of one of
+Nemotron 3 Nano; their GB/s are of the states that are read and written, and of a plain read of as
+many bytes.
 """
 
 import functools
 import itertools
+import math
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -29,6 +31,7 @@ from jpaged.models.layers.mlp import gated
 from jpaged.models.quantized import QuantizedWeight, quantized
 from kernels_cpu import experts as native_experts
 from kernels_cpu import gated_delta as native_delta
+from kernels_cpu import mamba2 as native_scan
 from kernels_cpu import paged_attention as native
 from kernels_cpu import quantized as native_quantized
 from kernels_cpu.library import level, unavailable
@@ -36,6 +39,7 @@ from kernels_cpu.linear import linear
 from kernels_pallas.experts import tiles
 from kernels_pallas.experts.interface import ExpertWeights
 from kernels_pallas.gated_delta import xla as delta_xla
+from kernels_pallas.mamba2 import xla as scan_xla
 from kernels_pallas.packed_rows import PackedRows
 from kernels_pallas.paged_attention import xla
 from kernels_pallas.paged_attention.interface import AttentionOptions, Options
@@ -58,8 +62,10 @@ ATTENTION = [
 EXPERTS = (64, 8, 1024, 384)  # X, of which A a token; E, F
 EXPERT_ROWS = (1, 8, 32, 128, 512)
 DELTA = (16, 32, 128)  # key heads, value heads and their width
-DELTA_ROWS = ((1, 1), (8, 1), (32, 1), (1, 512), (8, 64), (1, 2048))  # and tokens of each
+STATE_ROWS = ((1, 1), (8, 1), (32, 1), (1, 512), (8, 64), (1, 2048))  # and tokens of each
 DELTA_FORMS = {"native": native_delta, "xla": delta_xla}
+SCAN = (64, 8, 64, 128)  # heads, groups, width of a head and of its state
+SCAN_FORMS = {"native": native_scan, "xla": scan_xla}
 BYTES = 150 << 20  # of weights or pool that one call goes through
 BLOCK = 64
 
@@ -219,42 +225,54 @@ def experts(rng: np.random.Generator, rounds: int) -> Iterator[dict[str, Any]]:
 
 
 def delta(rng: np.random.Generator, rounds: int) -> Iterator[dict[str, Any]]:
-    _, heads, width = DELTA
-    for (count, length), by_channel in itertools.product(DELTA_ROWS, (False, True)):
-        nbytes = 4 * count * heads * width * width
-        # Decode goes through the states of as many layers as do not fit into a cache.
-        layers = max(1, BYTES // nbytes) if length == 1 else 1
-        calls = delta_calls(rng, count, length, layers, by_channel=by_channel)
-        calls["read"] = functools.partial(jax.jit(jnp.sum), jnp.ones(layers * nbytes // 4))
-        seconds = medians(calls, rounds)
-        yield {
-            "gated delta": f"{count} x {length}" + by_channel * " by channel",
-            **{f"{name}_ms": 1e3 * seconds[name] / layers for name in DELTA_FORMS},
-            "ratio": seconds["native"] / seconds["xla"],
-            "native_gb_s": 2 * layers * nbytes / seconds["native"] / 1e9,
-            "read_gb_s": layers * nbytes / seconds["read"] / 1e9,
-        }
-
-
-def delta_calls(
-    rng: np.random.Generator, count: int, length: int, layers: int, *, by_channel: bool
-) -> dict[str, Callable[[], Any]]:
-    """Return the calls that take so many rows of this length through so many layers, in place.
-    by_channel: each channel of a key has its decay.
-    """
     key_heads, heads, width = DELTA
-    tokens = count * length
+    for (count, length), by_channel in itertools.product(STATE_ROWS, (False, True)):
+        tokens, channels = count * length, width if by_channel else 1
+        drawn = (
+            _draw(rng, tokens, key_heads, width),
+            _draw(rng, tokens, key_heads, width),
+            _draw(rng, tokens, heads, width),
+            -abs(_draw(rng, tokens, heads, channels)),
+            abs(_draw(rng, tokens, heads)),
+        )
+        name = f"{count} x {length}" + by_channel * " by channel"
+        shape = (heads, width, width)
+        yield {"gated delta": name} | _of_states(rng, rounds, DELTA_FORMS, drawn, count, shape)
 
-    def draw(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.standard_normal(shape, np.float32) / shape[-1] ** 0.5)
 
-    qkv = (
-        draw(tokens, key_heads, width),
-        draw(tokens, key_heads, width),
-        draw(tokens, heads, width),
-    )
-    decays = -abs(draw(tokens, heads, width if by_channel else 1))
-    args = (*qkv, decays, abs(draw(tokens, heads)))
+def scan(rng: np.random.Generator, rounds: int) -> Iterator[dict[str, Any]]:
+    heads, groups, width, columns = SCAN
+    for count, length in STATE_ROWS:
+        tokens = count * length
+        drawn = (
+            _draw(rng, tokens, heads, width),
+            -abs(_draw(rng, tokens, heads)),
+            _draw(rng, tokens, groups, columns),
+            _draw(rng, tokens, groups, columns),
+        )
+        shape = (heads, width, columns)
+        found = _of_states(rng, rounds, SCAN_FORMS, drawn, count, shape)
+        yield {"Mamba-2": f"{count} x {length}"} | found
+
+
+def _draw(rng: np.random.Generator, *shape: int) -> jax.Array:
+    return jnp.asarray(rng.standard_normal(shape, np.float32) / shape[-1] ** 0.5)
+
+
+def _of_states(
+    rng: np.random.Generator,
+    rounds: int,
+    forms: Mapping[str, Any],
+    tokens: tuple[jax.Array, ...],
+    count: int,
+    shape: tuple[int, ...],
+) -> dict[str, Any]:
+    """Return what a layer takes whose states are of this shape, of so many rows of these tokens,
+    all as long; forms: modules by their names.
+    """
+    nbytes, length = 4 * count * math.prod(shape), tokens[0].shape[0] // count
+    # Decode goes through the states of as many layers as do not fit into a cache.
+    layers = max(1, BYTES // nbytes) if length == 1 else 1
     loc_S1 = jnp.arange(count + 1, dtype=jnp.int32) * length
     start_S = jnp.zeros(count, jnp.int32)
 
@@ -262,22 +280,31 @@ def delta_calls(
         rule, outputs = module.decode if length == 1 else module.prefill, []
         for layer in range(layers):
             slot_S = jnp.arange(count, dtype=jnp.int32) + layer * count
-            o, pool = rule(*args, pool, PackedRows(loc_S1, start_S, slot_S, slot_S))
+            o, pool = rule(*tokens, pool, PackedRows(loc_S1, start_S, slot_S, slot_S))
             outputs.append(o)
         return jnp.stack(outputs), pool
 
     run = jax.jit(steps, static_argnums=0, donate_argnums=1)
-    pools = {name: draw(layers * count, heads, width, width) for name in DELTA_FORMS}
+    pools = {name: _draw(rng, layers * count, *shape) for name in forms}
 
     def call(name: str) -> jax.Array:
-        o, pools[name] = run(DELTA_FORMS[name], pools[name])
+        o, pools[name] = run(forms[name], pools[name])
         return o
 
-    return {name: functools.partial(call, name) for name in DELTA_FORMS}
+    calls: dict[str, Any] = {name: functools.partial(call, name) for name in forms}
+    calls["read"] = functools.partial(jax.jit(jnp.sum), jnp.ones(layers * nbytes // 4))
+    seconds = medians(calls, rounds)
+    return {
+        **{f"{name}_ms": 1e3 * seconds[name] / layers for name in forms},
+        "ratio": seconds["native"] / seconds["xla"],
+        "native_gb_s": 2 * layers * nbytes / seconds["native"] / 1e9,
+        "read_gb_s": layers * nbytes / seconds["read"] / 1e9,
+    }
 
 
 PARTS = {
     "delta": delta,
+    "scan": scan,
     "products": products,
     "attention": attention,
     "experts": experts,

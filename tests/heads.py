@@ -1,5 +1,6 @@
-"""EAGLE-3 heads for tests: small ones, their files as they are published, and the guesses of one
-written apart from the serving code, dense and in float64.
+"""Heads for tests: small EAGLE-3 ones, their files as they are published, and the guesses of one
+written apart from the serving code, dense and in float64; MTP heads that are mostly right, and
+their dense guesses.
 """
 
 import dataclasses
@@ -19,6 +20,10 @@ from jpaged import ModelConfig, Params
 from jpaged.engine.drafting import ModelDrafter
 from jpaged.models.draft_head import HeadConfig
 from jpaged.models.forward import bind
+from jpaged.models.head_modules import bind_any
+from jpaged.models.kv_groups import dense_view
+from jpaged.models.layers.linear import StepContext
+from jpaged.models.mtp import MTPHead, mtp_config
 from tests.tiny import CONFIG, make_params
 
 
@@ -88,6 +93,62 @@ def counting_head(params: Params, *, exact: bool = False) -> Params:
     own["lm_head"] = {"weight": jnp.asarray(lm_head, dtype)}
     own["norm"] = {"scale": jnp.ones(E, dtype)}
     return Params(dict(head) | own, config)
+
+
+def counting_mtp(params: Params, share: float = 0.2) -> tuple[Params, Params]:
+    """A model, changed to go on with the token after the last mostly, and an MTP head that knows
+    it. share: of what its layers add.
+    """
+    fainter = functools.partial(_fainter, share)
+    size, dtype = params.config.hidden_size, params["norm"]["scale"].dtype
+    embed = np.asarray(params["embed"]["weight"], np.float32)
+    lm_head = jnp.asarray(np.roll(embed, 1, axis=0) * 6 / size, dtype)
+    own = {"norm": {"scale": jnp.ones(size, dtype)}, "lm_head": {"weight": lm_head}}
+    own["layers"] = jax.tree_util.tree_map_with_path(fainter, params["layers"])
+    head = make_params(5, mtp_config(params.config), dtype)
+    fc = jnp.concatenate([jnp.eye(size), jnp.zeros((size, size))], 1).astype(dtype)
+    ones = dict.fromkeys(("embed_norm", "hidden_norm", "norm"), own["norm"])
+    layers = jax.tree_util.tree_map_with_path(fainter, head["layers"])
+    mtp = dict(head) | ones | {"fc": {"weight": fc}, "layers": layers}
+    return Params(dict(params) | own, params.config), Params(mtp, head.config)
+
+
+def _fainter(share: float, path: Any, x: jax.Array) -> jax.Array:
+    """A layer's weights, of which those that add to the hidden states add less."""
+    is_last = any(getattr(key, "key", None) in ("out", "down") for key in path)
+    return share * x if is_last else x
+
+
+def dense_mtp_guesses(params: Params, guessing: Params, tokens: list[int], count: int) -> list[int]:
+    """What an MTP head guesses after these tokens, each the likeliest, by its dense forward."""
+    longest = params.config.max_position_embeddings + count
+    padded = np.zeros(longest, np.int32)
+    padded[: len(tokens)] = tokens
+    hidden = _hidden(params, padded)
+    known = list(tokens)
+    for _ in range(count):
+        after = np.zeros(longest, np.int32)
+        after[: len(known) - 1] = known[1:]
+        x, logits = _entries(params, guessing, hidden, after)
+        last = len(known) - 2
+        known.append(int(logits[last].argmax()))
+        hidden = hidden.at[last + 1].set(x[last])
+    return known[len(tokens) :]
+
+
+@jax.jit
+def _hidden(params: Params, tokens: Any) -> jax.Array:
+    return bind(params.config, dict(params))(tokens)[0]
+
+
+@jax.jit
+def _entries(params: Params, guessing: Params, hidden: Any, after: Any) -> Any:
+    model = bind(params.config, dict(params))
+    head, context = bind_any(guessing.config, dict(guessing)), StepContext()
+    assert isinstance(head, MTPHead)
+    view, positions = dense_view(guessing.config, hidden), jnp.arange(after.shape[0])
+    x, _ = head(model, after, positions, hidden, view, context)
+    return x, head.logits(model, x, context)
 
 
 def write_head(folder: Path, params: Params, *, speculators: bool = False) -> Path:

@@ -30,22 +30,23 @@ from jpaged.engine.drafting import Drafter, can_draft
 from jpaged.engine.sequence import Sequence
 from jpaged.models.layers.conv import ConvConfig
 from jpaged.models.layers.delta import DeltaConfig
-from jpaged.models.mtp import mtp_config
+from jpaged.models.layers.mamba import MambaConfig
 from jpaged.runtime.runner import Runner
 from jpaged.types import Tokenizer
 from kernels_cpu.library import unavailable
 from tests.byte_tokenizer import CONFIG, make_tokenizer
-from tests.heads import guesses_of
+from tests.heads import counting_mtp, guesses_of
 from tests.test_lora import make_lora
 from tests.test_states import checked
 from tests.tiny import ENGINE, config, make_params, make_prompts, tokens_of
 
-# Layers of each kind, in bf16 by kernels of one bit. The rule's kernel takes tiles of 32 columns.
-PLAIN = config(num_layers=3, head_dim=32, intermediate_size=64, eos_token_ids=())
+# Layers of each kind, in bf16 by kernels of one bit, which take tiles of 32 and of 16 columns.
+PLAIN = config(num_layers=4, head_dim=32, intermediate_size=64, eos_token_ids=())
 MIXERS = (
     DeltaConfig(num_key_heads=1, num_value_heads=2, key_dim=8, value_dim=32),
     ConvConfig(channels=PLAIN.hidden_size),
-    PLAIN.layers[2].mixer,
+    MambaConfig(num_heads=4, head_dim=24, state_dim=16),
+    PLAIN.layers[3].mixer,
 )
 MODEL = dataclasses.replace(
     PLAIN,
@@ -271,33 +272,10 @@ def test_adapters_beams_forms_and_snapshots(foretold: Foretold) -> None:
     assert first == again == whole[:2] == mixed[:2]
 
 
-def counting(params: Params) -> tuple[Params, Params]:
-    """A model, changed to go on with the token after the last mostly, and an MTP head that knows
-    it.
-    """
-    size, dtype = params.config.hidden_size, params["norm"]["scale"].dtype
-    embed = np.asarray(params["embed"]["weight"], np.float32)
-    lm_head = jnp.asarray(np.roll(embed, 1, axis=0) * 6 / size, dtype)
-    own = {"norm": {"scale": jnp.ones(size, dtype)}, "lm_head": {"weight": lm_head}}
-    own["layers"] = jax.tree_util.tree_map_with_path(_fainter, params["layers"])
-    head = make_params(5, mtp_config(params.config), dtype)
-    fc = jnp.concatenate([jnp.eye(size), jnp.zeros((size, size))], 1).astype(dtype)
-    ones = dict.fromkeys(("embed_norm", "hidden_norm", "norm"), own["norm"])
-    layers = jax.tree_util.tree_map_with_path(_fainter, head["layers"])
-    mtp = dict(head) | ones | {"fc": {"weight": fc}, "layers": layers}
-    return Params(dict(params) | own, params.config), Params(mtp, head.config)
-
-
-def _fainter(path: Any, x: jax.Array) -> jax.Array:
-    """A layer's weights, of which those that add to the hidden states add less."""
-    is_last = any(getattr(key, "key", None) in ("out", "down") for key in path)
-    return 0.2 * x if is_last else x
-
-
 @pytest.mark.middle
 def test_an_mtp_head_guesses_for_states() -> None:
     """By the engine's own steps: most guesses are right, and bits are those without."""
-    params, head = counting(PARAMS)
+    params, head = counting_mtp(PARAMS, 0.1)
     alone = served(params)
     wanted = bits(alone.generate(PROMPTS, ASKED, use_tqdm=False))
     asked = {**GUESSES, "method": "mtp", "num_tokens": 3, "model": head}
@@ -312,7 +290,7 @@ def test_an_mtp_head_guesses_for_states() -> None:
 @pytest.mark.slow
 def test_two_devices_share_an_mtp_head() -> None:
     """In f32: guesses come true as often as on one device, and tokens are those without."""
-    params, head = counting(make_params(0, SPLITS))
+    params, head = counting_mtp(make_params(0, SPLITS), 0.1)
     asked = {**GUESSES, "method": "mtp", "num_tokens": 3, "model": head}
     settings: dict[str, Any] = {"deterministic": False}
     alone = served(params, **settings)

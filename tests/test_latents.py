@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-import jpaged
 from jpaged import ModelConfig, SamplingParams, initial_lora, merged
-from jpaged.errors import ConfigError
 from jpaged.models.kv_groups import kv_groups
 from jpaged.models.layers.attention import AttentionConfig
 from jpaged.models.layers.experts import ExpertsConfig
@@ -69,6 +67,7 @@ COMPARED = Compared(MODEL, CROWDED)
 PARAMS, llm_of, check = COMPARED.params, COMPARED.llm, COMPARED.check
 SHORT = make_prompts(3, 2, 4, 3, 1, 2)
 PROMPTS = make_prompts(5, 21, 40, 33)
+PARTS = tuple(f"latent.{x}" for x in ("q_a", "q", "kv", "out", "up"))
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
@@ -159,23 +158,59 @@ def test_guesses_beams_and_snapshots() -> None:
     assert found[0] == found[1] and stats["accepted_tokens"] > 0
 
 
-def test_adapters() -> None:
-    """Every product that a Linear computes takes one; what is absorbed is refused by name."""
-    parts = [f"latent.{x}" for x in ("q_a", "q", "kv", "out")]
-    lora = initial_lora(MODEL, 3, jax.random.key(0), parts=parts)
-    keys = jax.random.key(1)
-    lora = jax.tree.map(lambda x: x + 0.05 * jax.random.normal(keys, x.shape), lora)
-    config = dataclasses.replace(CROWDED, max_loras=1, max_lora_rank=3)
-    outputs = jpaged.generate(PARAMS, PROMPTS[:2], GREEDY, lora=lora, engine_config=config)
-    changed = merged(PARAMS, lora)
-    for prompt, output in zip(PROMPTS[:2], outputs, strict=True):
-        tokens = output.outputs[0].token_ids
-        assert tokens == dense_tokens(changed, prompt, len(tokens))
-        assert tokens != COMPARED.dense(prompt, len(tokens)), "it changes nothing"
-    absorbed = {"layers.0.latent.up": (np.zeros((2, 24)), np.zeros((4, 28, 2)))}
-    with pytest.raises(ConfigError, match=r"layers\.0\.latent\.up.*cannot have an adapter"):
-        jpaged.generate(PARAMS, PROMPTS[:1], GREEDY, lora=absorbed, engine_config=config)
-    jpaged.release()
+def a_lora(seed: int, parts: tuple[str, ...] = PARTS, rank: int = 3) -> dict[str, Any]:
+    """Pairs of these parts of latent attention, both sides of which change something."""
+    lora = initial_lora(MODEL, rank, jax.random.key(seed), parts=parts)
+    keys = jax.random.key(seed + 100)
+    return jax.tree.map(lambda x: x + 0.05 * jax.random.normal(keys, x.shape), lora)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("parts", [PARTS, PARTS[-1:]], ids=["every product", "what is absorbed"])
+def test_adapters(parts: tuple[str, ...], devices: int) -> None:
+    """Two adapters and rows without one in the same steps, more slots than that, prompts in chunks
+    and prefixes that are found: the tokens of merged weights.
+    """
+    loras = [a_lora(0, parts), a_lora(1, parts, rank=2), None]
+    llm = llm_of(max_loras=3, max_lora_rank=3, num_blocks=96, tensor_parallel_size=devices)
+    for name, lora in zip("ab", loras, strict=False):
+        llm.add_adapter(name, lora)
+    prompts = [PROMPTS[i] for i in (1, 1, 1, 2, 2, 2)]
+    asked: list[Any] = [
+        {"prompt_token_ids": prompt, "adapter": name} if name else prompt
+        for prompt, name in zip(prompts, ["a", "b", None] * 2, strict=True)
+    ]
+    weights = [PARAMS if lora is None else merged(PARAMS, lora) for lora in loras] * 2
+    for _ in range(2):
+        outputs = llm.generate(asked, GREEDY, use_tqdm=False)
+        found = [output.outputs[0].token_ids for output in outputs]
+        for prompt, tokens, params in zip(prompts, found, weights, strict=True):
+            assert tokens == dense_tokens(params, prompt, len(tokens))
+        assert found[0] != found[2] != found[1], "they change nothing"
+    assert llm.stats()["cached_tokens"] > 0
+    assert_idle(llm)
+    llm.close()
+
+
+def test_bits_do_not_depend_on_a_slot() -> None:
+    """Nor on what adapters other rows have, in steps of one size."""
+    llm = llm_of(max_loras=3, max_lora_rank=3, deterministic=True)
+    for name, seed in zip("abc", (0, 1, 2), strict=True):
+        llm.add_adapter(name, a_lora(seed))
+    found = []
+    for others in (["b", None], [None, None], ["c", "b"]):
+        rows: list[Any] = [{"prompt_token_ids": PROMPTS[1], "adapter": name} for name in others]
+        rows.append({"prompt_token_ids": PROMPTS[1], "adapter": "a"})
+        if len(found) == 1:  # from now on in another slot
+            llm.remove_adapter("a")
+            llm.generate(rows[:1], GREEDY, use_tqdm=False)
+            llm.generate([rows[0] | {"adapter": "c"}], GREEDY, use_tqdm=False)
+            llm.add_adapter("a", a_lora(0))
+        (output,) = llm.generate(rows, GREEDY, use_tqdm=False)[-1:]
+        completion = output.outputs[0]
+        found.append((completion.token_ids, completion.token_logprobs.tobytes()))
+    assert found[0] == found[1] == found[2]
+    llm.close()
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 import jpaged
-from jpaged import ConfigError, Params, RequestError, SamplingParams
+from jpaged import ConfigError, ModelConfig, Params, RequestError, SamplingParams
 from jpaged.models.forward import bind
+from jpaged.models.layers.mamba import MambaConfig
 from jpaged.models.served import quantized_tree
 from kernels_cpu.library import unavailable
 from tests.models.test_delta import hybrid
@@ -248,12 +249,22 @@ SCALES: dict[str, Any] = {
     "residual_multiplier": 0.22,
     "logits_scaling": 6.0,
 }
+
+
+def with_mamba(model: ModelConfig) -> ModelConfig:
+    """The same with Mamba-2 in its first layer."""
+    mamba = MambaConfig(num_heads=4, head_dim=24, state_dim=16, num_groups=2)
+    first, *others = model.layers
+    return dataclasses.replace(model, layers=[dataclasses.replace(first, mixer=mamba), *others])
+
+
 IN_BF16 = {
     "dense": config(**WIDE, tie_word_embeddings=True),
     "experts": config(family="qwen3_moe", **WIDE, **ROUTED),
     "windows, others' keys, per-layer embeddings": ALIKE,
     "delta rule": hybrid(config(**WIDE)),
     "scales": config(family="granite", **WIDE, **SCALES),
+    "Mamba-2": with_mamba(config(**WIDE)),
 }
 needs_kernels = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 

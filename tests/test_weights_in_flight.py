@@ -16,10 +16,9 @@ from jax.sharding import Mesh
 
 import jpaged
 from jpaged import LLM, Params, RequestError, RequestOutput, SamplingParams, WeightSpan
-from tests.heads import counting, counting_head
+from tests.heads import counting, counting_head, counting_mtp
 from tests.recurrent import HYBRID
 from tests.test_guessing_states import PARAMS as WITH_STATES
-from tests.test_guessing_states import counting as mtp_pair
 from tests.test_lora import make_lora
 from tests.tiny import ENGINE, assert_idle, config, make_params, make_prompts
 
@@ -190,7 +189,7 @@ def test_a_head_guesses_under_new_weights(method: str) -> None:
     """A head that is right mostly, then less: what is drawn is the new weights' in either case, and
     the head reads states of theirs.
     """
-    params, head = (counting(ONE_LAYER), None) if method == "eagle" else mtp_pair(WITH_STATES)
+    params, head = (counting(ONE_LAYER), None) if method == "eagle" else counting_mtp(WITH_STATES)
     head = counting_head(params, exact=True) if head is None else head
     old, guesser = (Params(jax.tree.map(as_f32, dict(p)), p.config) for p in (params, head))
     new = make_params(1, old.config)

@@ -174,6 +174,8 @@ def mtp_entries(
     """
     family = FAMILIES[config.family]
     assert family.mtp is not None and family.unread is not None
+    if family.text_of is not None:
+        entries = _text_entries(entries)
     begins = re.compile(family.unread.replace("{L}", str(head.target_layers)))
     tensors = {}
     for name, entry in entries.items():

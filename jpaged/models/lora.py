@@ -33,7 +33,7 @@ ADAPTED = (
     *("attention.qkv", "attention.v", "attention.out", "delta.qkvz", "delta.out"),
     *("mamba.zx", "mamba.bc", "mamba.dt", "mamba.out"),
     *("kda.qkvz", "kda.qkv", "kda.out"),
-    *("latent.q_a", "latent.q", "latent.kv", "latent.out"),
+    *("latent.q_a", "latent.q", "latent.kv", "latent.up", "latent.out"),
     *("latent.index.q", "latent.index.k", "latent.index.weights"),
     *("mlp.gate_up", "mlp.down", "mlp.latent_in", "mlp.latent_out"),
     *("mlp.shared.gate_up", "mlp.shared.down"),

@@ -24,6 +24,7 @@ from jpaged.models.forward import Forward, bind_layers
 from jpaged.models.head import DraftHead
 from jpaged.models.kv_view import KVView, Place
 from jpaged.models.layers.attention import AttentionConfig
+from jpaged.models.layers.latent import LatentConfig
 from jpaged.models.layers.linear import Linear, StepContext
 from jpaged.models.layers.norm import RMSNorm
 from jpaged.models.layers.rope import Rotary
@@ -32,8 +33,9 @@ from jpaged.models.trees import to_tree
 
 
 def mtp_config(target: ModelConfig) -> ModelConfig:
-    """Return the config of the MTP head of a model: a layer as its last one of attention.
-    UnsupportedError for families whose heads are not read.
+    """Return the config of the MTP head of a model: a layer as its last one of attention, with an
+    indexer of its own where the model's layers choose what they attend to. UnsupportedError for
+    families whose heads are not read.
     """
     check_combination(Facts(model=target))
     if FAMILIES[target.family].mtp is None:
@@ -42,9 +44,14 @@ def mtp_config(target: ModelConfig) -> ModelConfig:
             f"speculative: method='mtp': no MTP head of {target.family} is read (those of {built} "
             "are)"
         )
-    layers = [layer for layer in target.layers if isinstance(layer.mixer, AttentionConfig)]
+    attention = AttentionConfig | LatentConfig
+    layer = [layer for layer in target.layers if isinstance(layer.mixer, attention)][-1]
+    if isinstance(layer.mixer, LatentConfig) and layer.mixer.chosen is not None:
+        mixers = [layer.mixer for layer in target.layers if isinstance(layer.mixer, LatentConfig)]
+        mixer = [mixer for mixer in mixers if mixer.indexer is not None][-1]  # no other has chosen
+        layer = dataclasses.replace(layer, mixer=mixer)
     head = MTPConfig(target_hidden_size=target.hidden_size, target_layers=target.num_layers)
-    return dataclasses.replace(target, layers=layers[-1:], draft_head=head, eos_token_ids=())
+    return dataclasses.replace(target, layers=[layer], draft_head=head, eos_token_ids=())
 
 
 @jax.tree_util.register_dataclass

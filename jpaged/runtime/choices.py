@@ -8,7 +8,7 @@ step is traced.
 import dataclasses
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Self
 
 import jax
@@ -24,7 +24,7 @@ from jpaged.models.layers.delta import GatedDeltaConfig
 from jpaged.models.layers.experts import ExpertsConfig
 from jpaged.models.layers.latent import LatentConfig
 from jpaged.models.layers.layer import LayerConfig
-from jpaged.models.layers.linear import DeltaRule, ExpertProducts
+from jpaged.models.layers.linear import DeltaRule, ExpertProducts, Scan
 from jpaged.models.layers.mamba import MambaConfig
 from jpaged.models.layers.per_layer import TABLE
 from jpaged.models.quantized import is_quantized
@@ -35,11 +35,11 @@ from jpaged.runtime.mesh import Placement
 from kernels_cpu import library
 from kernels_cpu.linear import NativeProducts, is_width_supported
 from kernels_cpu.rates import rates
-from kernels_pallas import experts, gated_delta, paged_attention, short_conv, vocab_tiles
+from kernels_pallas import experts, gated_delta, mamba2, paged_attention, short_conv, vocab_tiles
 from kernels_pallas.experts.interface import Shapes
 from kernels_pallas.implementation import CUDA, Implementation, capability_of
-from kernels_pallas.mamba2 import xla as mamba2
 
+ATTENTION = AttentionConfig | LatentConfig
 log = logging.getLogger("jpaged")
 
 
@@ -50,13 +50,13 @@ class Choices:
     dtype: of the weights. attention: the kernel of each of kv_groups(model), None of one that keeps
     states. products: the module that multiplies by weights; None is XLA. experts: the module that
     multiplies by a mixture's experts; None for a model without. delta: the module of the gated
-    delta rule; None for a model without. one_pass: the kernel that sums over the vocabulary; None
-    is XLA. in_fp8: the device has tensor cores for products of fp8 by fp8. counts_steps: a dispatch
-    of several decode steps takes them all, since a loop that ends early would ask the host at each
-    turn. states_are_alike: the bits of no layer's state depend on the batch or on where a step
-    begins. is_batch_invariant: the bits of a row depend on that row alone in every
-    product and in attention, so that deterministic serving needs no steps of one size. draft: the
-    choices for the model that guesses ahead, if one does.
+    delta rule; None for a model without. scan: that of Mamba-2's scan, likewise. one_pass: the
+    kernel that sums over the vocabulary; None is XLA. in_fp8: the device has tensor cores for
+    products of fp8 by fp8. counts_steps: a dispatch of several decode steps takes them all, since a
+    loop that ends early would ask the host at each turn. states_are_alike: the bits of no layer's
+    state depend on the batch or on where a step begins. is_batch_invariant: the bits of a row
+    depend on that row alone in every product and in attention, so that deterministic serving needs
+    no steps of one size. draft: the choices for the model that guesses ahead, if one does.
     """
 
     dtype: Any
@@ -64,6 +64,7 @@ class Choices:
     products: NativeProducts | None = None
     experts: ExpertProducts | None = None
     delta: DeltaRule | None = None
+    scan: Scan | None = None
     one_pass: OnePass | None = None
     in_fp8: bool = False
     counts_steps: bool = False
@@ -108,9 +109,8 @@ def choose(
         activations=config.quantized_activations,
     )
     mixture = _experts(placement.share_of(model), device, dtype, is_plain)
-    delta = _delta(placement.share_of(model), device)
-    states_are_alike = delta is None or delta.is_batch_invariant()
-    states_are_alike &= not _scans(served)
+    delta, scan = _of_states(placement.share_of(model), device)
+    states_are_alike = all(x is None or x.is_batch_invariant() for x in (delta, scan))
     kernels = tuple(
         choose_kernel(
             group, options, config, dtype, device, shards, unfused=unfused(served, group.layers)
@@ -125,6 +125,7 @@ def choose(
         products=products,
         experts=None if mixture is None else mixture.module(),
         delta=None if delta is None else delta.module(),
+        scan=None if scan is None else scan.module(),
         one_pass=choose_one_pass(config, served.vocab_size // shards, device),
         in_fp8=config.quantized_activations == "auto" and multiplies_fp8(device),
         counts_steps=device.platform in CUDA,
@@ -145,22 +146,19 @@ def choose(
 
 def _is_state_invariant(layer: LayerConfig) -> bool:
     """Return whether the bits of a layer's state can depend on its row alone, if it has one: those
-    of the gated delta rule, by `states_are_alike`, and those of a short convolution, whose products
-    of bf16 are exact in f32 and are added up in one order. Other layers make no such promise.
+    of the gated delta rule and of Mamba-2, by `states_are_alike`, and those of a short convolution,
+    whose products of bf16 are exact in f32 and are added up in one order. Other layers make no such
+    promise.
     """
-    is_alike = isinstance(layer.mixer, GatedDeltaConfig | ConvConfig)
+    alike = GatedDeltaConfig | MambaConfig | ConvConfig
+    is_alike = all(isinstance(x, alike) for x in layer.mixers if not isinstance(x, ATTENTION))
     return is_alike or all(x.per == "token" for x in layer.keeps())
-
-
-def _scans(model: ModelConfig) -> bool:
-    """Return whether a layer has Mamba-2."""
-    return any(isinstance(mixer, MambaConfig) for x in model.layers for mixer in x.mixers)
 
 
 def unfused(model: ModelConfig, layers: tuple[int, ...]) -> str | None:
     """Return why no kernel prepares attention in these layers; None: one can."""
     mixers = (mixer for i in layers for mixer in model.layers[i].mixers)
-    reasons = (m.unfused for m in mixers if isinstance(m, AttentionConfig | LatentConfig))
+    reasons = (m.unfused for m in mixers if isinstance(m, ATTENTION))
     return next((reason for reason in reasons if reason is not None), None)
 
 
@@ -222,12 +220,12 @@ def layer_kernels(model: ModelConfig, choices: Choices) -> dict[str, str | None]
     and the experts of a mixture, as their packages list them; None of what the model has no layers
     of.
     """
-    mixers = [layer.mixer for layer in model.layers]
-    convolves = any(isinstance(mixer, GatedDeltaConfig | ConvConfig) for mixer in mixers)
+    mixers = [mixer for layer in model.layers for mixer in layer.mixers]
+    convolves = any(isinstance(x, GatedDeltaConfig | ConvConfig | MambaConfig) for x in mixers)
     return {
         "gated_delta": _name_of(choices.delta, gated_delta.IMPLEMENTATIONS),
-        "mamba2": mamba2.NAME if _scans(model) else None,
-        "short_conv": short_conv.NAME if convolves or _scans(model) else None,
+        "mamba2": _name_of(choices.scan, mamba2.IMPLEMENTATIONS),
+        "short_conv": short_conv.NAME if convolves else None,
         "experts": _name_of(choices.experts, experts.IMPLEMENTATIONS),
     }
 
@@ -276,20 +274,37 @@ def _experts(model: ModelConfig, device: Any, dtype: Any, is_plain: bool) -> Imp
     raise AssertionError("one of them runs everywhere")
 
 
-def _delta(model: ModelConfig, device: Any) -> Implementation | None:
-    """Return the implementation of the gated delta rule, which supports every layer that has it;
-    None for a model without. model: a device's share.
+def _of_states(
+    model: ModelConfig, device: Any
+) -> tuple[Implementation | None, Implementation | None]:
+    """Return the implementations of the gated delta rule and of Mamba-2's scan, which support every
+    layer that has them; None for a model without. model: a device's share.
     """
-    mixers = {layer.mixer for layer in model.layers if isinstance(layer.mixer, GatedDeltaConfig)}
-    if not mixers:
+    mixers = {mixer for layer in model.layers for mixer in layer.mixers}
+    rules = {mixer.shapes for mixer in mixers if isinstance(mixer, GatedDeltaConfig)}
+    scans = {mixer.shapes for mixer in mixers if isinstance(mixer, MambaConfig)}
+    delta = _first("gated delta rule", gated_delta.IMPLEMENTATIONS, rules, device)
+    return delta, _first("Mamba-2", mamba2.IMPLEMENTATIONS, scans, device)
+
+
+def _first(
+    title: str,
+    implementations: Mapping[str, Implementation],
+    shapes: Collection[Any],
+    device: Any,
+) -> Implementation | None:
+    """Return the first implementation that supports all of these shapes; None where there are
+    none.
+    """
+    if not shapes:
         return None
-    for name, implementation in gated_delta.IMPLEMENTATIONS.items():
+    for name, implementation in implementations.items():
         if implementation.is_compiled_for(device.platform):
             module = implementation.module()
-            reasons = {module.unsupported(mixer.shapes, device) for mixer in mixers} - {None}
+            reasons = {module.unsupported(shape, device) for shape in shapes} - {None}
             if not reasons:
                 return implementation
-            log.info("gated delta rule: not %s (%s)", name, reasons.pop())
+            log.info("%s: not %s (%s)", title, name, reasons.pop())
     raise AssertionError("one of them runs everywhere")
 
 

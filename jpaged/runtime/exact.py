@@ -131,6 +131,7 @@ def exact_for(params: Params, config: EngineConfig | None) -> Exact:
         products=choices.products,
         experts=choices.experts,
         delta=choices.delta,
+        scan=choices.scan,
     )
     return Exact(context=context, kernels=choices.attention, dtype=dtype)
 

@@ -37,7 +37,12 @@ from jpaged.models.params import Params, nest, param_shapes, param_table
 from jpaged.models.quantized import is_quantized, quantized, specs_of
 from jpaged.models.served import served_form, stored_shapes
 from jpaged.runtime import logprobs, sampler
-from jpaged.runtime.adapter_tables import adapted_ranks, adapter_scratch_bytes, table_bytes
+from jpaged.runtime.adapter_tables import (
+    adapted_ranks,
+    adapter_scratch_bytes,
+    table_bytes,
+    table_rank,
+)
 from jpaged.runtime.choices import Choices
 from jpaged.runtime.compiled_steps import compile_step
 from jpaged.runtime.kv_cache import group_costs, most_blocks, states_a_row, widest_group
@@ -484,6 +489,7 @@ def bound(model: ModelConfig, config: EngineConfig, dtype: Any, moved: int = 0) 
         itemsize=jnp.dtype(dtype).itemsize,
         hidden_size=model.hidden_size,
         expert_adapter_rank=adapted if "experts" in config.lora_extra else 0,
+        adapter_rank=table_rank(config) if config.max_loras else 0,
         sequences=rows,
     )
     layers = model.scratch(sizes)

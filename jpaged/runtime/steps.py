@@ -89,6 +89,7 @@ class StepSetting:
             products=self.choices.products,
             experts=self.choices.experts,
             delta=self.choices.delta,
+            scan=self.choices.scan,
             tensor_axis=self.tensor_axis,
             axis_size=self.axis_size,
             data_axes=self.data_axes,

@@ -5,6 +5,7 @@
 #include "../gated_delta.h"
 #include "../linear.h"
 #include "../low_rank.h"
+#include "../mamba2.h"
 #include "../paged_attention.h"
 #include "../quantized.h"
 
@@ -19,5 +20,6 @@ void MultiplyExperts(ffi::ThreadPool& pool, const Pairs& pairs, const std::vecto
 void AddLowRank(const float* const* h, float* const* y, int64_t count, const bf16* b, int64_t rank, int64_t N, int64_t width);
 void Multiply(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, Activations activations, float* y, int64_t T);
 void StepColumns(const DeltaProblem& p, int64_t row, int64_t head, int64_t column);
+void StepRows(const ScanProblem& p, int64_t row, int64_t head, int64_t first);
 
 }  // namespace jpaged::avx2

@@ -40,6 +40,12 @@ struct Lanes {
   static Floats MulOr(Floats other, Mask mask, Floats a, Floats b) { return _mm512_mask_mul_ps(other, mask, a, b); }
 
   static float Sum(Floats x) { return _mm512_reduce_add_ps(x); }
+
+  // Element i is the sum of the lanes of the i-th.
+  static void PutSums(float* to, Floats a0, Floats a1, Floats a2, Floats a3) {
+    to[0] = Sum(a0), to[1] = Sum(a1), to[2] = Sum(a2), to[3] = Sum(a3);
+  }
+
   static float Largest(Floats x) { return _mm512_reduce_max_ps(x); }
 
   // Writes x rounded, and returns what was written.

@@ -4,6 +4,7 @@
 #include "../experts.h"
 #include "../gated_delta.h"
 #include "../linear.h"
+#include "../mamba2.h"
 #include "../paged_attention.h"
 #include "../quantized.h"
 
@@ -19,5 +20,6 @@ void MultiplyPlain(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, flo
 void MultiplyInt8(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, float* y, int64_t T);
 void MultiplyE4m3(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, float* y, int64_t T);
 void StepColumns(const DeltaProblem& p, int64_t row, int64_t head, int64_t column);
+void StepRows(const ScanProblem& p, int64_t row, int64_t head, int64_t first);
 
 }  // namespace jpaged::avx512

@@ -23,6 +23,8 @@ void StepColumns(const DeltaProblem& p, int64_t row, int64_t head, int64_t colum
   neon::StepColumns(p, row, head, column);
 }
 
+void StepRows(const ScanProblem& p, int64_t row, int64_t head, int64_t first) { neon::StepRows(p, row, head, first); }
+
 void AddLowRank(const float* const* h, float* const* y, int64_t count, const bf16* b, int64_t rank, int64_t N, int64_t width) {
   neon::AddLowRank(h, y, count, b, rank, N, width);
 }

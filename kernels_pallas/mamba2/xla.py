@@ -19,11 +19,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kernels_pallas.mamba2.interface import Shapes
 from kernels_pallas.packed_rows import Chunks, PackedRows, chunks_of
 
-NAME = "xla"  # what compiles it on every device
 CHUNK = 64  # tokens of a row that are computed together
 TOGETHER = 8  # chunks that are computed at once
+
+
+def unsupported(shapes: Shapes, device: Any) -> str | None:
+    """Return None: it runs everywhere."""
+    return None
 
 
 def decode(

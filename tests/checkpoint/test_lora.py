@@ -30,6 +30,7 @@ MIXTRAL = config(
 )
 PHI = config(family="phi3", qk_norm=False)
 GLM = ModelConfig.from_hf(CONFIGS["glm4_g4_d32"])
+DEEPSEEK = ModelConfig.from_hf(CONFIGS["deepseek_v3_h4_l32_groups"])
 
 
 def write(folder: Path, tensors: dict[str, np.ndarray] | None = None, **changes: Any) -> Path:
@@ -82,6 +83,8 @@ def weights_of(params: Params) -> dict[str, np.ndarray]:
         (PHI, ("qkv_proj", "gate_up_proj"), {}, 1.5),  # one pair for what we have in parts
         (CONFIG, ("embed_tokens", "lm_head", "v_proj"), {}, 1.5),
         (GLM, ("q_proj", "k_proj", "v_proj"), {}, 1.5),  # pairs of rope side by side
+        (DEEPSEEK, ("kv_b_proj",), {}, 1.5),
+        (DEEPSEEK, ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"), {}, 1.5),
         (MIXTRAL, ("w1", "w2", "w3", "q_proj"), {"use_rslora": True}, 3 / 2**0.5),
         (MIXTRAL, ("experts.1.w3", "experts.0.w2"), {}, 1.5),  # of some experts alone
     ],

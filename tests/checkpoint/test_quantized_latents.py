@@ -20,6 +20,7 @@ from jpaged.models.quantized import is_quantized
 from tests.checkpoint.conftest import write_folder
 from tests.checkpoint.test_quantized import ENGINE, Made, compressed, compressed_int4, fp8
 from tests.golden.configs import CONFIGS
+from tests.golden.mtp import file_tensors
 from tests.golden.weights import state_dict
 
 NAME = "deepseek_v3_h4_l32_groups"
@@ -59,10 +60,13 @@ def folders(
     is_packed: Callable[[str], bool],
     *,
     is_kimi: bool = False,
+    has_mtp: bool = False,
     lost: str | None = None,
 ) -> tuple[Path, Path]:
     """A folder in a format, and one in f32 of what it stands for. lost: a tensor left out."""
     rng, tensors = np.random.default_rng(0), state_dict(NAME, raw)
+    if has_mtp:
+        tensors |= file_tensors(NAME, raw)
     packed: dict[str, np.ndarray] = {}
     for name, tensor in list(tensors.items()):
         if not is_packed(name):
@@ -85,12 +89,12 @@ def folders(
     )
 
 
-def deepseek(tmp_path: Path, raw: dict[str, Any]) -> tuple[Path, Path]:
-    return folders(tmp_path, raw, FP8, fp8, is_linear)
+def deepseek(tmp_path: Path, raw: dict[str, Any], **more: Any) -> tuple[Path, Path]:
+    return folders(tmp_path, raw, FP8, fp8, is_linear, **more)
 
 
-def kimi(tmp_path: Path, raw: dict[str, Any]) -> tuple[Path, Path]:
-    return folders(tmp_path, raw, INT4, compressed_int4, is_of_experts, is_kimi=True)
+def kimi(tmp_path: Path, raw: dict[str, Any], **more: Any) -> tuple[Path, Path]:
+    return folders(tmp_path, raw, INT4, compressed_int4, is_of_experts, is_kimi=True, **more)
 
 
 MODELS = {"deepseek": (deepseek, "fp8"), "kimi": (kimi, "int4")}
@@ -124,6 +128,20 @@ def test_it_is_what_was_published(tmp_path: Path, name: str) -> None:
         assert np.allclose(found, exact, rtol=1e-6, atol=0), key
     planned = jpaged.plan_memory(packed, EngineConfig(**ENGINE))
     assert planned.weights == sum(leaf.nbytes for leaf in kept.values())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_its_head_is_read_plain(tmp_path: Path, name: str) -> None:
+    """The layer past the last, in FP8 or with experts in int4 as the model's; also beside images.
+    The model is read as if it were not there.
+    """
+    packed, plain = MODELS[name][0](tmp_path, RAW, has_mtp=True)
+    expected = flat(load_params(plain, mtp=True))
+    whole = flat(load_params(packed, mtp=True, dequantize=True), is_quantized)
+    assert whole.keys() == expected.keys()
+    for key, exact in expected.items():
+        np.testing.assert_allclose(whole[key], exact, rtol=4e-3, err_msg=key)  # read as bfloat16
+    assert load_params(packed).keys() == load_params(plain).keys()
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,8 @@ def _head(model: Any, name: str, config: dict[str, Any]) -> Any:
     text, base = model.config.get_text_config(), model.get_decoder()
     at = base_layer(text_part(config))
     norm = type(base.layers[at].input_layernorm)
+    if getattr(text, "indexer_types", None):
+        text.indexer_types = ["full"] * len(text.indexer_types)
     head = MtpLayer(text, type(base.layers[at]), norm, at).eval()
     layer = {k: torch.from_numpy(v.copy()) for k, v in layer_tensors(name, config).items()}
     state = {f"mtp_block.{key}": x for key, x in fused_experts(layer).items()}
@@ -69,6 +71,8 @@ def _head(model: Any, name: str, config: dict[str, Any]) -> Any:
     joining = joining_tensors(name, config)
     state |= {f"{kinds[kind]}.weight": torch.from_numpy(x) for kind, x in joining.items()}
     head.load_state_dict(state, strict=True)
+    # Layers with an indexer also give what it chose.
+    head.mtp_block.register_forward_hook(lambda _, __, y: y[0] if isinstance(y, tuple) else y)
     return head
 
 

@@ -14,8 +14,21 @@ HEADS = (
     "qwen3_5_moe_h2x2_c16_y32",
     "qwen3_next_h4x2_c24_y16",
     "glm4_moe_g4_d32_groups",
+    "deepseek_v3_h4_l32_groups",
+    "deepseek_v32_h4_l32_top8",
+    "glm_moe_dsa_h6_l24_shared",
+    "glm4_moe_lite_h5_l48",
 )
+FULL_INDEX = "full"  # in indexer_types
 GUESSED = 4  # tokens after a prompt that are stored
+
+
+def choosing(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of the model of which the head's layer is one: it has an indexer of its own also
+    where the model's last layer takes another's choice.
+    """
+    kinds = config.get("indexer_types")
+    return {**config} if kinds is None else {**config, "indexer_types": [FULL_INDEX] * len(kinds)}
 
 
 def base_layer(config: Mapping[str, Any]) -> int:
@@ -28,7 +41,7 @@ def base_layer(config: Mapping[str, Any]) -> int:
 def layer_tensors(name: str, config: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """The tensors of the head's layer by their names within it."""
     text = text_part(config)
-    others = state_dict(f"{name}/mtp", config)
+    others = state_dict(f"{name}/mtp", choosing(config))
     begins = re.compile(rf"model\.(language_model\.)?layers\.{base_layer(text)}\.")
     return {begins.sub("", key): x for key, x in others.items() if begins.match(key)}
 

@@ -13,6 +13,7 @@
 #include "gated_delta.h"
 #include "linear.h"
 #include "low_rank.h"
+#include "mamba2.h"
 #include "paged_attention.h"
 #include "quantized.h"
 
@@ -211,6 +212,51 @@ void GatedDelta() {
   }
 }
 
+// Rows of 3, 0 and 1 tokens, as above, and states whose rows no tile divides.
+void Mamba2() {
+  for (auto [G, r, P, N] : {std::array<int64_t, 4>{1, 1, 4, 16}, {2, 3, 24, 48}}) {
+    int64_t H = G * r, T = 4, slots = 3, size = P * N;
+    Random random(N);
+    auto x = random.Floats(T * H * P, -1, 1), decay = random.Floats(T * H, 0.3, 1);
+    auto b = random.Floats(T * G * N, -0.5, 0.5), c = random.Floats(T * G * N, -0.5, 0.5);
+    auto pool = random.Floats(slots * H * size, -1, 1);
+    std::vector<double> wanted(pool.begin(), pool.end()), outputs(T * H * P);
+    std::vector<int32_t> starts{0, 3, 3, 4}, read{3, 0, 2}, write{0, 1, 1};
+    for (int64_t row : {0, 2}) {
+      for (int64_t h = 0; h < H; ++h) {
+        std::vector<double> state(size);
+        if (read[row] < slots) {
+          for (int64_t i = 0; i < size; ++i) state[i] = pool[(read[row] * H + h) * size + i];
+        }
+        for (int64_t t = starts[row]; t < starts[row + 1]; ++t) {
+          const float *of_b = &b[(t * G + h / r) * N], *of_c = &c[(t * G + h / r) * N];
+          for (int64_t i = 0; i < P; ++i) {
+            double y = 0, of_x = x[(t * H + h) * P + i];
+            for (int64_t n = 0; n < N; ++n) {
+              double& s = state[i * N + n];
+              y += (s = s * decay[t * H + h] + of_x * of_b[n]) * of_c[n];
+            }
+            outputs[(t * H + h) * P + i] = y;
+          }
+        }
+        for (int64_t i = 0; i < size; ++i) wanted[(write[row] * H + h) * size + i] = state[i];
+      }
+    }
+    std::vector<float> y(T * H * P);
+    ScanProblem p{.x = x.data(), .decay = decay.data(), .b = b.data(), .c = c.data()};
+    p.pool = pool.data(), p.y = y.data(), p.starts = starts.data(), p.read = read.data(), p.write = write.data();
+    p.slots = slots, p.H = H, p.G = G, p.P = P, p.N = N;
+    for (int64_t row = 0; row < 3; ++row) {
+      for (int64_t h = 0; h < H; ++h) {
+        for (int64_t i = 0; i < P; i += kStateRows) StepRows(p, row, h, i);
+      }
+    }
+    std::string name = "mamba2 " + std::to_string(P) + "x" + std::to_string(N);
+    Check(name, y, outputs, std::vector<double>(y.size(), 1e-5));
+    Check(name + " state", pool, wanted, std::vector<double>(pool.size(), 1e-5));
+  }
+}
+
 // What a row of x is in a product of integers.
 std::vector<double> Rounded(const std::vector<bf16>& x, int64_t E, int64_t block, float most) {
   std::vector<double> rounded(x.size());
@@ -379,7 +425,7 @@ int main() {
     jpaged::Pool pool;
     jpaged::Linear(*pool), jpaged::QuantizedProducts(*pool);
   }
-  jpaged::LowRank(), jpaged::GatedDelta(), jpaged::AttentionCases();
+  jpaged::LowRank(), jpaged::GatedDelta(), jpaged::Mamba2(), jpaged::AttentionCases();
   if (jpaged::failures > 0) std::printf("%d elements are wrong\n", jpaged::failures);
   return jpaged::failures > 0;
 }

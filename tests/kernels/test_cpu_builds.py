@@ -28,7 +28,7 @@ DRIVER = Path(__file__).with_name("cpu_driver.cc")
 EMULATION = Path(__file__).with_name("amx_emulation.h")
 TILES = {"amx_tile", "amx_bf16"}
 SANITIZE = ("-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-CASES = 177
+CASES = 181
 
 
 def compiler_of(name: str) -> str:
@@ -196,6 +196,7 @@ FAULTS = [
         ("f32_delta.h", "L::Fma(of_key, change", "L::Fma(of_query, change"),
         "FAILED gated_delta",
     ),
+    (("f32_scan.h", "L::Fma(of_x[i], key", "L::Fma(of_x[i], query"), "FAILED mamba2"),
     (("int8_products.h", "127.0f / largest", "126.0f / largest"), "FAILED quantized int8"),
 ]
 

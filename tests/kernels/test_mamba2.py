@@ -1,7 +1,8 @@
-"""Mamba-2's scan: chunks and steps against one token at a time in float64. What must not be read is
-NaN.
+"""Mamba-2's scan: every implementation against one token at a time in float64. What must not be
+read is NaN.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -9,12 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas.mamba2 import reference, xla
+from kernels_pallas.mamba2 import IMPLEMENTATIONS, reference, xla
+from kernels_pallas.mamba2.interface import Shapes
 from kernels_pallas.mamba2.xla import CHUNK
 from kernels_pallas.packed_rows import PackedRows
 from tests.kernels.test_gated_delta import LENGTHS, SLOTS, STARTS, rows_at, rows_of, slots_read
 
 H, G, P, N = 6, 2, 24, 16
+SHAPES = Shapes(num_heads=H, num_groups=G, head_dim=P, state_dim=N)
 
 
 class Case(NamedTuple):
@@ -52,18 +55,65 @@ def check(case: Case, y: Any, pool: Any) -> None:
     np.testing.assert_allclose(pool, wanted_pool, atol=1e-5 * largest, rtol=0)
 
 
-def prefill(case: Case) -> Any:
-    return jax.jit(xla.prefill)(*map(jnp.asarray, case.tokens), case.pool, case.rows)
+def runnable(name: str) -> Any:
+    """The module of a name; the test is skipped where it cannot run."""
+    module = IMPLEMENTATIONS[name].module()
+    if (reason := module.unsupported(SHAPES, jax.devices()[0])) is not None:
+        pytest.skip(reason)
+    return module
 
 
-def test_prefill_is_the_definition() -> None:
+def prefill(case: Case, name: str = "xla") -> Any:
+    run = jax.jit(runnable(name).prefill)
+    return run(*map(jnp.asarray, case.tokens), case.pool, case.rows)
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_prefill_is_the_definition(name: str) -> None:
     case = make(LENGTHS, STARTS, padding=13)
-    check(case, *prefill(case))
+    check(case, *prefill(case, name))
 
 
-def test_decode_is_the_definition() -> None:
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_decode_is_the_definition(name: str) -> None:
+    """A token a row, one of which is not kept, and two empty rows."""
     case = make([1, 1, 1, 1, 0, 0], [0, 5, 191, 63, 64, 0], padding=2)
-    check(case, *jax.jit(xla.decode)(*case.tokens, case.pool, case.rows))
+    write = np.where(np.arange(6) == 3, SLOTS, case.rows.write_S)
+    case = case._replace(rows=case.rows._replace(write_S=write))
+    check(case, *jax.jit(runnable(name).decode)(*case.tokens, case.pool, case.rows))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [({"state_dim": 24}, "state_dim 24: only multiples of 16"), ({"head_dim": 6}, "head_dim 6")],
+)
+def test_what_no_tile_divides_is_left_to_xla(changes: dict[str, int], reason: str) -> None:
+    found = IMPLEMENTATIONS["native"].module().unsupported(SHAPES, jax.devices()[0])
+    shapes = dataclasses.replace(SHAPES, **changes)
+    assert IMPLEMENTATIONS["native"].module().unsupported(shapes, None).startswith(reason)
+    assert found is None or "multiples" not in found
+    assert not IMPLEMENTATIONS["xla"].is_batch_invariant()
+
+
+def test_bits_of_single_tokens_are_those_of_many() -> None:
+    """By the C++ kernel: cut anywhere, beside other rows."""
+    assert (runnable("native").batch_invariant(), IMPLEMENTATIONS["native"].platforms) == (
+        True,
+        ("cpu",),
+    )
+    whole = make([70, 0], [0, 0], padding=0)
+    y, pool = prefill(whole, "native")
+    other = make([9, 0], [9, 0], padding=0, seed=8)
+    states, at, found = np.where(np.isnan(other.pool), 0, other.pool), 0, []
+    for length in (1, 1, 7, 1, 33, 1, 26):
+        mine = (part[at : at + length] for part in whole.tokens)
+        tokens = [np.concatenate(x) for x in zip(other.tokens, mine, strict=True)]
+        rows = rows_at([0, 9, 9 + length], [9, at], [8, 5 if at else SLOTS], [2, 5])
+        y_step, states = prefill(Case(tuple(tokens), np.asarray(states), rows), "native")
+        found.append(np.asarray(y_step)[9:])
+        at += length
+    np.testing.assert_array_equal(np.concatenate(found), y)
+    np.testing.assert_array_equal(np.asarray(states)[5], np.asarray(pool)[0])
 
 
 def test_bits_do_not_depend_on_the_batch_or_on_the_chunk_where_a_step_begins() -> None:

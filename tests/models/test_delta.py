@@ -475,7 +475,7 @@ def test_the_choice_on_other_devices() -> None:
     def chosen(capability: str | None, key_dim: int = 16, value_dim: int = 32) -> str:
         platform = "tpu" if capability is None else "gpu"
         device = SimpleNamespace(platform=platform, compute_capability=capability or "")
-        kernel = choices._delta(hybrid(key_dim=key_dim, value_dim=value_dim), device)
+        kernel, _ = choices._of_states(hybrid(key_dim=key_dim, value_dim=value_dim), device)
         assert kernel is not None
         return next(name for name, x in IMPLEMENTATIONS.items() if x is kernel)
 

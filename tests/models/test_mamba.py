@@ -31,6 +31,7 @@ from jpaged.models.lora import merged, targets
 from jpaged.models.params import param_specs
 from jpaged.models.quantized import is_quantized
 from jpaged.models.served import served_config
+from kernels_cpu.library import unavailable
 from tests.golden.mambas import MAMBAS
 from tests.tiny import (
     EOS,
@@ -244,7 +245,55 @@ def test_heads_and_groups_have_to_divide() -> None:
             dataclasses.replace(ONE_GROUP, **fields)
 
 
+WIDE = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=32)
+
+
+@pytest.mark.skipif(unavailable() is not None, reason=f"the CPU kernels: {unavailable()}")
+def test_bits_are_those_of_a_request_alone() -> None:
+    """deterministic=True by the C++ kernel, with every form of norm and of groups, alone and beside
+    attention: in a batch, preempted, from a state that was kept, and in chunks of 7; and the bits
+    of a prompt's scores are those of draws.
+    """
+    of_kernel = [
+        dataclasses.replace(mixer, head_dim=head_dim, state_dim=state_dim)
+        for mixer, head_dim, state_dim in (
+            (ONE_GROUP, 24, 32),
+            (TWO_GROUPS, 8, 16),
+            (WITHOUT_NORM, 16, 16),
+        )
+    ]
+    beside = dataclasses.replace(BESIDE, attention=WIDE, mamba=of_kernel[2])
+    mlp = MLPConfig(intermediate_size=64)
+    layers = [LayerConfig(mixer=x, ffn=mlp) for x in (*of_kernel[:2], WIDE, beside)]
+    params = make_params(0, dataclasses.replace(MODEL, layers=layers), jnp.bfloat16)
+
+    def bits(llm: LLM, prompts: list[list[int]]) -> list[bytes]:
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        return [output.outputs[0].token_logprobs.tobytes() for output in outputs]
+
+    llm = LLM(params, **vars(dataclasses.replace(CROWDED, deterministic=True)))
+    assert not llm.session.engine_config.pinned and llm.stats()["mamba2"] == "native"
+    alone = list[bytes]()
+    for prompt in PROMPTS:
+        llm.reset_prefix_cache()
+        alone += bits(llm, [prompt])
+    llm.reset_prefix_cache()
+    for _ in range(2):
+        assert bits(llm, [*PROMPTS, *PROMPTS])[: len(PROMPTS)] == alone
+    stats = llm.stats()
+    assert stats["preemptions_recomputed"] > 0 and stats["state_hits"] > 0
+    tokens = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    whole = [p + out.outputs[0].token_ids for p, out in zip(PROMPTS, tokens, strict=True)]
+    scores = [np.asarray(x[-12:], np.float32) for x in llm.score(whole)]
+    assert [x.tobytes() for x in scores] == alone
+    llm.close()
+    sizes: dict[str, Any] = {"max_num_batched_tokens": 7, "token_buckets": (7,), "max_num_seqs": 3}
+    settings = engine(num_blocks=200, deterministic=True, seq_buckets=(3,), **sizes)
+    assert bits(LLM(params, **vars(settings)), PROMPTS) == alone
+
+
 def test_chunks_are_no_deterministic_form() -> None:
+    """Where no tile of the C++ kernel divides a state, XLA computes chunks."""
     with pytest.raises(UnsupportedError, match=r"deterministic=True: the states of this model"):
         LLM(PARAMS, **vars(dataclasses.replace(CROWDED, deterministic=True)))
 

@@ -3,6 +3,7 @@
 import functools
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -77,3 +78,91 @@ def test_transformers_numbers(name: str, tmp_path: Path) -> None:
         after = [*after, guesses[-1]]
         hidden_TE = hidden_TE.at[last + 1].set(x_TE[last])
     assert guesses == stored()[f"{name}/guesses"].tolist()
+
+
+EQUATIONS = "deepseek_v3_h6_tied_groups"
+
+
+def test_published_equations(tmp_path: Path) -> None:
+    """The head of DeepSeek V3 as its papers write it (arXiv:2412.19437, 2405.04434), in float64: a
+    key and a value of each head, and no product absorbed.
+    """
+    raw, folder = CONFIGS[EQUATIONS], write(tmp_path, EQUATIONS)
+    params, guessing = jpaged.load_params(folder), jpaged.load_params(folder, mtp=True)
+    rng, size = np.random.default_rng(0), raw["hidden_size"]
+    after = rng.integers(0, raw["vocab_size"], 30)
+    hidden = rng.standard_normal((30, size)).astype(np.float32)
+    tensors = state_dict(EQUATIONS, raw) | file_tensors(EQUATIONS, raw)
+    expected = published(raw, {k: x.astype(np.float64) for k, x in tensors.items()}, hidden, after)
+    model, head = bind(params.config, dict(params)), bind_any(guessing.config, dict(guessing))
+    assert isinstance(head, MTPHead)
+    view, context = dense_view(guessing.config, jnp.asarray(hidden)), StepContext()
+    at = (jnp.asarray(after, jnp.int32), jnp.arange(30), jnp.asarray(hidden))
+    x_TE, _ = head(model, *at, view, context)
+    logits = np.asarray(head.logits(model, x_TE, context))
+    np.testing.assert_allclose(logits, expected, atol=2e-5 * np.abs(expected).max())
+
+
+def published(
+    raw: dict[str, Any], tensors: dict[str, np.ndarray], hidden: np.ndarray, after: np.ndarray
+) -> np.ndarray:
+    """Logits of entries with these hidden states, and the token after each."""
+    layer = f"model.layers.{raw['num_hidden_layers']}."
+    last = {k.removeprefix(layer): x for k, x in tensors.items() if k.startswith(layer)}
+    T, H, C = len(after), raw["num_attention_heads"], raw["qk_nope_head_dim"]
+    R, L, V = raw["qk_rope_head_dim"], raw["kv_lora_rank"], raw["v_head_dim"]
+
+    def linear(x: np.ndarray, name: str) -> np.ndarray:
+        return x @ last[f"{name}.weight"].T + last.get(f"{name}.bias", 0)
+
+    def norm(x: np.ndarray, name: str, eps: float = 1e-6) -> np.ndarray:
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * last[f"{name}.weight"]
+
+    def turned(x: np.ndarray) -> np.ndarray:  # [T, heads, R]
+        theta = raw["rope_parameters"]["rope_theta"]
+        angles = np.arange(T)[:, None] / theta ** (np.arange(0, R, 2) / R)
+        z = (x[..., 0::2] + 1j * x[..., 1::2]) * np.exp(1j * angles)[:, None]
+        return np.stack([z.real, z.imag], axis=-1).reshape(x.shape)
+
+    def silu(x: np.ndarray) -> np.ndarray:
+        return x / (1 + np.exp(-x))
+
+    def mlp(x: np.ndarray, name: str) -> np.ndarray:
+        gate, up = (linear(x, f"{name}.{part}_proj") for part in ("gate", "up"))
+        return linear(silu(gate) * up, f"{name}.down_proj")
+
+    embedded = norm(tensors["model.embed_tokens.weight"][after], "enorm")
+    x = linear(np.concatenate([embedded, norm(hidden, "hnorm")], axis=-1), "eh_proj")
+    taken = norm(x, "input_layernorm")
+    q = linear(norm(linear(taken, "self_attn.q_a_proj"), "self_attn.q_a_layernorm"), Q_B)
+    q = q.reshape(T, H, C + R)
+    latent, key = np.split(linear(taken, "self_attn.kv_a_proj_with_mqa"), [L], axis=-1)
+    kv = linear(norm(latent, "self_attn.kv_a_layernorm"), "self_attn.kv_b_proj")
+    kv = kv.reshape(T, H, C + V)
+    q = np.concatenate([q[..., :C], turned(q[..., C:])], axis=-1)
+    rotated = np.broadcast_to(turned(key[:, None]), (T, H, R))
+    k = np.concatenate([kv[..., :C], rotated], axis=-1)
+    scores = np.einsum("thd,shd->hts", q, k) / np.sqrt(C + R)
+    scores = np.where(np.tri(T, dtype=bool), scores, -np.inf)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    o = np.einsum("hts,shv->thv", weights, kv[..., C:]).reshape(T, -1)
+    x = x + linear(o, "self_attn.o_proj")
+    taken = norm(x, "post_attention_layernorm")
+    scores = 1 / (1 + np.exp(-linear(taken, "mlp.gate")))
+    biased = scores + last["mlp.gate.e_score_correction_bias"]
+    by_group = biased.reshape(T, raw["n_group"], -1)
+    best = np.sort(by_group, axis=-1)[..., -2:].sum(axis=-1)
+    y = mlp(taken, "mlp.shared_experts")
+    for t in range(T):
+        groups = np.argsort(best[t])[-raw["topk_group"] :]
+        allowed = np.full_like(by_group[t], -np.inf)
+        allowed[groups] = by_group[t][groups]
+        chosen = np.argsort(allowed.reshape(-1))[-raw["num_experts_per_tok"] :]
+        share = scores[t, chosen] / scores[t, chosen].sum() * raw["routed_scaling_factor"]
+        for expert, weight in zip(chosen, share, strict=True):
+            y[t] += weight * mlp(taken[t], f"mlp.experts.{expert}")
+    return norm(x + y, "shared_head.norm") @ tensors["lm_head.weight"].T
+
+
+Q_B = "self_attn.q_b_proj"

@@ -160,6 +160,7 @@ SHAPES = [
     (MAMBAS, "float32", {"max_num_batched_tokens": 2048}),
     (LATENTS, "bfloat16", {"max_num_seqs": 64, "max_num_batched_tokens": 512}),
     (LATENTS, "float32", {"max_num_seqs": 128}),
+    (LATENTS, "bfloat16", {"max_num_seqs": 64, "max_loras": 4, "max_lora_rank": 16}),
     (hybrid(64), "bfloat16", {"max_num_seqs": 64, "max_num_batched_tokens": 512}),
     (hybrid(48), "float32", {"max_num_batched_tokens": 2048}),
     (by_channel(64, 64), "bfloat16", {"max_num_seqs": 64, "max_num_batched_tokens": 512}),

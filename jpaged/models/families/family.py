@@ -44,7 +44,7 @@ class MTPFiles:
     """How a file of a family names the tensors of its MTP head (models/mtp.py).
 
     layer: how names of its layer's tensors begin. embed_norm, hidden_norm, fc, norm: the others;
-    {L} in any stands for the number of the model's layers. shared: ends of names of tensors that
+    {L} in any stands for the number of the model's layers. shared: parts of names of tensors that
     are the model's own, written once more.
     """
 
@@ -59,11 +59,13 @@ class MTPFiles:
         """Return the name of a file's tensor in a head, whose layer is that of a model of one; None
         where it is the model's.
         """
-        if name.endswith(self.shared):
+        if any(part in name for part in self.shared):
             return None
         for kind in ("embed_norm", "hidden_norm", "fc", "norm"):
-            if name == self._at(getattr(self, kind), num_layers):
-                return "model.norm.weight" if kind == "norm" else f"{kind}.weight"
+            base = self._at(getattr(self, kind), num_layers).removesuffix("weight")
+            if name.startswith(base):  # the weight, or in 8 bits its scales
+                ours = "model.norm." if kind == "norm" else f"{kind}."
+                return ours + name.removeprefix(base)
         return name.replace(self._at(self.layer, num_layers), "model.layers.0.", 1)
 
     def _at(self, name: str, num_layers: int) -> str:

@@ -43,6 +43,16 @@ EXPERTS = {
     "experts": {"shared_gate": False},
 }
 NORMALIZED = {"norm_topk_prob": ("norm_topk_prob",)}
+# The layer past the last guesses the token after next: in files of GLM and of DeepSeek.
+LAST_LAYER = r"model\.layers\.{L}\."
+LAST_LAYER_MTP = MTPFiles(
+    layer="model.layers.{L}.",
+    embed_norm="model.layers.{L}.enorm.weight",
+    hidden_norm="model.layers.{L}.hnorm.weight",
+    fc="model.layers.{L}.eh_proj.weight",
+    norm="model.layers.{L}.shared_head.norm.weight",
+    shared=(".embed_tokens.", ".shared_head.head."),
+)
 GLM4_MOE = Family(
     model_type="glm4_moe",
     architecture="Glm4MoeForCausalLM",
@@ -52,15 +62,8 @@ GLM4_MOE = Family(
         experts=ExpertKeys(**EXPERTS, dense_layers=FirstDenseLayers()),
     ),
     names=in_layers(**SHARED_NAMES),
-    unread=r"model\.layers\.{L}\.",  # it guesses the token after next
-    mtp=MTPFiles(
-        layer="model.layers.{L}.",
-        embed_norm="model.layers.{L}.enorm.weight",
-        hidden_norm="model.layers.{L}.hnorm.weight",
-        fc="model.layers.{L}.eh_proj.weight",
-        norm="model.layers.{L}.shared_head.norm.weight",
-        shared=(".embed_tokens.weight", ".shared_head.head.weight"),
-    ),
+    unread=LAST_LAYER,
+    mtp=LAST_LAYER_MTP,
 )
 SOLAR_OPEN = Family(
     model_type="solar_open",

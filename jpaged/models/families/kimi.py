@@ -6,9 +6,9 @@ from typing import Any
 
 from jpaged.errors import ConfigError
 from jpaged.models.families.family import Family, in_layers
-from jpaged.models.families.glm import EXPERTS, SHARED_NAMES
+from jpaged.models.families.glm import EXPERTS, LAST_LAYER, SHARED_NAMES
 from jpaged.models.families.hybrid import FULL, LINEAR, read_kinds
-from jpaged.models.families.latent import LAST_LAYER, OfLatents, TypedDenseLayers
+from jpaged.models.families.latent import OfLatents, TypedDenseLayers
 from jpaged.models.families.switches import ExpertKeys, Switches
 from jpaged.models.layers.experts import ExpertsConfig
 from jpaged.models.layers.kda import KimiDeltaConfig

@@ -7,7 +7,13 @@ from typing import Any
 
 from jpaged.errors import ConfigError
 from jpaged.models.families.family import Family, StackedExperts, in_layers
-from jpaged.models.families.glm import EXPERTS, NORMALIZED, SHARED_NAMES
+from jpaged.models.families.glm import (
+    EXPERTS,
+    LAST_LAYER,
+    LAST_LAYER_MTP,
+    NORMALIZED,
+    SHARED_NAMES,
+)
 from jpaged.models.families.mistral import WITH_IMAGES
 from jpaged.models.families.switches import ExpertKeys, FirstDenseLayers, Switches
 from jpaged.models.layers.attention import AttentionConfig
@@ -159,7 +165,6 @@ class OfLatents:
         return raw
 
 
-LAST_LAYER = r"model\.layers\.{L}\."  # it guesses the token after next
 ONLY = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 SIGMOID_ROUTED = Switches(
     keys=NORMALIZED,
@@ -180,6 +185,7 @@ DEEPSEEK_V3 = Family(
     ),
     names=in_layers(**SHARED_NAMES),
     unread=LAST_LAYER,
+    mtp=LAST_LAYER_MTP,
 )
 DEEPSEEK_V32 = Family(
     model_type="deepseek_v32",
@@ -187,6 +193,7 @@ DEEPSEEK_V32 = Family(
     description=OfLatents(switches=SIGMOID_ROUTED, interleaved_index=False),
     names=in_layers(**SHARED_NAMES),
     unread=LAST_LAYER,
+    mtp=LAST_LAYER_MTP,
 )
 GLM_MOE_DSA = Family(
     model_type="glm_moe_dsa",
@@ -194,6 +201,7 @@ GLM_MOE_DSA = Family(
     description=OfLatents(switches=SIGMOID_ROUTED, interleaved_index=True, shared_index=True),
     names=in_layers(**SHARED_NAMES),
     unread=LAST_LAYER,
+    mtp=LAST_LAYER_MTP,
 )
 GLM4_MOE_LITE = Family(
     model_type="glm4_moe_lite",
@@ -205,6 +213,7 @@ GLM4_MOE_LITE = Family(
     ),
     names=in_layers(**SHARED_NAMES),
     unread=LAST_LAYER,
+    mtp=LAST_LAYER_MTP,
 )
 SOFTMAX: dict[str, Any] = EXPERTS | {"router": {"eps": 1e-20}}
 MISTRAL4 = Family(

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jpaged.models.layers.low_rank import LowRank
 from jpaged.models.layers.norm import RMSNorm
 from jpaged.models.layers.rope import Rotary
 from jpaged.models.param_spec import MeshAxis
@@ -82,11 +83,13 @@ class LatentHeads:
 
     norm: of latents. rotary: of the last part of queries and of the rotated key; None rotates
     nothing. up: [H, N, L], from a latent to the part of each head's key that is not rotated.
+    adapters: what the rows' adapters have for the weight of which that is a part; None: nothing.
     """
 
     norm: RMSNorm
     rotary: Rotary | None
     up: Array
+    adapters: LowRank | None = None
 
     def __call__(self, products: tuple[Array, Array]) -> tuple[Array, Array, Array]:
         """Return queries [..., H, L + R], latents [..., 1, L] and rotated keys [..., 1, R] of the
@@ -101,27 +104,32 @@ class LatentHeads:
                 rotated_q, rotated_k = self.rotary(rotated_q, rotated_k)
                 q = self.rotary.scaled(q)
         with jax.named_scope("absorb"):
-            q = _absorbed(q, self.up)
+            added = None if self.adapters is None else self.adapters.of_queries(q)
+            q = _absorbed(q, self.up, added)
         return jnp.concatenate([q, rotated_q], axis=-1), latent[..., None, :], rotated_k
 
 
-def by_head(form: str, x: Array, weight: Array) -> Array:
-    """Return an einsum of x and a weight [H, ...], accumulated in f32, in x's dtype."""
+def by_head(form: str, x: Array, weight: Array, added: Array | None = None) -> Array:
+    """Return an einsum of x and a weight [H, ...], accumulated in f32, in x's dtype. added: f32, to
+    the product before it is rounded.
+    """
     y = jnp.einsum(form, x, weight.astype(x.dtype), preferred_element_type=jnp.float32)
-    return y.astype(x.dtype)
+    return (y if added is None else y + added).astype(x.dtype)
 
 
-def _absorbed(q: Array, up: Array) -> Array:
-    """Return queries [..., H, N] times up [H, N, L]. XLA:CPU has no such product of 16 bits unless
-    both sum over their last axis, and makes one of it again where nothing stands between.
+def _absorbed(q: Array, up: Array, added: Array | None) -> Array:
+    """Return queries [..., H, N] times up [H, N, L]; added: see by_head.
+
+    XLA:CPU has no such product of 16 bits unless both sum over their last axis, and makes one of it
+    again where nothing stands between.
     """
 
     def turned(q: Array, up: Array) -> Array:
         up = jax.lax.optimization_barrier(jnp.swapaxes(up, 1, 2))
-        return by_head("...hn,hln->...hl", q, up)
+        return by_head("...hn,hln->...hl", q, up, added)
 
     def plain(q: Array, up: Array) -> Array:
-        return by_head("...hn,hnl->...hl", q, up)
+        return by_head("...hn,hnl->...hl", q, up, added)
 
     if q.dtype == jnp.float32:
         return plain(q, up)

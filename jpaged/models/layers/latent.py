@@ -27,6 +27,8 @@ from jpaged.models.param_spec import Parameters, ParamSpec, Part
 from jpaged.models.record import LATENT, Field, Record
 from kernels_pallas.paged_attention.interface import AttentionOptions
 
+UP = "latent.up"  # from latents to keys and values of each head
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentConfig:
@@ -134,7 +136,7 @@ class LatentConfig:
         out = "self_attn.o_proj.weight"
         specs += [
             ParamSpec("latent.norm.scale", "L", norm, init),
-            ParamSpec("latent.up", "H N+Dv, L", up, "normal", "H", is_always_plain=True),
+            ParamSpec(UP, "H N+Dv, L", up, "normal", "H", is_always_plain=True),
             ParamSpec("latent.out", "E, H Dv", out, "residual", "H"),
         ]
         if self.gate:
@@ -162,6 +164,10 @@ class LatentConfig:
         heads = self.num_heads * (self.content_dim + self.rope_dim + width + latent)
         heads += self.num_heads * self.value_dim
         shared = step.rows * 4 * (heads + 2 * width + (self.query_latent_dim or 0))
+        if step.adapter_rank:  # what they add to queries and to values, twice; one's own B
+            added = 2 * (latent + self.value_dim) + step.adapter_rank
+            outputs = self.content_dim + self.value_dim
+            shared += 4 * self.num_heads * (step.rows * added + step.adapter_rank * outputs)
         kept = (2 * step.tokens + step.short) * self.num_heads * width * step.itemsize
         scratch = Scratch(shared=shared, kept=kept)
         return scratch if self.indexer is None else scratch + self.indexer.scratch(step)
@@ -186,7 +192,7 @@ class LatentConfig:
             q=Linear.of(weights["latent.q"]),
             kv=Linear.of(weights["latent.kv"], weights.get("latent.kv_bias")),
             norm=norm,
-            up=weights["latent.up"].value,
+            up=weights[UP].value,
             gate=None if gate is None else Linear.of(gate),
             indexer=None if self.indexer is None else self.indexer.build(weights),
             out=Linear.of(weights["latent.out"], weights.get("latent.out_bias")),
@@ -230,7 +236,9 @@ class Latent:
             if self.q_norm is not None:
                 latent_q = self.q_norm(latent_q)
             products = self.q(latent_q, step), self.kv(x, step)
-        q, kv = kv.write(place, products, LatentHeads(norm=self.norm, rotary=rotary, up=up_k))
+        adapters = step.low_rank(UP)
+        heads = LatentHeads(norm=self.norm, rotary=rotary, up=up_k, adapters=adapters)
+        q, kv = kv.write(place, products, heads)
         if (chosen := self.config.chosen) is None:
             o = kv.attend(place, q, self.config.options)
         else:
@@ -239,7 +247,9 @@ class Latent:
                 kv = kv.choose(place, queries)
             o = kv.attend_chosen(place, q, self.config.options, chosen)
         with jax.named_scope("out"):
-            o = by_head("...hl,hvl->...hv", o, up_v)
+            first = self.config.content_dim
+            added = None if adapters is None else adapters.of_latents(o, first)
+            o = by_head("...hl,hvl->...hv", o, up_v, added)
             if self.gate is not None:
                 gate = jax.nn.sigmoid(self.gate(x, step).astype(jnp.float32))
                 o = o * gate.astype(o.dtype)[..., None]

@@ -92,6 +92,36 @@ class DeltaRule(Protocol):
         ...
 
 
+class Scan(Protocol):
+    """A module of kernels_pallas.mamba2."""
+
+    def prefill(
+        self,
+        x_THP: Array,
+        g_TH: Array,
+        b_TGN: Array,
+        c_TGN: Array,
+        pool: Array,
+        rows: PackedRows,
+        /,
+    ) -> tuple[Array, Array]:
+        """Return y of every token, and the pool with the states after each row."""
+        ...
+
+    def decode(
+        self,
+        x_SHP: Array,
+        g_SH: Array,
+        b_SGN: Array,
+        c_SGN: Array,
+        pool: Array,
+        rows: PackedRows,
+        /,
+    ) -> tuple[Array, Array]:
+        """Return the same of one token a row."""
+        ...
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepContext:
@@ -104,11 +134,10 @@ class StepContext:
     are at hand. products: a module that multiplies where it supports the shapes; None is XLA alone,
     and can be differentiated. experts: a module that multiplies by the experts of a mixture; None
     computes all of them, and can be differentiated. delta: a module of the gated delta rule; None
-    is XLA's. tensor_axis: the mesh axis (or axes) of
-    axis_size devices that hold shares of the weights, inside shard_map; None where each holds all.
-    data_axes: those that replicas lie along. in_order: a row's bits do not depend on which devices
-    have which of its experts.
-    in_fp8: XLA has tensor cores for products of fp8 by fp8.
+    is XLA's. scan: a module of Mamba-2's scan; None is XLA's. tensor_axis: the mesh axis (or axes)
+    of axis_size devices that hold shares of the weights, inside shard_map; None where each holds
+    all. data_axes: those that replicas lie along. in_order: a row's bits do not depend on which
+    devices have which of its experts. in_fp8: XLA has tensor cores for products of fp8 by fp8.
     """
 
     num_rows: Array | None = None
@@ -118,6 +147,7 @@ class StepContext:
     products: Products | None = dataclasses.field(default=None, metadata={"static": True})
     experts: ExpertProducts | None = dataclasses.field(default=None, metadata={"static": True})
     delta: DeltaRule | None = dataclasses.field(default=None, metadata={"static": True})
+    scan: Scan | None = dataclasses.field(default=None, metadata={"static": True})
     tensor_axis: MeshAxis | None = dataclasses.field(default=None, metadata={"static": True})
     axis_size: int = dataclasses.field(default=1, metadata={"static": True})
     data_axes: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})

@@ -104,6 +104,54 @@ class LowRank:
         h = product(x_TE, self.a.reshape(parts * slots * rank, -1), x_TE.dtype)
         return self._outputs(h.reshape(tokens, parts, slots, rank), self.slot_T)
 
+    def of_queries(self, q_THN: Array) -> Array:
+        """Return what they add to the queries of latents that a weight [H, N + Dv, L] makes of q by
+        the first N outputs of each head, f32 [T, H, L].
+        """
+        count = q_THN.shape[-1]
+
+        def add(a_RL: Array, b_RHX: Array) -> Array:
+            h = self._sides("thn,rhn->thr", q_THN, b_RHX[..., :count])
+            return jnp.einsum("thr,rl->thl", h, a_RL, preferred_element_type=jnp.float32)
+
+        return self._by_slot(add, (*q_THN.shape[:-1], self.a.shape[-1]))
+
+    def of_latents(self, o_THL: Array, first: int) -> Array:
+        """Return what they add to the values that a weight [H, N + Dv, L] makes of latents of each
+        head by its outputs from `first` (N) on, f32 [T, H, Dv].
+        """
+
+        def add(a_RL: Array, b_RHX: Array) -> Array:
+            h = self._sides("thl,rl->thr", o_THL, a_RL)
+            values = b_RHX[..., first:]
+            return jnp.einsum("thr,rhv->thv", h, values, preferred_element_type=jnp.float32)
+
+        return self._by_slot(add, (*o_THL.shape[:-1], self.b[0].shape[-1] - first))
+
+    def _sides(self, form: str, x: Array, side: Array) -> Array:
+        """Return the product with one side, in x's dtype as between the two of a Linear."""
+        return jnp.einsum(form, x, side, preferred_element_type=jnp.float32).astype(x.dtype)
+
+    def _by_slot(self, add: Callable[[Array, Array], Array], shape: tuple[int, ...]) -> Array:
+        """Return the sum of what the slots of a weight of one part add to their own rows, f32 of
+        this shape; slots of no row are not read.
+
+        One slot after the other: with the heads between its sides, a product over all slots at once
+        would need memory for each head and slot. No row's bits depend on its slot.
+        """
+        a, (b,) = self.a[0], self.b
+
+        def of_slot(slot: Array, y: Array) -> Array:
+            is_own = (self.slot_T == slot)[:, None, None]
+
+            def added() -> Array:
+                sides = (jax.lax.dynamic_index_in_dim(x, slot, 0, keepdims=False) for x in (a, b))
+                return y + jnp.where(is_own, add(*sides), jnp.float32(0))
+
+            return jax.lax.cond(jnp.any(is_own), added, lambda: y)
+
+        return jax.lax.fori_loop(0, a.shape[0], of_slot, jnp.zeros(shape, jnp.float32))
+
     def _has_few(self, tokens: int) -> bool:
         """Return whether to copy a pair for each of so many rows is less than to read all slots."""
         return PASSES * tokens <= self.a.shape[1]

@@ -15,7 +15,7 @@ from jax import Array
 from jpaged.checks import at_least, positive
 from jpaged.errors import ConfigError
 from jpaged.models.kv_view import KVView, Place
-from jpaged.models.layers.linear import Linear, StepContext, scaled
+from jpaged.models.layers.linear import Linear, Scan, StepContext, scaled
 from jpaged.models.layers.norm import mean_of_squares
 from jpaged.models.layers.rope import Rotary
 from jpaged.models.layers.scratch import Scratch, StepSizes
@@ -24,6 +24,7 @@ from jpaged.models.record import Field, Record
 from jpaged.models.rows import Slots, State
 from kernels_pallas import short_conv
 from kernels_pallas.mamba2 import xla
+from kernels_pallas.mamba2.interface import Shapes
 from kernels_pallas.packed_rows import PackedRows
 
 IN_PROJ, IN_PROJ_BIAS = "mamba.in_proj.weight", "mamba.in_proj.bias"
@@ -125,6 +126,16 @@ class MambaConfig:
         """
         return 0 if self.num_groups > 1 else None
 
+    @property
+    def shapes(self) -> Shapes:
+        """The shapes by which a kernel is chosen."""
+        return Shapes(
+            num_heads=self.num_heads,
+            num_groups=self.num_groups,
+            head_dim=self.head_dim,
+            state_dim=self.state_dim,
+        )
+
     def keeps(self) -> tuple[Record, ...]:
         """Return what the cache holds of a row: the states, and the inputs of the convolution that
         the next token sees.
@@ -149,9 +160,11 @@ class MambaConfig:
         """Return the pool with the states after these tokens, of each of which it takes what
         `keeps` names as replayed: arrays [T, *field.shape].
         """
-        keys = tokens["keys"]
+        keys, kernel = tokens["keys"], xla if step.scan is None else step.scan
         changes = (tokens["values"], tokens["decay"], keys)
-        _, state = xla.prefill(*changes, keys, pool["state"], rows)  # what keys read is of no use
+        _, state = kernel.prefill(
+            *changes, keys, pool["state"], rows
+        )  # what keys read is of no use
         inputs = {
             name: short_conv.advanced(tokens[name], pool[name], rows)
             for name in ("inputs", "group_inputs")
@@ -274,11 +287,12 @@ class Mamba:
             dt_TH = jax.nn.softplus(dt_TH + dt_bias[None])
             g_TH = -jnp.exp(log_decay)[None] * dt_TH
             values_THP = dt_TH[..., None] * u_THP
-            y_THP, state = scanned((values_THP, g_TH, b_TGN, c_TGN), slots, packed, length)
+            changes = (values_THP, g_TH, b_TGN, c_TGN)
+            y_THP, state = scanned(changes, slots, packed, length, step.scan)
             y_THP = y_THP + skip[None, :, None] * u_THP
         kv = kv.with_slots(place, {"state": state, "inputs": inputs, "group_inputs": group_inputs})
-        changes = {"values": values_THP, "decay": g_TH, "keys": b_TGN}
-        kv = kv.with_replayed(place, changes | {"inputs": x_THP, "group_inputs": bc_TGN})
+        replayed = {"values": values_THP, "decay": g_TH, "keys": b_TGN}
+        kv = kv.with_replayed(place, replayed | {"inputs": x_THP, "group_inputs": bc_TGN})
         with jax.named_scope("out"):
             # The heads of the one group may be on several devices.
             mean_over = step.axis_over(c.num_heads) if c.num_groups == 1 else None
@@ -318,16 +332,21 @@ def convolved(
 
 
 def scanned(
-    tokens: tuple[Array, Array, Array, Array], slots: Slots, rows: PackedRows, length: int | None
+    tokens: tuple[Array, Array, Array, Array],
+    slots: Slots,
+    rows: PackedRows,
+    length: int | None,
+    scan: Scan | None,
 ) -> tuple[Array, Array]:
     """Return y [T, Hm, Pm] of values, decays, keys and queries, and the pool of states. length: of
     every row, if all have as many tokens: a dense batch, in a form that can be differentiated.
+    scan: see StepContext.
     """
-    pool = slots.pool["state"]
+    pool, kernel = slots.pool["state"], xla if scan is None else scan
     if length is None:
-        return xla.prefill(*tokens, pool, rows)
+        return kernel.prefill(*tokens, pool, rows)
     if length == 1:
-        return xla.decode(*tokens, pool, rows)
+        return kernel.decode(*tokens, pool, rows)
     x, g, b, c = (part.reshape(-1, length, *part.shape[1:]) for part in tokens)
     y, states = xla.dense(x, g, b, c, rows.read(pool))
     return y.reshape(-1, *y.shape[2:]), rows.written(pool, states)

@@ -10,7 +10,8 @@ class StepSizes:
     tokens: of the largest step. short: tokens of the last query tile of each row and of the last
     tiles of a group, which may not be full. itemsize: bytes of an activation. hidden_size: E.
     expert_adapter_rank: the ranks of all adapters of experts together, for up to three parts of a
-    weight; 0 where experts have none. sequences: rows of the step, of which each draws a token.
+    weight; 0 where experts have none. adapter_rank: of one adapter; 0 without. sequences: rows of
+    the step, of which each draws a token.
     """
 
     tokens: int
@@ -18,6 +19,7 @@ class StepSizes:
     itemsize: int
     hidden_size: int
     expert_adapter_rank: int = 0
+    adapter_rank: int = 0
     sequences: int = 0
 
     @property
