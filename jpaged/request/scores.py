@@ -41,7 +41,9 @@ ScoreResult = list[np.ndarray] | tuple[list[np.ndarray], list[np.ndarray]] | lis
 
 
 class Experts(NamedTuple):
-    """Of a model: layers that have experts, how many of them a token takes in each, of how many."""
+    """The experts of a model: in how many layers there are any, how many of them a token takes in
+    each, and of how many.
+    """
 
     layers: int
     taken: int
