@@ -251,8 +251,8 @@ def scan(rng: np.random.Generator, rounds: int) -> Iterator[dict[str, Any]]:
             _draw(rng, tokens, groups, columns),
         )
         shape = (heads, width, columns)
-        found = _of_states(rng, rounds, SCAN_FORMS, drawn, count, shape)
-        yield {"Mamba-2": f"{count} x {length}"} | found
+        reached = _of_states(rng, rounds, SCAN_FORMS, drawn, count, shape)
+        yield {"Mamba-2": f"{count} x {length}"} | reached
 
 
 def _draw(rng: np.random.Generator, *shape: int) -> jax.Array:
