@@ -28,7 +28,7 @@ from tests.byte_tokenizer import EOS, make_tokenizer
 from tests.golden.configs import CONFIGS
 from tests.golden.make_golden_routes import ROUTED
 from tests.golden.weights import state_dict
-from tests.tiny import CROWDED, ENGINE, config, make_params, make_prompts
+from tests.tiny import CROWDED, ENGINE, compiles, config, make_params, make_prompts
 
 MIXTURE = config(
     family="qwen3_moe", num_layers=3, num_experts=6, experts_per_token=2, expert_size=16
@@ -75,7 +75,7 @@ def expected() -> list[Any]:
 
 @pytest.mark.parametrize("name", ROUTED)
 def test_transformers_choice(name: str, tmp_path: Path) -> None:
-    """Of every token of a prompt, in each layer that has experts; in chunks, and found again."""
+    """Every token of a prompt takes the same experts in each layer, in chunks and found again."""
     with np.load(STORED, allow_pickle=False) as arrays:
         assert json.loads(str(arrays["meta"]))[name] == CONFIGS[name], "run make_golden.py routes"
         tokens, wanted = arrays[f"{name}/token_ids"].tolist(), arrays[f"{name}/experts"]
@@ -128,7 +128,7 @@ def test_preempted_forked_and_swapped(swap: float) -> None:
 
 def test_snapshots_and_outputs_that_go_on() -> None:
     llm = served()
-    ids = [llm.add_request(prompt, how) for prompt, how in zip(PROMPTS, ASKED, strict=True)]
+    ids = [llm.add_request(prompt, one) for prompt, one in zip(PROMPTS, ASKED, strict=True)]
     for _ in range(5):
         llm.step()
     snapshot = llm.snapshot()
@@ -277,8 +277,10 @@ def test_exact_and_replayed_to_the_bit() -> None:
     )
     params = make_params(0, wide, jnp.bfloat16)
     settings = dataclasses.replace(SETTINGS, deterministic=True)
-    how = SamplingParams(temperature=0.7, max_tokens=8, ignore_eos=True, logprobs_mode="tempered")
-    outs = jpaged.generate(params, PROMPTS, how, engine_config=settings, seed=3)
+    sampling = SamplingParams(
+        temperature=0.7, max_tokens=8, ignore_eos=True, logprobs_mode="tempered"
+    )
+    outs = jpaged.generate(params, PROMPTS, sampling, engine_config=settings, seed=3)
     arrays = jpaged.to_arrays(outs)
     exactly = jax.jit(functools.partial(jpaged.logprobs, temperature=0.7, exact=True, routed=True))(
         params, arrays
@@ -414,3 +416,38 @@ def test_scores_of_a_replay() -> None:
     strict = served(strict=True)
     with pytest.raises(jpaged.RequestError, match="strict"):
         strict.score(texts, routed=routes)
+
+
+def test_nothing_compiles_once_warm() -> None:
+    """Neither steps nor the reads of what completions of any length took."""
+    llm = served(max_model_len=64)
+    llm.warmup(use_tqdm=False)
+    with compiles() as names:
+        for count in (1, 3, 4):
+            asked = [dataclasses.replace(one, max_tokens=5 * count) for one in ASKED[:count]]
+            routes_of(run(llm, asked, PROMPTS[:count]))
+    assert set(names) <= {"jit(zeros)"}, "which the pools are made by"
+
+
+def test_the_sample_that_knows_the_prompt() -> None:
+    """One that was cut with no blocks knows nothing of it, another may. Beams tell none."""
+    settings = dataclasses.replace(CROWDED, routed_experts=True)
+    llm = LLM(PARAMS, **vars(settings))
+    asked = [dataclasses.replace(one, n=4, max_tokens=30) for one in ASKED]
+    ids = [llm.add_request(prompt, one) for prompt, one in zip(PROMPTS, asked, strict=True)]
+    (replica,), waiting = llm.session.engine.replicas, list[Any]()
+    while not waiting:
+        llm.step()
+        waiting = [seq for seq in replica.queues.waiting if seq.num_generated]
+    (request_id,) = {seq.request_id for seq in waiting[:1]}
+    cut = llm.abort(next(i for i in ids if request_id.startswith(i)))
+    assert cut is not None and cut.prompt_routed_experts is not None
+    lost = whole = 0
+    for c in cut.outputs:
+        assert c.routed_experts is not None and len(c.routed_experts) == len(c.token_ids)
+        is_known = bool((c.routed_experts[:-1] >= 0).all())
+        lost, whole = lost + (not is_known), whole + is_known
+    assert lost and whole and (cut.prompt_routed_experts >= 0).all()
+    (beams,) = llm.beam_search(PROMPTS[:1], 2, 4, use_tqdm=False)
+    assert beams.prompt_routed_experts is None and beams.outputs[0].routed_experts is None
+    assert "routed_experts" not in jpaged.to_arrays([beams])

@@ -126,7 +126,7 @@ def test_preempted(swap: float) -> None:
 
 def test_snapshots_and_outputs_that_go_on() -> None:
     llm = LLM(PARAMS, **vars(SETTINGS))
-    ids = [llm.add_request(prompt, how) for prompt, how in zip(PROMPTS, ASKED, strict=True)]
+    ids = [llm.add_request(prompt, one) for prompt, one in zip(PROMPTS, ASKED, strict=True)]
     for _ in range(5):
         llm.step()
     snapshot = llm.snapshot()
@@ -187,8 +187,8 @@ def test_among_others_and_other_controls() -> None:
 
 def rollout(params: jpaged.Params, **asked: Any) -> tuple[list[RequestOutput], dict[str, Any]]:
     settings = dataclasses.replace(SETTINGS, deterministic=None)
-    how = SamplingParams(temperature=0.9, max_tokens=24, ignore_eos=True, n=8, **asked)
-    outs = jpaged.generate(params, PROMPTS, how, engine_config=settings, seed=1)
+    sampling = SamplingParams(temperature=0.9, max_tokens=24, ignore_eos=True, n=8, **asked)
+    outs = jpaged.generate(params, PROMPTS, sampling, engine_config=settings, seed=1)
     return outs, jpaged.to_arrays(outs)
 
 
@@ -274,10 +274,10 @@ def test_the_trainers_half_by_hand() -> None:
 def test_exact_to_the_bit(model: str) -> None:
     params = make_params(0, IN_BF16[model], jnp.bfloat16)
     settings = dataclasses.replace(SETTINGS, deterministic=True)
-    how = SamplingParams(
+    sampling = SamplingParams(
         temperature=0.7, max_tokens=8, ignore_eos=True, n=3, sampling_mask=True, **FILTERED
     )
-    outs = jpaged.generate(params, make_prompts(5, 11, 3), how, engine_config=settings, seed=3)
+    outs = jpaged.generate(params, make_prompts(5, 11, 3), sampling, engine_config=settings, seed=3)
     arrays = jpaged.to_arrays(outs)
     new = functools.partial(jpaged.logprobs, temperature=0.7, sampling_mask=True)
     exactly = jax.jit(functools.partial(new, exact=True, chunk=30))(params, arrays)
@@ -293,8 +293,8 @@ def test_ties_at_the_end_of_top_k() -> None:
     head = np.array(params["lm_head"]["weight"])
     head[49:] = head[1:49]
     params = jpaged.Params({**params, "lm_head": {"weight": jnp.asarray(head)}}, params.config)
-    how = masked(temperature=2.0, top_k=5, n=8, max_tokens=12)
-    (out,) = jpaged.generate(params, PROMPTS[:1], how, engine_config=SETTINGS)
+    sampling = masked(temperature=2.0, top_k=5, n=8, max_tokens=12)
+    (out,) = jpaged.generate(params, PROMPTS[:1], sampling, engine_config=SETTINGS)
     beyond = 0
     for c in out.outputs:
         assert c.sampling_mask is not None

@@ -303,16 +303,10 @@ def test_states_take_no_more_than_keys_and_values() -> None:
     assert [pool.num_blocks for pool in runner.pools] == [3, 4096 // 16]
 
 
-@pytest.mark.skipif(unavailable() is not None, reason=f"the CPU kernels: {unavailable()}")
-def test_bits_are_those_of_a_request_alone() -> None:
-    """Short convolutions with deterministic=True: in a batch, preempted, from a state that was
-    kept, and in chunks of 7.
+def with_bits_of_requests_alone(params: Params, others: list[list[int]]) -> tuple[LLM, list[bytes]]:
+    """An LLM with deterministic=True, in which the logprobs of PROMPTS have the bits that they have
+    alone: beside others, preempted, from a state that was kept, and in chunks of 7. And the bits.
     """
-    model = config(num_layers=3, head_dim=32, intermediate_size=64)
-    conv = ConvConfig(channels=model.hidden_size)
-    layers = [dataclasses.replace(layer, mixer=conv) for layer in model.layers[:2]]
-    model = dataclasses.replace(model, layers=[*layers, model.layers[2]])
-    params = make_params(0, model, jnp.bfloat16)
 
     def bits(llm: LLM, prompts: list[list[int]]) -> list[bytes]:
         outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
@@ -326,12 +320,28 @@ def test_bits_are_those_of_a_request_alone() -> None:
         alone += bits(llm, [prompt])
     llm.reset_prefix_cache()
     for _ in range(2):
-        assert bits(llm, [*PROMPTS, *SHORT])[: len(PROMPTS)] == alone
+        assert bits(llm, [*PROMPTS, *others])[: len(PROMPTS)] == alone
     stats = llm.stats()
     assert stats["preemptions_recomputed"] > 0 and stats["state_hits"] > 0
     sizes: dict[str, Any] = {"max_num_batched_tokens": 7, "token_buckets": (7,), "max_num_seqs": 3}
     settings = engine(num_blocks=200, deterministic=True, seq_buckets=(3,), **sizes)
     assert bits(LLM(params, **vars(settings)), PROMPTS) == alone
+    return llm, alone
+
+
+@pytest.mark.skipif(unavailable() is not None, reason=f"the CPU kernels: {unavailable()}")
+def test_bits_are_those_of_a_request_alone() -> None:
+    """Short convolutions with deterministic=True: in a batch, preempted, from a state that was
+    kept, and in chunks of 7.
+    """
+    model = config(num_layers=3, head_dim=32, intermediate_size=64)
+    conv = ConvConfig(channels=model.hidden_size)
+    layers = [dataclasses.replace(layer, mixer=conv) for layer in model.layers[:2]]
+    model = dataclasses.replace(model, layers=[*layers, model.layers[2]])
+    params = make_params(0, model, jnp.bfloat16)
+
+    llm, _ = with_bits_of_requests_alone(params, SHORT)
+    llm.close()
 
 
 def test_fewer_states_than_rows_are_said(caplog: pytest.LogCaptureFixture) -> None:

@@ -199,7 +199,7 @@ class CompletionChunk:
 
 def collect(request: Request, tokenizer: Tokenizer | None) -> RequestOutput:
     """Return the output of a request that has ended."""
-    first, unfinished = request.sequences[0], None
+    first, unfinished, routes = request.sequences[0], None, None
     if isinstance(request, BeamSearch):
         completions = [
             completion(
@@ -215,10 +215,12 @@ def collect(request: Request, tokenizer: Tokenizer | None) -> RequestOutput:
         ]
     else:
         completions = [_sample(seq, request.ended, tokenizer) for seq in request.sequences]
+        if known := [seq for seq in request.sequences if seq.chosen_experts is not None]:
+            routes = _prompt_experts(known)
         was_cut = "abort" in [seq.finish_reason for seq in request.sequences]
         if was_cut and request.error is None:  # else there is nothing to go on by
             unfinished = Unfinished(key=first.key, salt=request.salt)
-    scored, kept = first.sampling_params.prompt_logprobs is not None, first.chosen_experts
+    scored = first.sampling_params.prompt_logprobs is not None
     adapter = first.adapter
     return RequestOutput(
         request_id=request.request_id,
@@ -232,7 +234,7 @@ def collect(request: Request, tokenizer: Tokenizer | None) -> RequestOutput:
         adapter=None if adapter is None else adapter.name,
         adapter_version=0 if adapter is None else adapter.version,
         unfinished=unfinished,
-        prompt_routed_experts=None if kept is None else _experts(first, kept)[: first.prompt_len],
+        prompt_routed_experts=routes,
     )
 
 
@@ -393,6 +395,15 @@ def _sample(
         kept_logprobs=mass,
         routed_experts=experts,
     )
+
+
+def _prompt_experts(sequences: list[Sequence]) -> np.ndarray:
+    """Return the experts of the prompt's tokens, of the sample that knows most: one that was cut
+    while it held no blocks knows none.
+    """
+    chosen = [seq.chosen_experts for seq in sequences]
+    most = max([x for x in chosen if x is not None], key=len)
+    return _experts(sequences[0], most[: len(sequences[0])])[: sequences[0].prompt_len]
 
 
 def _experts(seq: Sequence, chosen: np.ndarray) -> np.ndarray:

@@ -100,12 +100,15 @@ def warmup(
         table += scored_shapes(table, scoring, config)
     # The largest first: they take longest.
     jobs: list[Any] = [functools.partial(steps.__getitem__, bucket) for bucket in reversed(table)]
-    if config.swap_space_gib:
-        moves: tuple[Literal["read_blocks", "write_blocks"], ...] = ("read_blocks", "write_blocks")
+    for group, pool in enumerate(steps.setting.pools):
+        moves: tuple[Literal["read_blocks", "write_blocks"], ...] = ()
+        if config.swap_space_gib:
+            moves = ("read_blocks", "write_blocks")
+        elif pool.size.experts:  # read when a sequence ends
+            moves = ("read_blocks",)
         jobs += [
             functools.partial(steps.move, move, group, size)
             for move in moves
-            for group, pool in enumerate(steps.setting.pools)
             for size in _sizes_moved(config, pool)
         ]
     jobs += [steps.set_counts, steps.copy_blocks]

@@ -421,9 +421,9 @@ def test_heads_are_written_as_layers_define(case: heads.Case, dtype: str) -> Non
 
 
 def check_heads(emulated: Emulated, case: heads.Case, dtype: str = "bfloat16") -> None:
-    def write(*args: Any, **how: Any) -> Any:
+    def write(*args: Any, **options: Any) -> Any:
         with emulated.running():
-            return head_write.write_heads(*args, **how | {"interpret": False})
+            return head_write.write_heads(*args, **options | {"interpret": False})
 
     heads.check(SimpleNamespace(write_heads=write, HeadNorm=HeadNorm), case, dtype)
 

@@ -33,6 +33,7 @@ from jpaged.models.quantized import is_quantized
 from jpaged.models.served import served_config
 from kernels_cpu.library import unavailable
 from tests.golden.mambas import MAMBAS
+from tests.test_states import with_bits_of_requests_alone
 from tests.tiny import (
     EOS,
     assert_idle,
@@ -266,30 +267,13 @@ def test_bits_are_those_of_a_request_alone() -> None:
     mlp = MLPConfig(intermediate_size=64)
     layers = [LayerConfig(mixer=x, ffn=mlp) for x in (*of_kernel[:2], WIDE, beside)]
     params = make_params(0, dataclasses.replace(MODEL, layers=layers), jnp.bfloat16)
-
-    def bits(llm: LLM, prompts: list[list[int]]) -> list[bytes]:
-        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
-        return [output.outputs[0].token_logprobs.tobytes() for output in outputs]
-
-    llm = LLM(params, **vars(dataclasses.replace(CROWDED, deterministic=True)))
-    assert not llm.session.engine_config.pinned and llm.stats()["mamba2"] == "native"
-    alone = list[bytes]()
-    for prompt in PROMPTS:
-        llm.reset_prefix_cache()
-        alone += bits(llm, [prompt])
-    llm.reset_prefix_cache()
-    for _ in range(2):
-        assert bits(llm, [*PROMPTS, *PROMPTS])[: len(PROMPTS)] == alone
-    stats = llm.stats()
-    assert stats["preemptions_recomputed"] > 0 and stats["state_hits"] > 0
+    llm, alone = with_bits_of_requests_alone(params, PROMPTS)
+    assert llm.stats()["mamba2"] == "native"
     tokens = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     whole = [p + out.outputs[0].token_ids for p, out in zip(PROMPTS, tokens, strict=True)]
     scores = [np.asarray(x[-12:], np.float32) for x in llm.score(whole)]
     assert [x.tobytes() for x in scores] == alone
     llm.close()
-    sizes: dict[str, Any] = {"max_num_batched_tokens": 7, "token_buckets": (7,), "max_num_seqs": 3}
-    settings = engine(num_blocks=200, deterministic=True, seq_buckets=(3,), **sizes)
-    assert bits(LLM(params, **vars(settings)), PROMPTS) == alone
 
 
 def test_chunks_are_no_deterministic_form() -> None:
