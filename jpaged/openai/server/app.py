@@ -12,6 +12,7 @@ from starlette.routing import Route
 from jpaged.async_llm import AsyncLLM
 from jpaged.errors import RequestError
 from jpaged.openai.json_text import json_object
+from jpaged.openai.pooled import PooledRequest
 from jpaged.openai.server.answers import json_pieces
 from jpaged.openai.server.bodies import (
     Detokenize,
@@ -23,6 +24,8 @@ from jpaged.openai.server.bodies import (
 from jpaged.openai.server.generation import Generation
 from jpaged.openai.server.metrics import Metrics
 from jpaged.openai.server.page import Page
+from jpaged.openai.server.pooling import ROUTES as POOLED
+from jpaged.openai.server.pooling import Pooling
 from jpaged.openai.server.response_bodies import ServedResponse
 from jpaged.openai.server.settings import ServerSettings
 from jpaged.openai.server.wire import ApiError, Exchange, Gone, encode
@@ -46,10 +49,12 @@ class Server:
     def __init__(self, llm: AsyncLLM, settings: ServerSettings):
         self.llm, self.settings, self.metrics = llm, settings, Metrics()
         self._generation = Generation(llm, settings, self.metrics)
+        self._pooling = Pooling(llm, settings, self._generation)
         posts: dict[str, Handler] = {
             "/v1/chat/completions": lambda e: self._generation.serve(e, ServedChat),
             "/v1/completions": lambda e: self._generation.serve(e, ServedCompletion),
             "/v1/responses": lambda e: self._generation.serve(e, ServedResponse),
+            **{url: self._pooled(kind) for url, kind in POOLED.items()},
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
         }
@@ -83,6 +88,9 @@ class Server:
     def _endpoint(self, handle: Handler, path: str, *, is_open: bool = False) -> Any:
         """Return an ASGI application for one path. is_open: whether it needs no API key."""
         return Endpoint(self, handle, path, is_open)
+
+    def _pooled(self, kind: type[PooledRequest]) -> Handler:
+        return lambda exchange: self._pooling.serve(exchange, kind)
 
     def _told(self, status: int, message: str) -> Any:
         async def handler(request: Any, error: Any) -> Any:
