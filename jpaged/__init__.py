@@ -26,6 +26,7 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.lora import Adapter, initial_lora, merged
 from jpaged.models.params import Params
 from jpaged.request.arrays import score_arrays, to_arrays
+from jpaged.request.embeddings import EmbeddingSpan
 from jpaged.request.outputs import (
     CompletionChunk,
     CompletionOutput,
@@ -53,6 +54,7 @@ __all__ = [
     "CompletionOutput",
     "ConfigError",
     "Dialog",
+    "EmbeddingSpan",
     "EngineConfig",
     "GenerationError",
     "JpagedError",

@@ -58,6 +58,7 @@ class ModelConfig:
     logits_scaling: float = 1.0  # logits are divided by it
     final_logit_softcapping: float | None = None  # c: a logit z becomes c * tanh(z / c)
     draft_head: HeadConfig | MTPConfig | None = None  # a head, which guesses for another model
+    num_deepstack: int = 0  # first layers after which embeddings of images add something
     eos_token_ids: tuple[int, ...] = dataclasses.field(default=(), compare=False)
 
     def __init__(
@@ -75,6 +76,7 @@ class ModelConfig:
         logits_scaling: float = 1.0,
         final_logit_softcapping: float | None = None,
         draft_head: HeadConfig | MTPConfig | None = None,
+        num_deepstack: int = 0,
         eos_token_ids: tuple[int, ...] = (),
         intermediate_size: int = UNSET,
         num_layers: int = UNSET,
@@ -136,6 +138,9 @@ class ModelConfig:
         for name, value in values.items():
             object.__setattr__(self, name, value)
         at_least(1, self, "vocab_size", "hidden_size", "max_position_embeddings")
+        if not isinstance(num_deepstack, int) or not 0 <= num_deepstack <= len(values["layers"]):
+            layers = f"{len(values['layers'])} layers"
+            raise ConfigError(f"num_deepstack={num_deepstack!r}: must be a number of the {layers}")
         positive(
             embedding_multiplier=embedding_multiplier,
             logits_scaling=logits_scaling,
@@ -284,6 +289,17 @@ class ModelConfig:
     def rope_scaling(self) -> RopeScaling | None:
         """How these frequencies are scaled."""
         return self.rope.scaling
+
+    @property
+    def has_axes(self) -> bool:
+        """Whether tokens have positions on three axes, which differ in images."""
+        mixers = (mixer for layer in self.layers for mixer in layer.mixers)
+        return any(mixer.rope is not None and mixer.rope.sections for mixer in mixers)
+
+    @property
+    def sees_images(self) -> bool:
+        """Whether tokens of one image see each other, also those that come later."""
+        return False
 
     @property
     def embedding_scale(self) -> float:
