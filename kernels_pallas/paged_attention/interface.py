@@ -45,7 +45,9 @@ class AttentionOptions:
     tokens that a query sees, itself included; None for the whole context. value_dim: Dv, the width
     of a value where it is not D. sinks: each head has one more score, the operand sinks_H. latent:
     what the pool holds of a KV head is a latent of value_dim numbers and a rotated key: both
-    together are its key, of D numbers, and the latent is its value (arXiv:2405.04434).
+    together are its key, of D numbers, and the latent is its value (arXiv:2405.04434). ends: a
+    query of a prefill also sees what comes after it before the position that the operand ends_T,
+    int32 [T], has for it, which is no further than its row's context; 0 is none.
 
     `unknown_options` names those that an implementation does not have: it is never called with one.
     """
@@ -56,6 +58,7 @@ class AttentionOptions:
     value_dim: int | None = None
     sinks: bool = False
     latent: bool = False
+    ends: bool = False
 
     def value_width(self, head_dim: int) -> int:
         """Return the width of a value beside keys of head_dim."""
@@ -103,6 +106,7 @@ def prepare_nothing(
     num_tokens: int,
     shapes: Shapes,
     window: int | None,
+    ends_T: Any = None,
 ) -> None:
     """`prepare` of an implementation whose layers share nothing."""
 

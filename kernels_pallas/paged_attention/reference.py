@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 from kernels_pallas.paged_attention.interface import Options, kv_heads_of, unknown_options
 from kernels_pallas.paged_attention.pool_layout import ScaledPool
 
-OPTIONS = ("scale", "soft_cap", "window", "value_dim", "sinks", "latent")
+OPTIONS = ("scale", "soft_cap", "window", "value_dim", "sinks", "latent", "ends")
 QUERIES = 256  # computed together; bounds the memory of their scores
 
 
@@ -27,6 +27,7 @@ def prefill(
     *,
     options: Options,
     sinks_H: ArrayLike | None = None,
+    ends_T: ArrayLike | None = None,
     exact: bool = False,
 ) -> np.ndarray:
     """Causal attention of packed queries over paged keys and values, [T, H, V] in q's dtype.
@@ -40,7 +41,8 @@ def prefill(
     query_start_loc_S1 is cumulative: row r owns the packed tokens query_start_loc[r] up to
     query_start_loc[r+1] - 1, the last of which sits at position context_lens[r] - 1. Padding gives
     zeros: tokens past query_start_loc[S]; a row without queries is skipped. A query sees itself and
-    all before it, or, with a window w, itself and the w - 1 before it. soft_cap c turns a
+    all before it, or, with a window w, itself and the w - 1 before it; and all after it before
+    position ends_T[token], if that is later. soft_cap c turns a
     score s into c * tanh(s / c). sinks_H: one more score of each head, which takes its share of the
     softmax and adds nothing. Slots that no query sees may hold anything, NaN too.
 
@@ -74,7 +76,10 @@ def prefill(
             first_Q = np.zeros_like(position_Q)
             if window is not None:
                 first_Q = np.maximum(0, position_Q - window + 1)
-            seen_C = np.arange(first_Q[0], position_Q[-1] + 1)
+            past_Q = position_Q + 1
+            if ends_T is not None:
+                past_Q = np.maximum(past_Q, np.asarray(ends_T)[token : token + len(q_QHD)])
+            seen_C = np.arange(first_Q[0], past_Q.max())
             slots = (first_block + tables[row, seen_C // P], seen_C % P)
             kv = kv_pool[slots].astype(dtype).reshape(len(seen_C), K, E)
             k_CKD, v_CKV = kv[..., :D], kv[..., of_value]
@@ -92,7 +97,7 @@ def prefill(
             if attention.soft_cap is not None:
                 soft_cap = dtype.type(attention.soft_cap)
                 score_KNC = soft_cap * np.tanh(score_KNC / soft_cap)
-            sees_QC = (seen_C <= position_Q[:, None]) & (seen_C >= first_Q[:, None])
+            sees_QC = (seen_C < past_Q[:, None]) & (seen_C >= first_Q[:, None])
             sees_NC = np.repeat(sees_QC, H // K, axis=0)
             score_KNC = np.where(sees_NC, score_KNC, dtype.type(-np.inf))
             sinks_KG = np.full((K, H // K), -np.inf) if sinks_H is None else np.asarray(sinks_H)
