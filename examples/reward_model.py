@@ -50,7 +50,7 @@ def fit(states: np.ndarray, labels: np.ndarray, steps: int = 300) -> np.ndarray:
         return jnp.mean(optax.sigmoid_binary_cross_entropy(x @ head, y))
 
     @jax.jit
-    def step(head: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+    def step(head: Any, state: Any) -> tuple[Any, Any]:
         changes, state = optimizer.update(jax.grad(loss)(head), state, head)
         return optax.apply_updates(head, changes), state
 

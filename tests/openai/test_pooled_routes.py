@@ -91,12 +91,12 @@ def test_embeddings(live: Live, llm: LLM) -> None:
     raw = base64.b64decode(packed["data"][0]["embedding"])
     np.testing.assert_array_equal(np.frombuffer(raw, "<f4"), expected[1])
     short = live.post(EMBEDDINGS, {"input": TEXTS, "dimensions": 4})["data"][2]["embedding"]
-    np.testing.assert_array_equal(np.float32(short), llm.embed(TEXTS, dimensions=4)[2])
+    np.testing.assert_array_equal(np.array(short, np.float32), llm.embed(TEXTS, dimensions=4)[2])
     ids = live.post(EMBEDDINGS, {"input": [[40, 41], [42]], "normalize": False})["data"]
     plain = llm.embed([[40, 41], [42]], normalize=False)
-    np.testing.assert_array_equal(np.float32([x["embedding"] for x in ids]), plain)
+    np.testing.assert_array_equal(np.array([x["embedding"] for x in ids], np.float32), plain)
     one = live.post(EMBEDDINGS, {"input": [40, 41], "truncate_prompt_tokens": 1})["data"]
-    np.testing.assert_array_equal(np.float32(one[0]["embedding"]), llm.embed([[41]])[0])
+    np.testing.assert_array_equal(np.array(one[0]["embedding"], np.float32), llm.embed([[41]])[0])
 
 
 def test_beside_what_is_generated(live: Live) -> None:
@@ -226,13 +226,15 @@ def test_lines_of_a_batch_file(
     assert [row["custom_id"] for row in rows] == list("abcdefghi")
     bodies = {row["custom_id"]: row["response"]["body"] for row in rows}
     vectors = llm.embed(TEXTS)
-    made = np.float32([entry["embedding"] for entry in bodies["a"]["data"]])
+    made = np.array([x["embedding"] for x in bodies["a"]["data"]], np.float32)
     np.testing.assert_array_equal(made, vectors)
     assert bodies["a"]["id"] == "embd-1" and bodies["a"]["usage"]["prompt_tokens"] > 0
     assert bodies["b"]["usage"]["completion_tokens"] == 3
     short = llm.embed(TEXTS[:1], dimensions=3)[0]
     for name in "ch":
-        np.testing.assert_array_equal(np.float32(bodies[name]["data"][0]["embedding"]), short)
+        np.testing.assert_array_equal(
+            np.array(bodies[name]["data"][0]["embedding"], np.float32), short
+        )
     assert bodies["d"]["results"][0]["index"] == 0
     np.testing.assert_allclose(
         [entry["score"] for entry in bodies["g"]["data"]], vectors @ vectors[0], atol=1e-6

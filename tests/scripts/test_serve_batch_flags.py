@@ -86,6 +86,7 @@ SETTINGS: dict[str, tuple[list[str], Any]] = {
     "max_logprobs": (["--max-logprobs", "5"], 5),
     "max_logit_bias": (["--max-logit-bias", "6"], 6),
     "max_sampling_mask": (["--max-sampling-mask", "8"], 8),
+    "max_embeddings": (["--max-embeddings", "64"], 64),
     "max_stop_ids": (["--max-stop-ids", "7"], 7),
     "strict": (["--strict"], True),
     "structured_output": (["--structured-output"], True),
@@ -370,7 +371,7 @@ VLLM = [  # as vLLM's documentation and tests have them, and its extra fields
         stream="True",
         messages=[{"role": "user", "content": "Hello world!"}],
     ),
-    openai("request-6", "/v1/embeddings", input="You are a helpful assistant."),
+    openai("request-6", "/v1/moderations", input="You are a helpful assistant."),
 ]
 
 
