@@ -190,6 +190,6 @@ def write_hf(config: Any) -> dict[str, Any]:
         "tie_word_embeddings": config.tie_word_embeddings,
         "eos_token_id": list(config.eos_token_ids) or None,
         **head,
-        **({"num_deepstack": config.num_deepstack} if config.num_deepstack else {}),
         **written,
+        **({"num_deepstack": config.num_deepstack} if config.num_deepstack else {}),
     }

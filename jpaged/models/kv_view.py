@@ -169,8 +169,8 @@ class DenseKV:
         if reason := unknown_options(options, OPTIONS):
             raise UnsupportedError(f"dense attention: {reason}")
         ends = self.ends if options.ends else None
-        is_odd = options.soft_cap is not None or sinks is not None or k.shape != v.shape
-        if is_odd or ends is not None or not options.causal:
+        is_plain = options.causal and k.shape == v.shape and ends is None
+        if options.soft_cap is not None or sinks is not None or not is_plain:
             return _attention(q, k, v, options, sinks, ends=ends)
         local = None if options.window is None else (options.window - 1, 0)
         with jax.numpy_dtype_promotion("standard"):  # it mixes bf16 with f32
@@ -270,8 +270,7 @@ def _attention(
         seen = seen | (key < ends[..., None, None, :, None])
     if options.window is not None:
         near = away > -options.window
-        if not options.causal:
-            near &= away < options.window
+        near = near if options.causal else near & (away < options.window)
         seen = seen & near.reshape((1,) * (scores.ndim - 2) + near.shape)
     if chosen is not None:  # by no head apart
         seen &= chosen[..., None, None, :, :]

@@ -47,9 +47,9 @@ class AttentionOptions:
     what the pool holds of a KV head is a latent of value_dim numbers and a rotated key: both
     together are its key, of D numbers, and the latent is its value (arXiv:2405.04434). causal: a
     query sees nothing after itself; otherwise all of its context, or, with a window w, what is less
-    than w tokens away on either side. ends: a query of a prefill also sees what comes after it
-    before the position that the operand ends_T, int32 [T], has for it, which is no further than its
-    row's context; 0 is none.
+    than w tokens away on either side. ends: a causal query of a prefill also sees what comes after
+    it before the position that the operand ends_T, int32 [T], has for it, which is no further than
+    its row's context; 0 is none.
 
     `unknown_options` names those that an implementation does not have: it is never called with one.
     """

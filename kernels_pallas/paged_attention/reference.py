@@ -76,13 +76,13 @@ def prefill(
             first_Q = np.zeros_like(position_Q)
             if window is not None:
                 first_Q = np.maximum(0, position_Q - window + 1)
-            past_Q = position_Q + 1
-            if not attention.causal:
-                after = context if window is None else window - 1
-                past_Q = np.minimum(past_Q + after, context)
+            last_Q = position_Q if attention.causal else np.full_like(position_Q, context - 1)
+            if window is not None and not attention.causal:
+                last_Q = np.minimum(last_Q, position_Q + window - 1)
             if ends_T is not None:
-                past_Q = np.maximum(past_Q, np.asarray(ends_T)[token : token + len(q_QHD)])
-            seen_C = np.arange(first_Q[0], past_Q.max())
+                ends_Q = np.asarray(ends_T)[token : token + len(q_QHD)]
+                last_Q = np.maximum(last_Q, ends_Q - 1)
+            seen_C = np.arange(first_Q[0], last_Q.max() + 1)
             slots = (first_block + tables[row, seen_C // P], seen_C % P)
             kv = kv_pool[slots].astype(dtype).reshape(len(seen_C), K, E)
             k_CKD, v_CKV = kv[..., :D], kv[..., of_value]
@@ -100,7 +100,7 @@ def prefill(
             if attention.soft_cap is not None:
                 soft_cap = dtype.type(attention.soft_cap)
                 score_KNC = soft_cap * np.tanh(score_KNC / soft_cap)
-            sees_QC = (seen_C < past_Q[:, None]) & (seen_C >= first_Q[:, None])
+            sees_QC = (seen_C <= last_Q[:, None]) & (seen_C >= first_Q[:, None])
             sees_NC = np.repeat(sees_QC, H // K, axis=0)
             score_KNC = np.where(sees_NC, score_KNC, dtype.type(-np.inf))
             sinks_KG = np.full((K, H // K), -np.inf) if sinks_H is None else np.asarray(sinks_H)

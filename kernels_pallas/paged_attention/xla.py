@@ -236,8 +236,8 @@ class _QueryTiles(NamedTuple):
     token: Array  # the first one's place among the packed tokens
     position: Array  # and its position in the row
     begin: Array  # first position that any query sees
+    end: Array  # and the one after the last
     need: Array  # KV tiles
-    past: Array  # position after the last that any query sees
 
 
 class Prepared(NamedTuple):
@@ -277,18 +277,18 @@ def prepare(
     begin_A = jnp.zeros_like(position_A)
     if window is not None:
         begin_A = jnp.maximum(position_A - (window - 1), 0)
-    past_A, first_A = position_A + count_A, starts_S[row_A] + skip_A
+    token_A, stop_A = starts_S[row_A] + skip_A, position_A + count_A
     if not causal:
         within_A = context_lens_S[row_A]
-        past_A = within_A if window is None else jnp.minimum(past_A + window - 1, within_A)
+        stop_A = within_A if window is None else jnp.minimum(stop_A + window - 1, within_A)
     if ends_T is not None:
         lane_1B = jnp.arange(B)[None, :]
-        at_AB = jnp.minimum(first_A[:, None] + lane_1B, T - 1)
+        at_AB = jnp.minimum(token_A[:, None] + lane_1B, T - 1)
         ends_AB = jnp.where(lane_1B < count_A[:, None], ends_T[at_AB], 0)
-        past_A = jnp.maximum(past_A, jnp.max(ends_AB, axis=1))
-    need_A = jnp.where(count_A > 0, (past_A + C - 1) // C - begin_A // C, 0)
+        stop_A = jnp.maximum(stop_A, jnp.max(ends_AB, axis=1))
+    need_A = jnp.where(count_A > 0, (stop_A + C - 1) // C - begin_A // C, 0)
     order_A = jnp.argsort(need_A, descending=True)
-    tiles = _QueryTiles(row_A, count_A, first_A, position_A, begin_A, need_A, past_A)
+    tiles = _QueryTiles(row_A, count_A, token_A, position_A, begin_A, stop_A, need_A)
 
     row_T = jnp.minimum(
         jnp.sum(query_start_loc_S1[None, 1:] <= token_T[:, None], axis=1, dtype=jnp.int32), S - 1
@@ -364,7 +364,7 @@ def prefill(
                 kv = _latents(kv, V, *columns)
                 of_keys = of_values = None
             kv = kv.transpose(0, 2, 1, 3)  # [W, K, C, E].
-            seen_WC = (pos_WC >= mine.begin[:, None]) & (pos_WC < mine.past[:, None])
+            seen_WC = (pos_WC >= mine.begin[:, None]) & (pos_WC < mine.end[:, None])
             kv = kv.astype(dtype)
             v = jnp.where(seen_WC[:, None, :, None], kv[..., of_value], jnp.zeros((), dtype))
             k, v = _barrier(kv[..., :D].reshape(W * K, C, D)), _barrier(v.reshape(W * K, C, V))

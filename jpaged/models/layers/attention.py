@@ -51,8 +51,9 @@ class AttentionConfig:
     are normed, without a scale. value_scale: what values are multiplied by. keys_of: the index of
     an earlier layer of the model whose keys and values it attends to; None: it has some of its own.
     is_causal: a query sees nothing after itself; otherwise the whole sequence, or, with a window,
-    as many tokens after itself as before. sees_images: a token of an image also sees those after it
-    that are of the same image.
+    as many tokens after itself as before.
+
+    sees_images: a token of an image also sees those after it that are of the same image.
     """
 
     num_heads: int
