@@ -37,6 +37,7 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.lora import Adapter, initial_lora, merged
 from jpaged.models.params import Params
 from jpaged.request.arrays import score_arrays, to_arrays
+from jpaged.request.embeddings import EmbeddingSpan
 from jpaged.request.outputs import (
     CompletionChunk,
     CompletionOutput,
@@ -64,6 +65,7 @@ __all__ = [
     "CompletionOutput",
     "ConfigError",
     "Dialog",
+    "EmbeddingSpan",
     "EngineConfig",
     "GenerationError",
     "JpagedError",

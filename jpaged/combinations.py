@@ -63,7 +63,7 @@ class Facts:
 
     adapter_rank, adapter_changes: of an adapter. draws_masked, scores_masked: a request wants
     tokens of a given form, or the scores of such a text. scores_more: a call wants more of scores
-    than logprobs.
+    than logprobs. num_embedded: tokens of a prompt that have embeddings in their place.
     """
 
     config: EngineConfig | None = None
@@ -105,6 +105,7 @@ class Facts:
     draws_masked: bool | None = None
     scores_masked: bool | None = None
     scores_more: bool | None = None
+    num_embedded: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -707,6 +708,31 @@ def heads_read_plain_embeddings(draft: ModelConfig, model: ModelConfig) -> str |
     if draft.is_head and model.embedding_scale != 1.0:
         title = draft.draft_head.title
         return f"an {title} for {model.family}, which scales its embeddings: use 'draft'"
+    return None
+
+
+@_rule("speculative.method", "max_embeddings", error=UnsupportedError)
+def guesses_of_models_read_tokens(config: EngineConfig) -> str | None:
+    """`max_embeddings` above 0 takes no `speculative`, or `method="ngram"`: a model that guesses, and
+    a head, read tokens alone.
+    """
+    asked = config.speculative
+    if config.max_embeddings and asked is not None and asked.has_model:
+        return (
+            f"max_embeddings={config.max_embeddings}: speculative with method={asked.method!r} "
+            "reads tokens alone; 'ngram' goes with embeddings, or pass max_embeddings=0"
+        )
+    return None
+
+
+@_rule("max_embeddings", "embeddings", error=RequestError)
+def embeddings_need_a_pool(config: EngineConfig, num_embedded: int) -> str | None:
+    """Prompts with `embeddings` take an engine with `max_embeddings` of at least 1."""
+    if num_embedded and not config.max_embeddings:
+        return (
+            f"{num_embedded} embeddings in place of tokens: max_embeddings=0; pass max_embeddings= "
+            "of EngineConfig, the rows of a pool that a prefill step takes at most"
+        )
     return None
 
 

@@ -283,6 +283,12 @@ class EngineConfig:
         "tokens that the sampling mask of a draw has room for, which is the largest top_k of a "
         "request with sampling_mask; 0: no request may ask for one, and no step makes any",
     )
+    max_embeddings: int = _knob(
+        0,
+        "what requests may ask for",
+        "embeddings in place of tokens, as of images, that a prefill step takes at most: the rows of "
+        "their pool on the device; 0: no prompt may have any, and no step reads them",
+    )
     max_logit_bias: int = _knob(
         64,
         "what requests may ask for",
@@ -376,7 +382,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         at_least(1, self, "max_num_batched_tokens", "block_size")
         at_least(1, self, "max_logit_bias", "max_stop_ids", "max_n", "max_lora_rank")
-        at_least(0, self, "max_logprobs", "max_sampling_mask", "swap_min_tokens", "max_loras")
+        at_least(0, self, "max_logprobs", "max_sampling_mask", "max_embeddings")
+        at_least(0, self, "swap_min_tokens", "max_loras")
         if self.speculative is not None:
             object.__setattr__(self, "speculative", Speculative.of(self.speculative))
         chosen = ("max_model_len", "max_num_seqs", "num_blocks", "decode_steps")
@@ -501,6 +508,7 @@ class EngineFields(TypedDict, total=False):
     separate_draw: bool | None
     max_logprobs: int
     max_sampling_mask: int
+    max_embeddings: int
     max_logit_bias: int
     max_stop_ids: int
     strict: bool

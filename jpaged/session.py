@@ -888,6 +888,7 @@ class Session:
             )
             runner.allocate(full=True)
             runner.adapters.allocate()
+            runner.embeddings.allocate()
         return time.perf_counter() - began
 
     def _scoring(self, score: ScoreCalls | None) -> Scoring | None:

@@ -480,6 +480,7 @@ class Engine:
             blocks,
             max_num_seqs=config.num_rows,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            max_embeddings=config.max_embeddings,
             decode_steps=config.decode_steps or 1,
             mixed=config.mixed,
             preemptions=self.stats.preemptions,

@@ -91,6 +91,11 @@ def input_sections(shape: Shape, config: EngineConfig) -> Layout:
     num_scored of them; targets and candidates are the token itself and others, in the same order.
     routes: of each packed token the experts that it takes, a layer after the other, -1 where its
     router chooses.
+
+    Where prompts may have embeddings, a prefill has of each packed token `embedded`, the row of
+    their pool that takes its place or -1, `axes`, its positions on the three axes of a rope, and
+    `ends`, the position after the image that it is of, else 0; and a decode has `offsets`, what the
+    positions of each row on all axes are ahead of its index.
     """
     assert config.seq_buckets is not None
     rows, most = shape.rows, config.seq_buckets[-1]
@@ -109,6 +114,11 @@ def input_sections(shape: Shape, config: EngineConfig) -> Layout:
     sections["block_tables"] = (shape.tables, rows, shape.blocks)
     if shape.loras:
         sections["adapters"] = (rows,)
+    if config.max_embeddings and isinstance(shape, PrefillShape):
+        sections |= {"embedded": (shape.tokens,), "axes": (3, shape.tokens)}
+        sections["ends"] = (shape.tokens,)
+    elif config.max_embeddings:
+        sections["offsets"] = (rows,)
     if shape.sampler is not None:
         drawing = _row_sections(rows, config, full=shape.is_full)
         return _lay_out(sections | {"steps": (rows,), **drawing})

@@ -33,6 +33,7 @@ from jpaged.engine.shapes import (
     StepShapes,
     choose_shapes,
 )
+from jpaged.engine.spans import Piece
 from jpaged.sampling_params import LOGPROBS_MODES
 
 ON_DEVICE = -1  # among the tokens of a step: the last one that the device's row drew
@@ -53,6 +54,7 @@ class Batch:
     target, or None; one whose blocks are the same ends a group's. loads: of adapters, before it.
     counts: (device row, token ids, prompt length) of rows with penalties that were just admitted.
     masks_TW: of prompts that are scored under masks, a bit a token for what comes after each.
+    embedded: parts of spans of embeddings, which are put into the first rows of their pool before it.
     parts: of a step of several replicas (see `join`), the batch of each.
     """
 
@@ -66,6 +68,7 @@ class Batch:
     loads: Loads = ()
     counts: tuple[tuple[int, list[int], int], ...] = ()
     masks_TW: np.ndarray | None = None
+    embedded: tuple[Piece, ...] = ()
     parts: tuple["Batch", ...] = ()
 
     @property
@@ -97,6 +100,9 @@ def pack(plan: Plan, config: EngineConfig, buckets: StepShapes | None = None) ->
     _pack_tables(view, computed)
     if bucket.loras:
         _pack_adapters(view, computed, config)
+    embedded: tuple[Piece, ...] = ()
+    if config.max_embeddings:
+        embedded = _pack_spans(view, computed)
     if bucket.phase != "prefill":
         rows = len(drawing)
         view["context_lens"][:rows] = [e.start + 1 for e in drawing]  # of the first step
@@ -133,6 +139,7 @@ def pack(plan: Plan, config: EngineConfig, buckets: StepShapes | None = None) ->
         loads=plan.loads,
         counts=tuple([(seq.device_row, list(seq.token_ids), seq.prompt_len) for seq in admitted]),
         masks_TW=prompt_masks(plan, bucket.tokens) if scores_masked else None,
+        embedded=embedded,
     )
 
 
@@ -324,6 +331,33 @@ def _pack_scored(
         at = positions.start - seq.scoring.first
         candidates = seq.scoring.candidates[at : at + len(positions)]
         view["candidates"][rows, : candidates.shape[1]] = candidates
+
+
+def _pack_spans(view: Views, entries: list[PlanEntry]) -> tuple[Piece, ...]:
+    """Write which tokens have embeddings in their place, and the positions that follow of that.
+    Return the parts of spans in the order of their rows in the pool.
+    """
+    if "offsets" in view:
+        offsets = [0 if e.seq.spans is None else e.seq.spans.offset for e in entries]
+        view["offsets"][: len(offsets)] = offsets
+        return ()
+    view["embedded"][:] = -1
+    pieces, place, row = list[Piece](), 0, 0
+    for entry in entries:
+        start, spans = entry.start, entry.seq.spans
+        tokens = slice(place, place + entry.num_tokens)
+        place = tokens.stop
+        if spans is None:
+            view["axes"][:, tokens] = np.arange(start, entry.end)
+            continue
+        spans.write_positions(view["axes"][:, tokens], start)
+        spans.write_ends(view["ends"][tokens], start)
+        for piece in spans.pieces(start, entry.end):
+            at = tokens.start + piece.place
+            view["embedded"][at : at + piece.count] = range(row, row + piece.count)
+            pieces.append(piece)
+            row += piece.count
+    return tuple(pieces)
 
 
 def _pack_adapters(view: Views, entries: list[PlanEntry], config: EngineConfig) -> None:

@@ -28,7 +28,8 @@ class Scheduler:
     of them plan a step together.
 
     max_num_seqs: rows of the device's state, so sequences that run at once. max_num_batched_tokens:
-    tokens of a prefill step. decode_steps: tokens of a row in one decode dispatch. mixed: rows that
+    tokens of a prefill step. max_embeddings: of them that can have embeddings in their place.
+    decode_steps: tokens of a row in one decode dispatch. mixed: rows that
     decode join the prefill steps. preemptions, states: see Stats. max_loras: adapters that the
     running sequences have at most.
     """
@@ -39,6 +40,7 @@ class Scheduler:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        max_embeddings: int = 0,
         decode_steps: int = 1,
         mixed: bool = False,
         preemptions: Counter[str] | None = None,
@@ -52,6 +54,7 @@ class Scheduler:
             blocks, **limits, preemptions=preemptions, states=states, drafter=drafter
         )
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_embeddings = max_embeddings
         self.decode_steps = decode_steps
         self.mixed = mixed
         self._planned: list[Sequence] = []  # in the last plan, where a window may leave blocks
@@ -112,10 +115,10 @@ class Scheduler:
     def plan_chunks(self, rows: int = 0) -> list[PlanEntry]:
         """Plan chunks of prompts, beside so many rows that decode in the same step."""
         budget = self.max_num_batched_tokens - rows
-        entries = PrefillPlanner(self.queues, budget).plan()
+        entries = PrefillPlanner(self.queues, budget, self.max_embeddings).plan()
         while not entries and self._is_stuck and (self.queues.waiting or self._is_filling):
             self.queues.preempt_idle()
-            entries = PrefillPlanner(self.queues, budget).plan()
+            entries = PrefillPlanner(self.queues, budget, self.max_embeddings).plan()
         return entries
 
     def report(self) -> Report:
@@ -271,12 +274,15 @@ def _decode(replicas: tuple[Scheduler, ...]) -> tuple[Phase, list[list[PlanEntry
 
 
 class PrefillPlanner:
-    """Plans one prefill. budget: tokens that it may compute at most."""
+    """Plans one prefill. budget: tokens that it may compute at most. embeddings: of them that may
+    have embeddings in their place.
+    """
 
-    def __init__(self, queues: Queues, budget: int):
+    def __init__(self, queues: Queues, budget: int, embeddings: int = 0):
         self.queues = queues
         self.blocks = queues.blocks
         self.budget = budget
+        self.embeddings = embeddings
         self.chunks: list[Chunk] = []
         self._last_chunks: dict[bytes, Chunk] = {}  # that end a prompt, by what the prompt holds
 
@@ -316,7 +322,10 @@ class PrefillPlanner:
             return False
         if seq.scoring is not None and seq.scoring.at_once and len(seq) > self.budget:
             return False
-        end = min(len(seq), match.num_blocks * self.blocks.block_size + self.budget)
+        start = match.num_blocks * self.blocks.block_size
+        end = min(len(seq), start + self.budget)
+        if seq.spans is not None and seq.spans.reach(start, end, self.embeddings) == start:
+            return False
         if reserve and not self.blocks.has_room(seq, match, end, reserve=reserve):
             return False
         self.queues.admit(seq, match)
@@ -352,10 +361,14 @@ class PrefillPlanner:
         if self.blocks.windowed:
             end = min(end, self.blocks.reach(seq))
         assert start < seq.fill <= len(seq), f"{seq!r}: nothing to compute from {start}"
+        if seq.spans is not None:
+            end = seq.spans.reach(start, end, self.embeddings)
         if end <= start:
             return
         if not self.blocks.can_rewind:
             end = self.blocks.stop_before(start, end, parting, is_last=end == len(seq))
+        if seq.spans is not None:
+            self.embeddings -= sum(piece.count for piece in seq.spans.pieces(start, end))
         if self.blocks.windowed:  # else it has them all since its admission
             self.blocks.extend(seq, end)
         self.blocks.close_ahead(seq, end)

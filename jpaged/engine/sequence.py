@@ -15,6 +15,7 @@ from jpaged.engine.constraint import Constraint, Text
 from jpaged.engine.generated import Generated, Kept, Top
 from jpaged.engine.origin import NOBODY, Origin
 from jpaged.engine.scoring import Scored, Scoring
+from jpaged.engine.spans import Spans
 from jpaged.sampling_params import SamplingParams
 
 
@@ -53,6 +54,7 @@ class Sequence:
     __slots__ = (
         # what the caller asked for
         *("request", "request_id", "origin", "sampling_params", "key", "index", "salt", "adapter"),
+        "spans",
         *("priority", "sampler", "eos_ids", "stop_ids"),
         *("prompt_len", "scoring", "end", "text", "structured", "waits_for_host", "controls"),
         *("ahead", "num_masked"),
@@ -80,6 +82,7 @@ class Sequence:
         index: int = 0,
         salt: str | None = None,
         adapter: AdapterVersion | None = None,
+        spans: Spans | None = None,
         eos_ids: frozenset[int] = frozenset(),
         text: Text | None = None,
         structured: Constraint | None = None,
@@ -97,6 +100,7 @@ class Sequence:
         # The least of the steps that can serve it: see SamplingParams.sampler.
         self.sampler: Literal["plain", "filtered", "full"] = sampling_params.sampler
         self.adapter = adapter
+        self.spans = spans  # the embeddings in place of tokens of its prompt; None: there are none
         # Cached blocks are shared under one salt and one version of an adapter only.
         self.salt = b"" if salt is None else salt.encode()
         self.salt += b"" if adapter is None else adapter.salt
@@ -187,11 +191,14 @@ class Sequence:
     def block_bytes(self, i: int, size: int, end: int | None = None) -> bytes:
         """Return what its block i is of, which two blocks have in common only if their KV is equal
         after equal blocks: the tokens as int32, up to position `end`, and before those of the first
-        block the salt and the adapter. size: tokens a block.
+        block the salt and the adapter; after them the embeddings in place of tokens. size: tokens a
+        block.
         """
         start = i * size
         past = start + size if end is None else min(start + size, end)
         tokens = array("i", self.token_ids[start:past]).tobytes()
+        if self.spans is not None:
+            tokens += self.spans.block_bytes(start, past)
         return tokens if i else self.salt + tokens
 
     def run(

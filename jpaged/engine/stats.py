@@ -24,7 +24,8 @@ class Stats:
     state was kept any more or none ever was ("misses"). swap_out_bytes, swap_in_bytes: of blocks
     moved to the host and back. loaded_blocks: that came back. idle_replica_steps: dispatches in
     which a replica had nothing to do, of as many as there are dispatches and replicas.
-    adapter_loads: adapters written into slots.
+    adapter_loads: adapters written into slots. embedded_tokens: computed with embeddings in their
+    place.
     """
 
     def __init__(self) -> None:
@@ -35,7 +36,7 @@ class Stats:
         self.mask_time_s = 0.0
         self.copied_blocks = self.swap_out_bytes = self.swap_in_bytes = self.peak_blocks_in_use = 0
         self.loaded_blocks = 0
-        self.idle_replica_steps = self.adapter_loads = 0
+        self.idle_replica_steps = self.adapter_loads = self.embedded_tokens = 0
         self._last_done = 0.0
         self.preemptions: Counter[str] = Counter()
         self.states: Counter[str] = Counter()
@@ -49,6 +50,7 @@ class Stats:
         self.copied_blocks += sum(map(len, plan.copies))
         self.dispatches += 1
         self.adapter_loads += sum([len(part.loads) for part in batch.each])
+        self.embedded_tokens += sum([piece.count for part in batch.each for piece in part.embedded])
         self.idle_replica_steps += sum([not part.num_tokens for part in batch.parts])
         decoded = sum([entry.num_tokens for entry in plan.entries if entry.decodes])
         self.decode_tokens += decoded

@@ -63,6 +63,7 @@ class ModelConfig:
     draft_head: HeadConfig | MTPConfig | None = None  # a head, which guesses for another model
     num_labels: int | None = None  # Y: of a classifier; 0: no head; None: a vocabulary
     pooling: PoolingConfig | None = None  # what `embed` does to hidden states; None: the last one
+    num_deepstack: int = 0  # first layers after which embeddings of images add something
     eos_token_ids: tuple[int, ...] = dataclasses.field(default=(), compare=False)
 
     def __init__(
@@ -82,6 +83,7 @@ class ModelConfig:
         draft_head: HeadConfig | MTPConfig | None = None,
         num_labels: int | None = None,
         pooling: PoolingConfig | None = None,
+        num_deepstack: int = 0,
         eos_token_ids: tuple[int, ...] = (),
         intermediate_size: int = UNSET,
         num_layers: int = UNSET,
@@ -150,6 +152,9 @@ class ModelConfig:
             object.__setattr__(self, "tie_word_embeddings", False)
         if pooling is not None:
             pooling.check(hidden_size)
+        if not isinstance(num_deepstack, int) or not 0 <= num_deepstack <= len(values["layers"]):
+            layers = f"{len(values['layers'])} layers"
+            raise ConfigError(f"num_deepstack={num_deepstack!r}: must be a number of the {layers}")
         positive(
             embedding_multiplier=embedding_multiplier,
             logits_scaling=logits_scaling,
@@ -298,6 +303,17 @@ class ModelConfig:
     def rope_scaling(self) -> RopeScaling | None:
         """How these frequencies are scaled."""
         return self.rope.scaling
+
+    @property
+    def has_axes(self) -> bool:
+        """Whether tokens have positions on three axes, which differ in images."""
+        mixers = (mixer for layer in self.layers for mixer in layer.mixers)
+        return any(mixer.rope is not None and mixer.rope.sections for mixer in mixers)
+
+    @property
+    def sees_images(self) -> bool:
+        """Whether tokens of one image see each other, also those that come later."""
+        return False
 
     @property
     def embedding_scale(self) -> float:

@@ -17,6 +17,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jpaged.models.config import LM_HEAD, SCORE_HEAD, ModelConfig
+from jpaged.models.embedded import Embedded
 from jpaged.models.kv_groups import dense_view, kv_places
 from jpaged.models.kv_view import KVView, Place
 from jpaged.models.layers.embedding import EMBED, Embedding
@@ -83,16 +84,22 @@ class Forward:
         step: StepContext = IN_TRAINING,
         *,
         routed: Array | None = None,
+        embedded: Embedded | None = None,
+        axes: Array | None = None,
     ) -> tuple[Array, KVView]:
         """Final-norm hidden states [..., T, E] of int tokens [..., T], and the view with their keys
         and values. positions: [..., T], None counts from 0. kv: None is that of training. routed:
         in training, int32 [..., T, L, A], the experts that each token takes in each of the L layers
         that have any, whatever their routers would choose, which weigh them; -1 where they choose.
-        It needs a config that keeps choices (`keeping_choices`).
+        It needs a config that keeps choices (`keeping_choices`). embedded: embeddings in place of
+        those of some tokens. axes: [3, ..., T], positions on the three axes of a rope with
+        sections; None: `positions` on all.
         """
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[-1]), tokens.shape)
-        x, view, _ = self.tapped(tokens, positions, kv, (), step, routed=routed)
+        x, view, _ = self.tapped(
+            tokens, positions, kv, (), step, routed=routed, embedded=embedded, axes=axes
+        )
         return x, view
 
     def tapped(
@@ -104,6 +111,8 @@ class Forward:
         step: StepContext = IN_TRAINING,
         last: Last | None = None,
         routed: Array | None = None,
+        embedded: Embedded | None = None,
+        axes: Array | None = None,
     ) -> tuple[Array, KVView, list[Array]]:
         """Like __call__, and also returns the residual stream [..., T, E] entering each layer in
         `taps` (num_layers: leaving the last one, before the final norm).
@@ -113,9 +122,12 @@ class Forward:
         """
         assert last is None or not taps, "a head takes those of all tokens"
         length = step.max_len or tokens.shape[-1]
-        rotaries = self._rotaries(positions, length)
+        rotaries = self._rotaries(positions, length, axes)
         with jax.named_scope("embed"):
             x = scaled(self.embed(tokens, step), self.config.embedding_scale)
+            if embedded is not None:
+                x = embedded.placed(x)
+                tokens = jnp.where(embedded.row < 0, tokens, 0)  # as per-layer embeddings take them
         inputs = None if self.per_layer is None else self.per_layer(tokens, x, step)
         view: KVView = dense_view(self.config, x, routed) if kv is None else kv
         entering: list[Array] = []
@@ -123,21 +135,28 @@ class Forward:
             if last is not None and i == self.config.num_keeping:
                 of_last = functools.partial(jnp.take, indices=last.index_R, axis=0, mode="clip")
                 x, inputs = jax.tree.map(of_last, (x, inputs))
-                rotaries = self._rotaries(of_last(positions), length)
+                assert embedded is None or i >= self.config.num_deepstack, "added before"
+                axes = None if axes is None else jnp.take(axes, last.index_R, -1, mode="clip")
+                rotaries = self._rotaries(of_last(positions), length, axes)
                 step, view = last.step, last.view(view)
             entering.append(x)
             # The index is an argument of what is traced: layers of one form share one trace.
             places = tuple(Place(group, np.int32(index)) for group, index in at)
             rotary, of_layer = rotaries[layer.rope], None if inputs is None else inputs[..., i, :]
             x, view = _run_layer(layer, x, step.in_layer(i), rotary, view, places, of_layer)
+            if embedded is not None and i < self.config.num_deepstack:
+                x = embedded.added(x, i)
         entering.append(x)
         return self.norm(x), view, [entering[i] for i in taps]
 
-    def _rotaries(self, positions: Array, length: int) -> dict[RopeConfig | None, Rotary | None]:
+    def _rotaries(
+        self, positions: Array, length: int, axes: Array | None
+    ) -> dict[RopeConfig | None, Rotary | None]:
         """Return the rotation of every kind of layer at these positions."""
         ropes = dict.fromkeys(layer.rope for layer in self.layers)
         return {
-            rope: None if rope is None else Rotary.at(rope, positions, length) for rope in ropes
+            rope: None if rope is None else Rotary.at(rope, positions, length, axes)
+            for rope in ropes
         }
 
     def logits(self, x: Array, step: StepContext = IN_TRAINING) -> Array:

@@ -21,12 +21,15 @@ HF_NAMES = {  # of what every family has, in a config.json
     "max_position_embeddings": "max_position_embeddings",
 }
 
+UNKNOWN = ("transformers_version", "num_deepstack")  # to transformers' config classes
+
 
 def read_hf(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of ModelConfig; transformers fills in the family's defaults.
 
     Raises ConfigError for any architecture or option outside the families, by name.
     """
+    num_deepstack = _num_deepstack(raw)
     raw = _as_family(_text_part(raw))
     named = raw.get("architectures")
     architecture = named[0] if isinstance(named, list | tuple) and named else named
@@ -48,7 +51,7 @@ def read_hf(raw: Mapping[str, Any]) -> dict[str, Any]:
         )
     format_of(raw)
     try:  # of a copy: the config classes write into nested dicts
-        known = copy.deepcopy({k: v for k, v in raw.items() if k != "transformers_version"})
+        known = copy.deepcopy({k: v for k, v in raw.items() if k not in UNKNOWN})
         numbers = (key for key in family.floats if type(known.get(key)) is int)
         known |= {key: float(known[key]) for key in numbers}
         hf = filled(model_type, known)
@@ -80,6 +83,7 @@ def read_hf(raw: Mapping[str, Any]) -> dict[str, Any]:
         "family": model_type,
         "tie_word_embeddings": bool(hf["tie_word_embeddings"]),
         "eos_token_ids": eos,
+        "num_deepstack": num_deepstack,
     }
 
 
@@ -146,6 +150,16 @@ def _text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**text, **{key: raw[key] for key in shared if key in raw}, **names}
 
 
+def _num_deepstack(raw: Mapping[str, Any]) -> int:
+    """Return after how many layers of text embeddings of images add something: as many as layers
+    of the vision tower are named, or as `write_hf` has written.
+    """
+    vision = raw.get("vision_config")
+    if "num_deepstack" in raw or not isinstance(vision, Mapping):
+        return raw.get("num_deepstack", 0)
+    return len(vision.get("deepstack_visual_indexes") or ())
+
+
 def _as_family(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a config under its family's model_type, where it has another one of the family's."""
     families = (f for f in FAMILIES.values() if raw.get("model_type") in f.also)
@@ -177,4 +191,5 @@ def write_hf(config: Any) -> dict[str, Any]:
         "eos_token_id": list(config.eos_token_ids) or None,
         **head,
         **written,
+        **({"num_deepstack": config.num_deepstack} if config.num_deepstack else {}),
     }

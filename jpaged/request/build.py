@@ -14,6 +14,7 @@ from jpaged.engine.keys import Key, key_from_seed
 from jpaged.engine.origin import Origin
 from jpaged.engine.scoring import Scoring
 from jpaged.engine.sequence import Request, Sequence
+from jpaged.engine.spans import Spans
 from jpaged.errors import CapacityError, RequestError
 from jpaged.request.detokenizer import TextStream
 from jpaged.request.inputs import Inputs, Prompt
@@ -77,7 +78,7 @@ class Builder:
             self._warn_of_eos()
         # One sample scores the prompt for all.
         others = dataclasses.replace(asked, prompt_logprobs=None) if asked.n > 1 else asked
-        request_id, begun = self.new_id(), prompt.begun
+        request_id, begun, spans = self.new_id(), prompt.begun, self._spans(prompt)
         if begun is not None and begun.unfinished is not None:
             key = begun.unfinished.key
         request = Request(
@@ -91,6 +92,7 @@ class Builder:
                     origin=origin,
                     salt=prompt.salt,
                     adapter=prompt.adapter,
+                    spans=spans,
                     text=self._text_stream(asked) if watched else None,
                     structured=None if matcher is None else matcher.copy(),
                     max_model_len=inputs.max_model_len,
@@ -137,6 +139,7 @@ class Builder:
             asked,
             salt=prompt.salt,
             adapter=prompt.adapter,
+            spans=self._spans(prompt),
             structured=None if structured is None else self.matcher(structured),
             max_model_len=self.inputs.max_model_len,
             eos_ids=self.inputs.eos_ids,
@@ -228,12 +231,31 @@ class Builder:
             asked,
             salt=prompt.salt,
             adapter=prompt.adapter,
+            spans=self._spans(prompt),
             structured=matcher,
             scoring=scoring,
             max_model_len=self.inputs.max_model_len,
             eos_ids=self.inputs.eos_ids,
         )
         return Request([sequence])
+
+    def _spans(self, prompt: Prompt) -> Spans | None:
+        """Return the embeddings of a prompt, which this engine can serve: RequestError where it has
+        no pool for them, CapacityError for an image that no step can take whole and must.
+        """
+        spans, config = prompt.spans, self.config
+        if spans is None:
+            return None
+        check_combination(Facts(config=config, num_embedded=sum(map(len, spans))))
+        most = config.max_num_batched_tokens - (config.num_rows if config.mixed else 0)
+        for span in spans if spans.are_whole else ():
+            if span.grid is not None and len(span) > min(most, config.max_embeddings):
+                raise CapacityError(
+                    f"an image of {len(span)} tokens, which see each other, does not fit a step: "
+                    f"raise max_embeddings={config.max_embeddings} or "
+                    f"max_num_batched_tokens={config.max_num_batched_tokens}"
+                )
+        return spans
 
     def matcher(self, structured: Structured) -> Matcher:
         """Return a Matcher at the beginning of a form; RequestError where it cannot be served."""

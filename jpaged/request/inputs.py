@@ -20,8 +20,10 @@ from jpaged.checkpoint.tokenizer import load_generation_config
 from jpaged.checks import check_seed, is_scalar
 from jpaged.engine.adapters import AdapterVersion
 from jpaged.engine.keys import Key, fold_in, key_from_seed
+from jpaged.engine.spans import Spans
 from jpaged.errors import CapacityError, RequestError
 from jpaged.models.config import ModelConfig
+from jpaged.request.embeddings import spans_of
 from jpaged.request.outputs import RequestOutput
 from jpaged.sampling_params import SamplingParams
 from jpaged.types import Messages, PyTree, Tokenizer
@@ -41,7 +43,8 @@ class Prompt:
 
     text: what the ids were tokenized from, where it is known. salt: cached prefixes are shared with
     prompts of the same salt only. adapter: the one on top of the model that answers. begun: the
-    output of an earlier request of it, whose samples go on.
+    output of an earlier request of it, whose samples go on. spans: the embeddings in place of
+    tokens; None: there are none.
     """
 
     text: str | None
@@ -49,6 +52,7 @@ class Prompt:
     salt: str | None = None
     adapter: AdapterVersion | None = None
     begun: RequestOutput | None = None
+    spans: Spans | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -160,7 +164,7 @@ class Inputs:
             return prompt
         if isinstance(prompt, RequestOutput):
             return self._begun(prompt, adapter)
-        text = salt = name = None
+        text = salt = name = embeddings = None
         if isinstance(prompt, Chat):
             name = prompt.adapter
             if must_fit:
@@ -168,6 +172,7 @@ class Inputs:
             prompt = self.render(prompt)
         elif isinstance(prompt, Mapping):
             salt, name = salt_of(prompt), prompt.get("adapter")
+            embeddings = prompt.get("embeddings")
             text, prompt = _content(prompt)
         if isinstance(prompt, str):
             text, ids = prompt, self._tokenized(prompt, must_fit)
@@ -177,7 +182,9 @@ class Inputs:
             self._check_ids(ids)
         if must_fit and len(ids) >= self.max_model_len:
             raise _too_long(len(ids), self.max_model_len)
-        return Prompt(text, tuple(ids), salt, adapter if name is None else self._named(name))
+        adapter = adapter if name is None else self._named(name)
+        spans = None if embeddings is None else spans_of(embeddings, len(ids), self.model)
+        return Prompt(text, tuple(ids), salt, adapter, spans=spans)
 
     def render(self, chat: Chat) -> list[int]:
         """Return the token ids of a conversation; RequestError when there is no chat template or it
@@ -221,7 +228,10 @@ class Inputs:
         if output.unfinished is not None:
             salt = output.unfinished.salt
         self._check_ids(itertools.chain(ids, *(c.token_ids for c in output.outputs)))
-        return Prompt(output.prompt, ids, salt, adapter, output)
+        spans = None
+        if output.embeddings is not None:
+            spans = spans_of(output.embeddings, len(ids), self.model)
+        return Prompt(output.prompt, ids, salt, adapter, output, spans)
 
     def _check_ids(self, ids: Iterable[int]) -> None:
         """RequestError for a token that is not of the vocabulary."""
@@ -255,8 +265,8 @@ def as_list(prompts: PromptsLike) -> list[Any]:
     """Return a list of prompts, from one or a list of them, each still in its form.
 
     A prompt is a str, a list of ints, a 1-D numpy or jax array, {"prompt": str} or
-    {"prompt_token_ids": ids}; a dict may have a "cache_salt" (str) and an "adapter" (its name) too;
-    or a RequestOutput, whose samples go on where they were cut.
+    {"prompt_token_ids": ids}; a dict may have a "cache_salt" (str) and an "adapter" (its name) too,
+    and beside token ids "embeddings" in place of some (see EmbeddingSpan); or a RequestOutput, whose samples go on where they were cut.
     """
     if _is_array(prompts):
         if prompts.ndim == 1 and prompts.dtype.kind in "iu":
@@ -415,6 +425,9 @@ def _too_long(count: int, most: int) -> CapacityError:
 def _content(prompt: Mapping[str, object]) -> tuple[str | None, Any]:
     """Return the text of a prompt that is a dict, and what is to be tokenized: text or ids."""
     keys = set(prompt) - {"cache_salt", "adapter"}
+    if prompt.get("embeddings") is not None and "prompt_token_ids" not in keys:
+        raise RequestError("embeddings without 'prompt_token_ids', which have places for them")
+    keys.discard("embeddings")
     text = prompt.get("prompt")
     if keys == {"prompt"} and isinstance(text, str):
         return text, text

@@ -13,6 +13,7 @@ from jpaged.engine.keys import Key
 from jpaged.engine.sequence import Request, Sequence
 from jpaged.errors import RequestError
 from jpaged.request.detokenizer import decode
+from jpaged.request.embeddings import EmbeddingSpan, as_mapping
 from jpaged.search.beam import BeamSearch
 from jpaged.types import Tokenizer
 
@@ -157,6 +158,7 @@ class RequestOutput:
     the place of its prompt among those of its call. unfinished: of one that was cut ("abort"),
     which as a prompt goes on where it was; None where nothing is left to draw.
     prompt_routed_experts: int16 [len(prompt_token_ids), L, A], as CompletionOutput has them.
+    embeddings: those in place of tokens of its prompt, by their positions; None: there were none.
     """
 
     request_id: str
@@ -173,6 +175,7 @@ class RequestOutput:
     index: int = 0
     unfinished: Unfinished | None = None
     prompt_routed_experts: np.ndarray | None = None
+    embeddings: Mapping[int, EmbeddingSpan] | None = None
 
 
 @dataclasses.dataclass(kw_only=True)  # frozen takes thrice as long, at each token
@@ -235,6 +238,7 @@ def collect(request: Request, tokenizer: Tokenizer | None) -> RequestOutput:
         adapter_version=0 if adapter is None else adapter.version,
         unfinished=unfinished,
         prompt_routed_experts=routes,
+        embeddings=None if first.spans is None else as_mapping(first.spans),
     )
 
 

@@ -27,6 +27,7 @@ from jpaged.models.quantized import specs_of
 from jpaged.runtime import kv_cache
 from jpaged.runtime.adapter_tables import table_form, table_specs
 from jpaged.runtime.device_state import COUNTS_CHUNK, DeviceState, RowState, set_counts
+from jpaged.runtime.embedding_pool import pool_form
 from jpaged.runtime.kv_cache import Pool, PoolSpec
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.step_params import StepParams
@@ -160,6 +161,11 @@ class CompiledSteps:
             shapes = dataclasses.replace(shapes, draft=self.draft)
             split = self._split(setting.draft.model, self.draft)
             specs = dataclasses.replace(specs, draft=split)
+        if needs.embeddings:
+            pool: Any = pool_form(setting.model, setting.config, placement, self.form.dtype)
+            split: Any = placement.by_replica
+            shapes = dataclasses.replace(shapes, embeddings=pool)
+            specs = dataclasses.replace(specs, embeddings=split)
         return shapes, specs
 
     def _split(self, model: ModelConfig, form: Any) -> Any:

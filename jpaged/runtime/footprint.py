@@ -45,6 +45,7 @@ from jpaged.runtime.adapter_tables import (
 )
 from jpaged.runtime.choices import Choices
 from jpaged.runtime.compiled_steps import compile_step
+from jpaged.runtime.embedding_pool import embedding_bytes
 from jpaged.runtime.kv_cache import group_costs, most_blocks, states_a_row, widest_group
 from jpaged.runtime.memory import (
     CPU_POOL_BYTES,
@@ -436,7 +437,8 @@ def measured(probe: Runner, moved: int) -> Needs:
         temporaries=temporaries,
         code=code * (len(table) if probe.config.strict else min(len(table), RESIDENT_STEPS)),
         state=state_bytes(share, probe.config, moved)
-        + table_bytes(share, probe.config, probe.adapters.dtype),
+        + table_bytes(share, probe.config, probe.adapters.dtype)
+        + embedding_bytes(share, probe.config, probe.adapters.dtype),
         source=f"compiled for {probe.placement.device.device_kind}",
         is_measured=True,
     )
@@ -503,7 +505,9 @@ def bound(model: ModelConfig, config: EngineConfig, dtype: Any, moved: int = 0) 
     temporaries = layers.shared + layers.kept + logits + adapters + weights + indices + TILES
     return Needs(
         temporaries=temporaries,
-        state=state_bytes(model, config, moved) + table_bytes(model, config, dtype),
+        state=state_bytes(model, config, moved)
+        + table_bytes(model, config, dtype)
+        + embedding_bytes(model, config, dtype),
         source="an upper bound",
     )
 

@@ -31,6 +31,7 @@ from jpaged.runtime.adapter_tables import AdapterTables
 from jpaged.runtime.choices import Choices, activations_of, choose, layer_kernels
 from jpaged.runtime.compiled_steps import CompiledSteps
 from jpaged.runtime.device_state import COUNTS_CHUNK, DeviceState, RowState
+from jpaged.runtime.embedding_pool import EmbeddingPool
 from jpaged.runtime.kv_cache import PoolSpec, pool_specs
 from jpaged.runtime.memory import explained, memory_error
 from jpaged.runtime.mesh import Placement
@@ -119,6 +120,8 @@ class Runner:
         self.stand_ins = StandIns(self.compiled)
         self.transfers = Transfers(placement, peers)
         self.adapters = AdapterTables(setting.model, config, placement, params.dtype)
+        written = (self.transfers, self.compiled.seconds)
+        self.embeddings = EmbeddingPool(setting.model, config, placement, params.dtype, *written)
         self._ready: dict[Shape, ReadyStep] = {}  # the steps that have run
         self._state: DeviceState | None = None
         self._counts_RV: Array | None = None  # only once a request needs the "full" step
@@ -176,6 +179,8 @@ class Runner:
                         self._set_counts(replica, row, token_ids, prompt_len)
                     for slot, adapter in part.loads:
                         self.adapters.load(replica, slot, adapter.data)
+                    if part.embedded:
+                        self.embeddings.write(replica, part.embedded)
                 if batch.copies is not None:
                     self._copy_blocks(self.transfers.put(batch.copies))
                 packed, state = self.transfers.put(batch.packed), self._state
@@ -309,7 +314,13 @@ class Runner:
         arrays = self._arrays if needs.model else []
         if needs.adapters:
             arrays = arrays + jax.tree.leaves(self.adapters.arrays)
-        return ready.step, arrays + self._draft_arrays if needs.draft else arrays
+        if needs.draft:
+            arrays = arrays + self._draft_arrays
+        if needs.embeddings:
+            if self.embeddings.array is None:
+                self.embeddings.allocate()
+            arrays = [*arrays, self.embeddings.array]
+        return ready.step, arrays
 
     def _lent(self, rows: RowState) -> RowState:
         """Return the rows for a step that needs the counts, with them."""
@@ -447,12 +458,13 @@ class Runner:
 
     def release(self) -> None:
         """Free the state; executables stay, and the next dispatch allocates again."""
-        self._state = self._counts_RV = self.adapters.arrays = None
+        self._state = self._counts_RV = self.adapters.arrays = self.embeddings.array = None
 
     def seal(self) -> None:
         """Refuse every shape that is not compiled from now on (strict mode)."""
         self.allocate(full=True)
         self.adapters.allocate()
+        self.embeddings.allocate()
         self.compiled.seal()
 
     def report(self) -> dict[str, Any]:
@@ -526,7 +538,8 @@ def _what_must_agree(batch: Batch) -> tuple[bytes, ...]:
     """Return all that a dispatch depends on, which is equal in all processes."""
     counts = [part.counts for part in batch.each]
     loads = [(slot, x.name, x.version) for part in batch.each for slot, x in part.loads]
-    rest = repr((batch.bucket, batch.sample, counts, loads)).encode()
+    spans = [(place, x.digest, *part) for y in batch.each for place, x, *part in y.embedded]
+    rest = repr((batch.bucket, batch.sample, counts, loads, spans)).encode()
     copies = b"" if batch.copies is None else batch.copies.tobytes()
     return batch.packed.tobytes(), copies, rest
 

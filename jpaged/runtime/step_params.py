@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+from jax import Array
 
 from jpaged.models.forward import Forward
 from jpaged.models.head_modules import Head
@@ -16,9 +17,11 @@ class StepParams:
     where a step does not use it.
 
     model: see weights.ServingWeights. adapters: the tables of all replicas, by the names of their
-    weights. draft: the modules of a draft model, or of a head.
+    weights. draft: the modules of a draft model, or of a head. embeddings: the pools of all
+    replicas (runtime/embedding_pool.py).
     """
 
     model: Forward | None = None
     adapters: dict[str, AdapterTable] | None = None
     draft: Forward | Head | None = None
+    embeddings: Array | None = None

@@ -27,6 +27,7 @@ from jpaged.engine.shapes import (
     most_replayed,
 )
 from jpaged.models.config import ModelConfig
+from jpaged.models.embedded import Embedded
 from jpaged.models.forward import Forward, Last
 from jpaged.models.head_modules import Head
 from jpaged.models.kv_view import KVView, Place
@@ -161,6 +162,7 @@ class Uses(NamedTuple):
     model: bool
     adapters: bool
     draft: bool
+    embeddings: bool
 
 
 def uses(bucket: Shape, setting: StepSetting) -> Uses:
@@ -168,12 +170,13 @@ def uses(bucket: Shape, setting: StepSetting) -> Uses:
     also needs the model's embeddings. Neither takes part in a draw.
     """
     if bucket.phase == "replay":
-        return Uses(model=False, adapters=False, draft=False)
+        return Uses(model=False, adapters=False, draft=False, embeddings=False)
     is_draft = bucket.phase == "draft"
     return Uses(
         model=not is_draft or setting.has_head,
         adapters=bool(bucket.loras) and not is_draft,
         draft=setting.draft is not None and bucket.phase != "sample",
+        embeddings=bucket.phase == "prefill" and setting.config.max_embeddings > 0,
     )
 
 
@@ -279,8 +282,21 @@ class _Step:
         view, _, positions_T = self.view(kv, packed)
         context = self.context(params, packed.num_rows, slot_T)
         wanted = None if last is None else self._last(params, last, slot_T)
+        positions_T, embedded = jnp.maximum(positions_T, 0), None
+        if packed.ahead_T is not None:
+            positions_T += packed.ahead_T
+        if packed.embedded_T is not None:
+            assert params.embeddings is not None
+            embedded = Embedded(row=packed.embedded_T, rows=params.embeddings[0])
         x_TE, written, states = params.model.tapped(
-            packed.tokens_T, jnp.maximum(positions_T, 0), view, self.to.taps, context, wanted
+            packed.tokens_T,
+            positions_T,
+            view,
+            self.to.taps,
+            context,
+            wanted,
+            embedded=embedded,
+            axes=packed.axes_XT,
         )
         assert isinstance(written, PagedKV)
         pools, replayed = written.pools, written.replayed
@@ -308,6 +324,18 @@ class _Step:
             return kv.of_tokens(index_R, count)
 
         return Last(index_R, self.context(params, count, slot_R), view)
+
+    def one_each(
+        self, fields: dict[str, Array], last_S: Array, context_lens_S: Array
+    ) -> tuple[Packed, Array | None]:
+        """Return the step's inputs with one token a row, and the slots of their adapters."""
+        starts_S1 = jnp.arange(last_S.shape[0] + 1, dtype=jnp.int32)
+        last_row = _last_row(context_lens_S)
+        tokens_S = jnp.maximum(last_S, 0)
+        inputs = Packed(tokens_S, fields["block_tables"], context_lens_S, starts_S1, last_row)
+        if self.to.model.has_axes and "offsets" in fields:
+            inputs = inputs._replace(ahead_T=fields["offsets"])
+        return inputs, fields.get("adapters")
 
     def logits(self, params: StepParams, context: StepContext, x: Array) -> Array:
         """Return the logits of final hidden states: this device's share of each row."""
@@ -382,7 +410,7 @@ class _GuessStep(_Step):
         """
         fields, pools = super().unpack(packed), list(kv)
         last_S, context_lens_S = _next_inputs(fields, rows)
-        inputs, _ = _one_each(fields, last_S, context_lens_S)
+        inputs, _ = self.one_each(fields, last_S, context_lens_S)
         view, _, _ = self.view(kv, inputs)
         for at, spec in enumerate(self.to.own_pools):
             if spec.group.record.per == "block":
@@ -446,6 +474,8 @@ def _make_prefill(step: _Step) -> Callable[..., Any]:
             start_loc_S1[-1],
             fields.get("guesses"),
             fields.get("routes"),
+            fields.get("embedded"),
+            fields.get("axes") if step.to.model.has_axes else None,
         )
         last = _Places(fields["logits_indices"], _last_row(step.drawn_lens(fields["sample"])))
         skips = step.skips_to_last(last.index_R.shape[0])
@@ -524,7 +554,8 @@ def _make_forward(step: _Step) -> Callable[..., Any]:
         fields = step.unpack(packed)
         last_S, context_lens_S = _next_inputs(fields, rows)
         context_lens_S = jnp.where(last_S < 0, 0, context_lens_S)  # of a row that has stopped
-        _, x_SE, kv, _ = step.advance(params, kv, *_one_each(fields, last_S, context_lens_S))
+        inputs, slot_S = step.one_each(fields, last_S, context_lens_S)
+        _, x_SE, kv, _ = step.advance(params, kv, inputs, slot_S)
         hidden_RE = jnp.pad(jax.lax.optimization_barrier(x_SE), ((0, padding), (0, 0)))
         return kv, hidden_RE, fields["sample"], None, (), None
 
@@ -541,7 +572,7 @@ def _make_decode(step: _Step) -> Callable[..., Any]:
             i, last_S, steps_S, state, outputs = carry
             runs_S = i < steps_S
             context_lens_S = jnp.where(runs_S, first_lens_S + i, 0)
-            inputs, slot_S = _one_each(fields, last_S, context_lens_S)
+            inputs, slot_S = step.one_each(fields, last_S, context_lens_S)
             context, x_SE, kv, _ = step.advance(params, state.kv, inputs, slot_S)
             open_after_S = fields["open_after"] - i
             logits_SV = step.logits(params, context, x_SE)
@@ -684,17 +715,6 @@ def _next_inputs(fields: dict[str, Array], rows: RowState) -> tuple[Array, Array
     take = functools.partial(jnp.take, indices=fields["device_rows"], mode="clip")
     last_S = jnp.where(is_here_S, take(rows.last_token_R), fields["tokens"])
     return last_S, jnp.where(is_here_S, take(rows.context_len_R), fields["context_lens"])
-
-
-def _one_each(
-    fields: dict[str, Array], last_S: Array, context_lens_S: Array
-) -> tuple[Packed, Array | None]:
-    """Return the step's inputs with one token a row, and the slots of their adapters."""
-    starts_S1 = jnp.arange(last_S.shape[0] + 1, dtype=jnp.int32)
-    last_row = _last_row(context_lens_S)
-    tokens_S = jnp.maximum(last_S, 0)
-    inputs = Packed(tokens_S, fields["block_tables"], context_lens_S, starts_S1, last_row)
-    return inputs, fields.get("adapters")
 
 
 def _none(step: _Step) -> int:

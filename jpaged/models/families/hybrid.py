@@ -103,6 +103,8 @@ def read_kinds(hf: Mapping[str, Any]) -> list[str]:
 
 
 QWEN: Mapping[str, Any] = {"qk_norm": True, "norm_offset": True, "norm_in_f32": True}
+AXES: tuple[int, int, int] = (11, 11, 10)
+ALTERNATING: Mapping[str, Any] = {"alternating_sections": True}
 GATED: Mapping[str, Any] = {"gate": True}
 GUESSES = r"mtp\."  # a layer that guesses a further token
 MTP = MTPFiles(
@@ -123,7 +125,14 @@ QWEN3_5 = Family(
     architecture="Qwen3_5ForCausalLM",
     text_of=("qwen3_5", "Qwen3_5ForConditionalGeneration"),
     description=Hybrid(
-        switches=Switches(always=QWEN, attention=GATED, keys=BIASES, partial_rotary=True)
+        switches=Switches(
+            always=QWEN,
+            attention=GATED,
+            keys=BIASES,
+            partial_rotary=True,
+            axes=AXES,
+            rope=ALTERNATING,
+        )
     ),
     unread=GUESSES,
     mtp=MTP,
@@ -138,6 +147,8 @@ QWEN3_5_MOE = Family(
             attention=GATED,
             keys=BIASES,
             partial_rotary=True,
+            axes=AXES,
+            rope=ALTERNATING,
             experts=ExpertKeys(sizes=EXPERTS),
         ),
     ),

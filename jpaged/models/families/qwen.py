@@ -1,5 +1,5 @@
-"""Qwen 2 and 3, dense and mixtures of experts, and the text parts of Qwen2.5-VL and Qwen3-VL: each
-token of text has one position on all axes of their rope, which is then an ordinary one.
+"""Qwen 2 and 3, dense and mixtures of experts, and the text parts of Qwen2.5-VL and Qwen3-VL: their
+rope turns by three axes, on all of which a token of text has one position.
 """
 
 from jpaged.models.families.family import Family, StackedExperts
@@ -44,16 +44,17 @@ QWEN3_MOE = Family(
     ),
 )
 
+AXES, ALTERNATING = (24, 20, 20), {"alternating_sections": True}
 QWEN2_5_VL_TEXT = Family(
     model_type="qwen2_5_vl_text",
     architecture="Qwen2_5_VLTextModel",
-    description=QWEN2.description,
+    description=Switches(always={"qkv_bias": True}, windows="by layer", axes=(16, 24, 24)),
     text_of=("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"),
 )
 QWEN3_VL_TEXT = Family(
     model_type="qwen3_vl_text",
     architecture="Qwen3VLTextModel",
-    description=Switches(always={"qk_norm": True}, keys=BIASES),
+    description=Switches(always={"qk_norm": True}, keys=BIASES, axes=AXES, rope=ALTERNATING),
     text_of=("qwen3_vl", "Qwen3VLForConditionalGeneration"),
 )
 QWEN3_VL_MOE_TEXT = Family(
@@ -62,6 +63,8 @@ QWEN3_VL_MOE_TEXT = Family(
     description=Switches(
         always={"qk_norm": True, "norm_topk_prob": True},
         keys=BIASES,
+        axes=AXES,
+        rope=ALTERNATING,
         experts=ExpertKeys(sizes=SIZES, dense_layers=ListedDenseLayers()),
     ),
     text_of=("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"),

@@ -131,7 +131,8 @@ class Switches:
     `layer_types`, "every layer" one `sliding_window`. rope_by_kind: layers with a window have rope
     parameters of their own. partial_rotary: part of a head may be rotated. query_scaling: rotated
     queries may be scaled by their position. no_rope: the key that lists a 0 for each layer without
-    rope. activation: the key of the MLP's. experts: of a mixture.
+    rope. axes: sections of a rope by positions on three axes, where a file does not say them; None:
+    the rope has one position. activation: the key of the MLP's. experts: of a mixture.
     """
 
     always: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -142,6 +143,7 @@ class Switches:
     only: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     windows: Literal["none", "by layer", "every layer"] = "none"
     rope_by_kind: bool = False
+    axes: tuple[int, int, int] | None = None
     partial_rotary: bool = False
     query_scaling: bool = False
     no_rope: str | None = None
@@ -226,7 +228,9 @@ class Switches:
             "rope_theta": float(rope["rope_theta"] or 10000.0),
             "rope_scaling": read_scaling(rope, hf["max_position_embeddings"]),
             "partial_rotary_factor": float(fraction),
-            "rope": tuple({**self.rope, **self._read_query_scaling(rope)}.items()),
+            "rope": tuple(
+                {**self.rope, **self._read_query_scaling(rope), **self._read_axes(rope)}.items()
+            ),
         }
         if self.no_rope:
             uses = hf[self.no_rope]
@@ -243,6 +247,14 @@ class Switches:
                 fields["local_rope_theta"] = theta
         return fields
 
+    def _read_axes(self, rope: dict[str, Any]) -> dict[str, Any]:
+        if self.axes is None:
+            return {}
+        sections = rope.get("mrope_section") or self.axes
+        if not isinstance(sections, list | tuple):
+            raise ConfigError(f"mrope_section={sections!r}: must be three numbers of frequencies")
+        return {"sections": tuple(sections)}
+
     def _read_query_scaling(self, rope: dict[str, Any]) -> dict[str, Any]:
         scaling = read_query_scaling(rope) if self.query_scaling else None
         return {} if scaling is None else {"query_scaling": scaling}
@@ -258,6 +270,9 @@ class Switches:
         if (scaling := dict(alike.rope).get("query_scaling")) is not None:
             original = {"original_max_position_embeddings": scaling.length}
             rope |= {"llama_4_scaling_beta": scaling.beta} | original
+        if (sections := dict(alike.rope).get("sections")) is not None:
+            rope["mrope_section"] = list(sections)
+            rope["mrope_interleaved"] = dict(alike.rope).get("alternating_sections", False)
         if self.partial_rotary:  # also 1.0: some families have another default
             rope["partial_rotary_factor"] = alike.partial_rotary_factor
         if self.rope_by_kind:

@@ -39,6 +39,11 @@ class RopeConfig:
 
     interleaved: Hugging Face files hold the rotated pairs side by side, (2i, 2i + 1). We rotate
     (i, i + dim/2): the rows of the projections are put in that order as they are read.
+
+    sections: where tokens have positions on three axes (frames, rows and columns of images), how
+    many frequencies turn by each of them: one section after the other, or with alternating_sections
+    every third frequency by the same axis as far as its section goes, and the rest by the first
+    axis. None: by one position. Source: M-RoPE of Qwen2-VL (arXiv:2409.12191) and Qwen3-VL.
     """
 
     dim: int
@@ -46,11 +51,18 @@ class RopeConfig:
     scaling: RopeScaling | None = None
     interleaved: bool = False
     query_scaling: QueryScaling | None = None
+    sections: tuple[int, int, int] | None = None
+    alternating_sections: bool = False
 
     def __post_init__(self) -> None:
         positive(rope_theta=self.theta)
         if self.dim % 2:
             raise ConfigError(f"{self.dim} dimensions of a head are rotated: must be even")
+        if (sizes := self.sections) is not None:
+            if len(sizes) != 3 or not all(isinstance(x, int) and x >= 0 for x in sizes):
+                raise ConfigError(f"mrope_section={sizes!r}: must be three numbers of frequencies")
+            if not self.alternating_sections and sum(sizes) != self.dim // 2:
+                raise ConfigError(f"mrope_section={sizes}: must sum up to {self.dim // 2}")
         s = self.scaling
         if s is not None and s.kind == "proportional" and not 0 < s.partial_rotary_factor <= 1:
             share = s.partial_rotary_factor
@@ -61,6 +73,17 @@ class RopeConfig:
                     raise ConfigError(
                         f"{len(factors)} longrope factors for {self.dim // 2} frequencies"
                     )
+
+
+def axes_of_frequencies(rope: RopeConfig) -> np.ndarray:
+    """Return which of the three axes each rotated pair turns by, int [dim/2]: see RopeConfig."""
+    assert rope.sections is not None
+    if not rope.alternating_sections:
+        return np.repeat(np.arange(3), rope.sections)
+    axes = np.zeros(rope.dim // 2, np.int64)
+    for axis in (1, 2):
+        axes[axis : 3 * rope.sections[axis] : 3] = axis
+    return axes
 
 
 def inverse_frequencies(rope: RopeConfig, length: int = 0) -> tuple[np.ndarray, float]:
@@ -118,14 +141,19 @@ def _yarn(inv: np.ndarray, s: RopeScaling, dim: int, base: float) -> np.ndarray:
     return inv / s.factor * ramp + inv * (1 - ramp)
 
 
-def rotation(rope: RopeConfig, positions: Array, length: int = 0) -> tuple[Array, Array]:
+def rotation(
+    rope: RopeConfig, positions: Array, length: int = 0, axes: Array | None = None
+) -> tuple[Array, Array]:
     """cos and sin, f32 [..., dim/2], of integer positions [...]; length as `inverse_frequencies`
-    takes it.
+    takes it. axes: integer positions [3, ...] on three axes, by which a rope with sections turns.
     """
     inv, factor = inverse_frequencies(rope, length)
-    angles = positions.astype(jnp.float32)[..., None] * jnp.asarray(inv).reshape(
-        (1,) * positions.ndim + (-1,)
-    )
+    turned = positions.astype(jnp.float32)[..., None]
+    if axes is not None and rope.sections is not None:
+        first, second, third = axes.astype(jnp.float32)[..., None]
+        axis = axes_of_frequencies(rope).reshape((1,) * positions.ndim + (-1,))
+        turned = jnp.where(axis == 0, first, jnp.where(axis == 1, second, third))
+    angles = turned * jnp.asarray(inv).reshape((1,) * positions.ndim + (-1,))
     return jnp.cos(angles) * jnp.float32(factor), jnp.sin(angles) * jnp.float32(factor)
 
 
@@ -155,9 +183,11 @@ class Rotary:
     query_scale: Array | None = None
 
     @classmethod
-    def at(cls, rope: RopeConfig, positions: Array, length: int) -> Self:
-        """Return the rotation of integer positions [...]; length: see `inverse_frequencies`."""
-        cos, sin = rotation(rope, positions, length)
+    def at(
+        cls, rope: RopeConfig, positions: Array, length: int, axes: Array | None = None
+    ) -> Self:
+        """Return the rotation of integer positions [...]; length, axes: see `rotation`."""
+        cos, sin = rotation(rope, positions, length, axes)
         scale = None if rope.query_scaling is None else rope.query_scaling.factors(positions)
         # Without the barrier each layer would work the angles out again.
         cos, sin, scale = jax.lax.optimization_barrier((cos, sin, scale))

@@ -1,0 +1,179 @@
+"""Spans: the embeddings that stand in place of some tokens of a prompt, on the host."""
+
+import bisect
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+NO_TOKEN = b"\xff\xff\xff\xff"  # an int32 that is no token's id
+
+
+@dataclasses.dataclass(eq=False, frozen=True, kw_only=True)
+class Span:
+    """Embeddings in place of the n tokens of a prompt from `start` on.
+
+    embeddings: [n, E] floats. deepstack: [layers, n, E], what is added after the first layers, or
+    None. grid: (frames, rows, columns) of the image that they are of, or None. digest: of all of
+    that; spans of one digest are equal. named: what the caller has passed in place of a hash of the
+    numbers, or None.
+    """
+
+    start: int
+    embeddings: np.ndarray
+    deepstack: np.ndarray | None = None
+    grid: tuple[int, int, int] | None = None
+    digest: bytes
+    named: bytes | None = None
+
+    def __len__(self) -> int:
+        return len(self.embeddings)
+
+    def __deepcopy__(self, memo: Mapping[int, object]) -> "Span":
+        return self  # never changed: a snapshot shares it
+
+    @property
+    def end(self) -> int:
+        """The position after its last token."""
+        return self.start + len(self)
+
+
+class Piece(NamedTuple):
+    """`count` rows of a span from row `first` on, which take the places of the tokens of a chunk
+    from its token `place` on.
+    """
+
+    place: int
+    span: Span
+    first: int
+    count: int
+
+
+class Spans:
+    """The spans of a prompt, in order; none overlaps another.
+
+    num_tokens: of the prompt. has_axes: whether the model rotates by positions of three axes, so
+    that a grid has positions of its own. are_whole: whether tokens of one image see each other, so
+    that no step computes a part of one.
+
+    positions: int32 [3, num_tokens] on the three axes, None where each token has its index on all
+    of them. offset: what positions on every axis are ahead of the index, after the prompt.
+    """
+
+    def __init__(
+        self,
+        spans: tuple[Span, ...],
+        num_tokens: int,
+        *,
+        has_axes: bool = False,
+        are_whole: bool = False,
+    ):
+        self.spans, self.are_whole = spans, are_whole
+        self._starts = [span.start for span in spans]
+        self.positions: np.ndarray | None = None
+        self.offset = 0
+        if has_axes and any(span.grid is not None for span in spans):
+            self.positions = positions_on_axes(spans, num_tokens)
+            self.offset = int(self.positions.max()) + 1 - num_tokens
+
+    def __deepcopy__(self, memo: Mapping[int, object]) -> "Spans":
+        return self  # never changed: a snapshot shares it
+
+    def __iter__(self) -> Iterator[Span]:
+        return iter(self.spans)
+
+    def pieces(self, start: int, end: int) -> Iterator[Piece]:
+        """Yield the parts of spans that lie among the tokens [start, end)."""
+        first = max(bisect.bisect_right(self._starts, start) - 1, 0)
+        for span in itertools.islice(self.spans, first, None):
+            if span.start >= end:
+                return
+            begin, past = max(span.start, start), min(span.end, end)
+            if begin < past:
+                yield Piece(begin - start, span, begin - span.start, past - begin)
+
+    def block_bytes(self, start: int, end: int) -> bytes:
+        """Return what the tokens [start, end) are of beside their ids: the spans among them, and
+        which part of each; nothing where there is none.
+        """
+        parts = [
+            NO_TOKEN + np.array([p.place, p.first], np.int32).tobytes() + p.span.digest
+            for p in self.pieces(start, end)
+        ]
+        return b"".join(parts)
+
+    def reach(self, start: int, end: int, most: int) -> int:
+        """Return how far a chunk from `start` goes, `end` at the furthest, with at most so many
+        embeddings, and without a part of an image whose tokens see each other.
+        """
+        for piece in self.pieces(start, end):
+            begin = start + piece.place
+            if self.are_whole and piece.span.grid is not None:
+                count = len(piece.span) - piece.first
+                if count > most or begin + count > end:
+                    return begin
+            if piece.count > most:
+                return begin + most
+            most -= piece.count
+        return end
+
+    def write_positions(self, view: np.ndarray, start: int) -> None:
+        """Write the positions of tokens from `start` on into an array [3, tokens]."""
+        count, known = view.shape[1], 0
+        if self.positions is not None and start < self.positions.shape[1]:
+            part = self.positions[:, start : start + count]
+            known = part.shape[1]
+            view[:, :known] = part
+        first = start + known + self.offset
+        view[:, known:] = np.arange(first, first + count - known)
+
+    def write_ends(self, view: np.ndarray, start: int) -> None:
+        """Write the position after the image of each token from `start` on into an array [tokens],
+        of those tokens alone that are of one.
+        """
+        for place, span, _, count in self.pieces(start, start + len(view)):
+            if span.grid is not None:
+                view[place : place + count] = span.end
+
+
+def positions_on_axes(spans: tuple[Span, ...], num_tokens: int) -> np.ndarray:
+    """Return the positions of a prompt's tokens on the axes of frames, rows and columns, int32 [3,
+    num_tokens].
+
+    A token of text is one further than the one before on all of them. A grid begins at the next
+    position too, and counts its frames, rows and columns from there; what follows it is as much
+    further as the longer of its sides. Source: get_rope_index of Qwen2-VL (arXiv:2409.12191) and
+    Qwen3-VL in transformers.
+    """
+    positions = np.zeros((3, num_tokens), np.int32)
+    at = position = 0
+
+    def text(end: int) -> None:
+        nonlocal at, position
+        positions[:, at:end] = range(position, position + end - at)
+        at, position = end, position + end - at
+
+    for span in spans:
+        if span.grid is not None:
+            text(span.start)
+            positions[:, at : span.end] = np.indices(span.grid).reshape(3, -1) + position
+            at, position = span.end, position + max(span.grid[1:])
+    text(num_tokens)
+    return positions
+
+
+def rows_of(pieces: list[Piece], num_deepstack: int, dtype: Any) -> np.ndarray:
+    """Return the rows of some pieces, one after the other, as the pool of embeddings holds them:
+    [rows, 1 + num_deepstack, E], zeros where a span has no deepstack.
+    """
+    total, width = sum(p.count for p in pieces), pieces[0].span.embeddings.shape[1]
+    rows = np.zeros((total, 1 + num_deepstack, width), dtype)
+    at = 0
+    for _, span, first, count in pieces:
+        rows[at : at + count, 0] = span.embeddings[first : first + count]
+        if span.deepstack is not None:
+            rows[at : at + count, 1:] = span.deepstack[:, first : first + count].swapaxes(0, 1)
+        at += count
+    return rows

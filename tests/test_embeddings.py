@@ -1,0 +1,402 @@
+"""Embeddings in place of tokens: those of real tokens give, to the bit, what the tokens give,
+through chunks, hits, forks, preemption, snapshots and meshes; and other embeddings share nothing.
+"""
+
+import asyncio
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jpaged
+from jpaged import (
+    LLM,
+    CapacityError,
+    ConfigError,
+    EmbeddingSpan,
+    RequestError,
+    SamplingParams,
+    UnsupportedError,
+)
+from tests.tiny import CONFIG, CROWDED, ENGINE, assert_idle, compiles, make_params, make_prompts
+
+PARAMS = make_params(0)
+TABLE = np.asarray(PARAMS["embed"]["weight"])
+WITH = dataclasses.replace(ENGINE, max_embeddings=16)
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
+DRAWN = SamplingParams(temperature=0.9, n=3, seed=5, max_tokens=8, ignore_eos=True)
+PLACEHOLDER = 3
+
+
+def embedded(prompt: Sequence[int], *spans: tuple[int, int], table: Any = TABLE) -> dict[str, Any]:
+    """The prompt with placeholders, and embeddings of its tokens, in these spans."""
+    ids = np.array(prompt)
+    embeddings = {start: table[ids[start:end]] for start, end in spans}
+    for start, end in spans:
+        ids[start:end] = PLACEHOLDER
+    return {"prompt_token_ids": ids.tolist(), "embeddings": embeddings}
+
+
+def numbers(outputs: Sequence[jpaged.RequestOutput]) -> list[Any]:
+    """The tokens and the bits of their logprobs."""
+    return [
+        [(c.token_ids, c.token_logprobs.tobytes()) for c in output.outputs] for output in outputs
+    ]
+
+
+def llm_of(**changes: Any) -> LLM:
+    return LLM(PARAMS, **vars(dataclasses.replace(WITH, **changes)))
+
+
+@functools.cache
+def wanted(prompts: tuple[tuple[int, ...], ...], asked: str = "greedy", **changes: Any) -> Any:
+    """What the tokens themselves give, each prompt by itself."""
+    llm = llm_of(**changes)
+    params = {"greedy": GREEDY, "drawn": DRAWN}[asked]
+    found = []
+    for prompt in prompts:
+        llm.reset_prefix_cache()
+        found += numbers(llm.generate([list(prompt)], params, use_tqdm=False))
+    llm.close()
+    return found
+
+
+LONG, SHORT, EVEN = make_prompts(41, 7, 16)
+SPANS = {
+    "one": [(4, 9)],
+    "from the first": [(0, 6), (20, 33)],
+    "to the last": [(30, 41)],
+    "side by side": [(3, 9), (9, 17), (17, 18)],
+    "all": [(0, 41)],
+}
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return llm_of()
+
+
+@pytest.mark.parametrize("name", SPANS)
+def test_embeddings_of_tokens_give_what_the_tokens_give(llm: LLM, name: str) -> None:
+    """41 tokens in chunks of 16, which cut spans anywhere, the pool of 16 rows too."""
+    llm.reset_prefix_cache()
+    outputs = llm.generate([embedded(LONG, *SPANS[name])], GREEDY, use_tqdm=False)
+    assert numbers(outputs) == wanted((tuple(LONG),))
+    assert_idle(llm)
+
+
+def test_a_pool_of_few_rows_cuts_chunks(llm: LLM) -> None:
+    few = llm_of(max_embeddings=3)
+    outputs = few.generate([embedded(LONG, (2, 30)), embedded(SHORT, (1, 6))], GREEDY)
+    assert numbers(outputs) == wanted((tuple(LONG), tuple(SHORT)))
+    stats = few.stats()
+    assert stats["embedded_tokens"] == 28 + 5 and stats["prefill_steps"] >= 11
+
+
+def test_prompts_with_and_without_share_steps(llm: LLM) -> None:
+    llm.reset_prefix_cache()
+    prompts = [embedded(LONG, (5, 25)), SHORT, embedded(EVEN, (0, 16)), LONG]
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    expected = wanted((tuple(LONG), tuple(SHORT), tuple(EVEN), tuple(LONG)))
+    assert numbers(outputs) == expected
+
+
+def test_text_has_the_bits_of_an_engine_without_a_pool() -> None:
+    plain = LLM(PARAMS, **vars(ENGINE))
+    prompts = [LONG, SHORT]
+    outputs = plain.generate(prompts, GREEDY, use_tqdm=False)
+    assert numbers(outputs) == wanted((tuple(LONG), tuple(SHORT)))
+
+
+@pytest.mark.parametrize("shared", range(0, 41, 4))
+def test_hits_at_each_block(llm: LLM, shared: int) -> None:
+    """The second prompt has the first one's tokens up to `shared`; blocks are of 4 tokens."""
+    llm.reset_prefix_cache()
+    other = [*LONG[:shared], *[(t + 1) % 96 for t in LONG[shared:]]]
+    spans = [(2, 19), (22, 37)]
+    first, second = embedded(LONG, *spans), embedded(other, *spans)
+    llm.generate([first], GREEDY, use_tqdm=False)
+    (output,) = llm.generate([second], GREEDY, use_tqdm=False)
+    # A span is shared whole or not at all: its digest is of all its rows.
+    known = max(p for p in range(0, shared + 1, 4) if not any(s < p and shared < e for s, e in spans))
+    assert output.num_cached_tokens == min(known, 40), (output.num_cached_tokens, known)
+    assert numbers([output]) == wanted((tuple(other),))
+
+
+def test_equal_spans_hit_and_others_do_not(llm: LLM) -> None:
+    llm.reset_prefix_cache()
+    before = llm.stats()["embedded_tokens"]
+    prompt = embedded(LONG, (4, 20))
+    llm.generate([prompt], GREEDY, use_tqdm=False)
+    (again,) = llm.generate([embedded(LONG, (4, 20))], GREEDY, use_tqdm=False)
+    assert again.num_cached_tokens == 40 and numbers([again]) == wanted((tuple(LONG),))
+    assert llm.stats()["embedded_tokens"] == before + 16  # those of a hit are not computed
+    # Equal placeholders, another image; the same one a token later; tokens that it hides.
+    changed = dict(prompt, embeddings={4: TABLE[LONG[4:20]] * 0.5})
+    (other,) = llm.generate([changed], GREEDY, use_tqdm=False)
+    assert other.num_cached_tokens == 4
+    moved = dict(prompt, embeddings={4: TABLE[LONG[4:19]], 19: TABLE[LONG[19:20]]})
+    (cut,) = llm.generate([moved], GREEDY, use_tqdm=False)
+    assert cut.num_cached_tokens == 4 and numbers([cut]) == wanted((tuple(LONG),))
+    plain = dict(prompt_token_ids=prompt["prompt_token_ids"])
+    (hidden,) = llm.generate([plain], GREEDY, use_tqdm=False)
+    assert hidden.num_cached_tokens == 4
+    assert len({bytes(x.outputs[0].token_logprobs) for x in (again, other, hidden)}) == 3
+
+
+def test_a_digest_names_what_the_numbers_are_of(llm: LLM) -> None:
+    llm.reset_prefix_cache()
+    ids, rows = embedded(LONG, (4, 20))["prompt_token_ids"], TABLE[LONG[4:20]]
+
+    def ask(digest: Any, rows: Any = rows) -> int:
+        span = EmbeddingSpan(rows, digest=digest)
+        prompt = {"prompt_token_ids": ids, "embeddings": {4: span}}
+        (output,) = llm.generate([prompt], GREEDY, use_tqdm=False)
+        return output.num_cached_tokens
+
+    assert [ask(b"cat"), ask("cat"), ask("cat", rows + 1), ask("dog"), ask(None)] == [0, 40, 40, 4, 4]
+
+
+def test_samples_are_forks(llm: LLM) -> None:
+    llm.reset_prefix_cache()
+    before = llm.stats()["embedded_tokens"]
+    outputs = llm.generate([embedded(LONG, (4, 31))], DRAWN, use_tqdm=False)
+    assert numbers(outputs) == wanted((tuple(LONG),), "drawn")
+    assert llm.stats()["embedded_tokens"] == before + 27
+
+
+def test_equal_prompts_of_one_plan_are_forks(llm: LLM) -> None:
+    llm.reset_prefix_cache()
+    before = llm.stats()["embedded_tokens"]
+    same, other = embedded(SHORT, (1, 5)), embedded(SHORT, (1, 5), table=2 * TABLE)
+    first, second, third = llm.generate([same, same, other], GREEDY, use_tqdm=False)
+    assert numbers([first]) == numbers([second]) == wanted((tuple(SHORT),))
+    assert numbers([third]) != numbers([first])
+    assert llm.stats()["embedded_tokens"] == before + 8
+
+
+def test_beams(llm: LLM) -> None:
+    llm = llm_of(max_num_seqs=8, max_logprobs=12)
+    settings = {"beam_width": 3, "max_tokens": 6}
+    (tokens,) = llm.beam_search([LONG], **settings, use_tqdm=False)
+    llm.reset_prefix_cache()
+    (spans,) = llm.beam_search([embedded(LONG, (3, 28))], **settings, use_tqdm=False)
+    assert [c.token_ids for c in spans.outputs] == [c.token_ids for c in tokens.outputs]
+    assert [c.score for c in spans.outputs] == [c.score for c in tokens.outputs]
+
+
+def test_score_and_hidden(llm: LLM) -> None:
+    llm.reset_prefix_cache()
+    prompt = embedded(LONG, (3, 28))
+    ids = prompt["prompt_token_ids"]
+    (tokens,), (spans,) = llm.score([LONG]), llm.score([prompt])
+    # What is scored is the next token: a placeholder in place of one that embeddings stand for.
+    same = [i for i in range(40) if ids[i + 1] == LONG[i + 1]]
+    assert len(same) >= 15 and tokens[same].tobytes() == spans[same].tobytes()
+    (a,), (b,) = llm.hidden([LONG]), llm.hidden([prompt])
+    assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    asked = dataclasses.replace(GREEDY, prompt_logprobs=1)
+    (output,) = llm.generate([prompt], asked, use_tqdm=False)
+    assert numbers([output]) == wanted((tuple(LONG),))
+
+
+@pytest.mark.parametrize("swap", [0.0, 0.01])
+def test_preempted_rows_go_on(swap: float) -> None:
+    """The pool holds a part of the rows; recomputed or swapped in, the tokens are the same."""
+    prompts = make_prompts(20, 23, 26, 21)
+    settings = vars(dataclasses.replace(CROWDED, swap_space_gib=swap, max_embeddings=16))
+    llm = LLM(PARAMS, **settings)
+    spans = [embedded(prompt, (1, len(prompt) - 2)) for prompt in prompts]
+    asked = dataclasses.replace(GREEDY, max_tokens=16, logprobs=None)
+    outputs = llm.generate(spans, asked, use_tqdm=False)
+    stats = llm.stats()
+    assert stats["preemptions"] > 0
+    assert stats["preemptions_swapped" if swap else "preemptions_recomputed"] > 0
+    llm.reset_prefix_cache()  # the same rows are preempted, at the same tokens
+    assert numbers(outputs) == numbers(llm.generate(prompts, asked, use_tqdm=False))
+    assert_idle(llm)
+
+
+def test_snapshots_and_resumed_outputs(llm: LLM) -> None:
+    llm.reset_prefix_cache()
+    request_id = llm.add_request(embedded(LONG, (4, 37)), GREEDY)
+    llm.step()  # the first chunk of it
+    snapshot = llm.snapshot()
+    for _ in range(2):
+        llm.restore(snapshot)
+        done = []
+        while llm.has_unfinished():
+            done += llm.step()
+        assert numbers(done) == wanted((tuple(LONG),))
+        assert done[0].request_id == request_id
+    llm.reset_prefix_cache()
+    llm.add_request(embedded(LONG, (4, 37)), GREEDY, request_id="cut")
+    for _ in range(6):
+        llm.step()
+    cut = llm.abort("cut")
+    assert cut is not None and 0 < len(cut.outputs[0].token_ids) < 8
+    assert cut.embeddings is not None and list(cut.embeddings) == [4]
+    llm.reset_prefix_cache()
+    (whole,) = llm.generate([cut], GREEDY, use_tqdm=False)
+    ((tokens, logprobs),) = wanted((tuple(LONG),))[0]
+    assert whole.outputs[0].token_ids == tokens
+    # Tokens that were drawn before are computed side by side now.
+    expected = np.frombuffer(logprobs, np.float32)
+    np.testing.assert_allclose(whole.outputs[0].token_logprobs, expected, atol=1e-5)
+
+
+def test_other_faces(llm: LLM) -> None:
+    prompt = embedded(LONG, (4, 37))
+    expected = wanted((tuple(LONG),))[0][0][0]
+    assert llm.submit(prompt, GREEDY).result().outputs[0].token_ids == expected
+    chunks = [c for c in llm.stream([prompt], GREEDY)]
+    assert [t for c in chunks for t in c.token_ids_delta] == expected
+    settings = {"config": CONFIG, "engine_config": WITH}
+    (output,) = jpaged.generate(PARAMS, [prompt], GREEDY, **settings)
+    assert output.outputs[0].token_ids == expected
+
+    async def ask() -> list[int]:
+        engine = jpaged.AsyncLLM(PARAMS, **vars(WITH))
+        tokens = [t async for c in engine.generate(prompt, GREEDY) for t in c.token_ids_delta]
+        await engine.close()
+        return tokens
+
+    assert asyncio.run(ask()) == expected
+
+
+@pytest.mark.parametrize("changes", [{"mixed": True}, {"decode_steps": 3}, {"deterministic": True}])
+def test_other_steps(changes: dict[str, Any]) -> None:
+    if "deterministic" in changes:
+        changes |= {"token_buckets": None, "seq_buckets": None}
+    llm = llm_of(**changes)
+    prompts, spans = [LONG, SHORT, EVEN], [(6, 38), (2, 5), (0, 9)]
+    tokens = llm.generate(prompts, GREEDY, use_tqdm=False)
+    llm.reset_prefix_cache()
+    asked = [embedded(p, s) for p, s in zip(prompts, spans, strict=True)]
+    found = llm.generate(asked, GREEDY, use_tqdm=False)
+    assert [x[0][0] for x in numbers(found)] == [x[0][0] for x in numbers(tokens)]
+
+
+def test_guesses_from_the_text() -> None:
+    texts = [[*prompt, *prompt, *prompt[:-2]] for prompt in make_prompts(5, 7, 4, 9)]
+    asked = dataclasses.replace(GREEDY, max_tokens=28, logprobs=None)
+    guess = {"method": "ngram", "num_tokens": 3, "adaptive": False}
+    llm, plain = llm_of(speculative=guess), llm_of()
+    prompts = [embedded(text, (2, 6)) for text in texts] + texts
+    found = llm.generate(prompts, asked, use_tqdm=False)
+    expected = plain.generate(prompts, asked, use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in expected]
+    assert llm.stats()["drafted_tokens"] > 0
+
+
+@pytest.mark.parametrize(("data", "tensor"), [(2, 1), (1, 2), (2, 2)])
+def test_meshes(data: int, tensor: int) -> None:
+    llm = llm_of(data_parallel_size=data, tensor_parallel_size=tensor)
+    prompts = make_prompts(9, 41, 23, 33)
+    tokens = llm.generate(prompts, GREEDY, use_tqdm=False)
+    llm.reset_prefix_cache()
+    spans = [embedded(prompt, (2, len(prompt) - 1)) for prompt in prompts]
+    found = llm.generate([*spans], GREEDY, use_tqdm=False)
+    assert numbers(found) == numbers(tokens)
+    (again,) = llm.generate([spans[1]], GREEDY, use_tqdm=False)
+    assert again.num_cached_tokens == 40
+
+
+def test_nothing_compiles_once_warm() -> None:
+    """No write, chunk or place of spans compiles after the warm-up; strict engines take them."""
+    llm = llm_of(strict=True)
+    with compiles() as names:
+        llm.generate([embedded(LONG, (4, 37)), SHORT, embedded(EVEN, (1, 2))], GREEDY)
+    assert names == []
+    buckets = {(b.phase, b.tokens, b.rows, b.features) for b in llm.buckets()}
+    plain = LLM(PARAMS, **vars(dataclasses.replace(WITH, strict=True, max_embeddings=0)))
+    assert buckets == {(b.phase, b.tokens, b.rows, b.features) for b in plain.buckets()}
+
+
+def test_jax_arrays_and_other_floats(llm: LLM) -> None:
+    rows = jnp.asarray(TABLE[LONG[4:20]])
+    prompt = embedded(LONG, (4, 20)) | {"embeddings": {4: rows}}
+    llm.reset_prefix_cache()
+    assert numbers(llm.generate([prompt], GREEDY)) == wanted((tuple(LONG),))
+    # float64 that rounds to these floats; the caller's array may change meanwhile.
+    doubled = np.array(rows, np.float64)
+    prompt["embeddings"] = {4: doubled}
+    llm.reset_prefix_cache()
+    llm.add_request(prompt, GREEDY)
+    doubled[:] = 0
+    done = []
+    while llm.has_unfinished():
+        done += llm.step()
+    assert numbers(done) == wanted((tuple(LONG),))
+
+
+ROWS = TABLE[:5]
+BAD: list[tuple[Any, str]] = [
+    ({2: ROWS[:, :31]}, r"embeddings at 2 are \[5, 31\]: must be \[n, 32\]"),
+    ({2: ROWS[0]}, r"are \[32\]"),
+    ({2: ROWS[:0]}, r"are \[0, 32\]"),
+    ({37: ROWS}, "5 embeddings at 37: the prompt has 41 tokens"),
+    ({-1: ROWS}, "embeddings at -1"),
+    ({"2": ROWS}, "embeddings at '2'"),
+    ({2: ROWS, 6: ROWS}, "embeddings at 6: the span before them ends at 7"),
+    ({2: np.where(np.arange(32) == 3, np.nan, ROWS)}, "not all are finite"),
+    ({2: np.full((5, 32), np.inf, np.float32)}, "not all are finite"),
+    ({2: ROWS.astype(np.int32)}, "array of int32; pass a numpy or jax array of floats"),
+    ({2: ROWS.tolist()}, "of type list"),
+    (ROWS, "embeddings of type ndarray: pass a dict"),
+    ({2: EmbeddingSpan(ROWS, grid=(1, 2, 2))}, r"grid=\(1, 2, 2\) of embeddings at 2: must hold 5"),
+    ({2: EmbeddingSpan(ROWS, grid=(5, 1))}, r"grid=\(5, 1\)"),  # pyright: ignore
+    ({2: EmbeddingSpan(ROWS, grid=(-1, 1, -5))}, r"grid=\(-1, 1, -5\)"),
+    ({2: EmbeddingSpan(ROWS, deepstack=ROWS[None])}, "this model adds nothing after its layers"),
+    ({2: EmbeddingSpan(ROWS, digest=7)}, "digest=7"),  # pyright: ignore
+]
+
+
+@pytest.mark.parametrize(("embeddings", "message"), BAD)
+def test_bad_embeddings_are_that_requests_error(llm: LLM, embeddings: Any, message: str) -> None:
+    bad = {"prompt_token_ids": LONG, "embeddings": embeddings}
+    with pytest.raises(RequestError, match=message):
+        llm.generate([bad], GREEDY, use_tqdm=False)
+    good, failed = llm.generate([SHORT, bad], GREEDY, on_error="return", use_tqdm=False)
+    assert good.error is None and isinstance(failed.error, RequestError)
+    assert_idle(llm)
+
+
+def test_what_they_need(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="without 'prompt_token_ids'"):
+        llm.generate([{"prompt": "text", "embeddings": {0: ROWS}}], GREEDY)
+    plain = LLM(PARAMS, **vars(ENGINE))
+    prompt = {"prompt_token_ids": LONG, "embeddings": {0: ROWS}}
+    with pytest.raises(RequestError, match="5 embeddings .* max_embeddings=0"):
+        plain.generate([prompt], GREEDY)
+    (failed,) = plain.generate([prompt], GREEDY, on_error="return")
+    assert isinstance(failed.error, RequestError)
+    assert failed.error.rule == "embeddings_need_a_pool"
+    with pytest.raises(ConfigError, match="max_embeddings=-1"):
+        llm_of(max_embeddings=-1)
+    draft = {"method": "draft", "model": PARAMS}
+    with pytest.raises(UnsupportedError, match="reads tokens alone") as refused:
+        LLM(PARAMS, **dict(vars(WITH), speculative=draft))
+    assert refused.value.rule == "guesses_of_models_read_tokens"
+    empty = {"prompt_token_ids": SHORT, "embeddings": {}}
+    assert numbers(llm.generate([empty], GREEDY)) == wanted((tuple(SHORT),))
+    with pytest.raises(CapacityError, match="prompt of 64 tokens"):
+        llm.generate([{"prompt_token_ids": [1] * 64, "embeddings": {0: ROWS}}], GREEDY)
+
+
+def test_steps_of_engines_without_a_pool_are_as_before() -> None:
+    """Neither a section nor an argument more."""
+    plain, pooled = LLM(PARAMS, **vars(ENGINE)), llm_of()
+    texts = []
+    for llm in (plain, pooled):
+        llm.generate([SHORT], GREEDY, use_tqdm=False)
+        compiled = llm.session.runner.compiled
+        bucket = next(b for b in compiled.seconds if not isinstance(b, str) and b.phase == "prefill")
+        texts.append(compiled.lower(bucket).as_text())
+    assert len(jax.tree.leaves(texts)) == 2 and texts[0] != texts[1]
+    assert texts[0].count("tensor<16x1x32xf32>") == 0 < texts[1].count("tensor<1x16x1x32xf32>")
