@@ -713,8 +713,8 @@ def heads_read_plain_embeddings(draft: ModelConfig, model: ModelConfig) -> str |
 
 @_rule("speculative.method", "max_embeddings", error=UnsupportedError)
 def guesses_of_models_read_tokens(config: EngineConfig) -> str | None:
-    """`max_embeddings` above 0 takes no `speculative`, or `method="ngram"`: a model that guesses, and
-    a head, read tokens alone.
+    """`max_embeddings` above 0 takes no `speculative`, or `method="ngram"`: a model that guesses,
+    and a head, read tokens alone.
     """
     asked = config.speculative
     if config.max_embeddings and asked is not None and asked.has_model:

@@ -286,7 +286,7 @@ class EngineConfig:
     max_embeddings: int = _knob(
         0,
         "what requests may ask for",
-        "embeddings in place of tokens, as of images, that a prefill step takes at most: the rows of "
+        "embeddings in place of tokens, as of images, that a prefill step takes at most: rows of "
         "their pool on the device; 0: no prompt may have any, and no step reads them",
     )
     max_logit_bias: int = _knob(

@@ -54,7 +54,7 @@ class Batch:
     target, or None; one whose blocks are the same ends a group's. loads: of adapters, before it.
     counts: (device row, token ids, prompt length) of rows with penalties that were just admitted.
     masks_TW: of prompts that are scored under masks, a bit a token for what comes after each.
-    embedded: parts of spans of embeddings, which are put into the first rows of their pool before it.
+    embedded: parts of spans of embeddings, which are put into the first rows of their pool first.
     parts: of a step of several replicas (see `join`), the batch of each.
     """
 

@@ -266,7 +266,8 @@ def as_list(prompts: PromptsLike) -> list[Any]:
 
     A prompt is a str, a list of ints, a 1-D numpy or jax array, {"prompt": str} or
     {"prompt_token_ids": ids}; a dict may have a "cache_salt" (str) and an "adapter" (its name) too,
-    and beside token ids "embeddings" in place of some (see EmbeddingSpan); or a RequestOutput, whose samples go on where they were cut.
+    and beside token ids "embeddings" in place of some (see EmbeddingSpan); or a RequestOutput,
+    whose samples go on where they were cut.
     """
     if _is_array(prompts):
         if prompts.ndim == 1 and prompts.dtype.kind in "iu":

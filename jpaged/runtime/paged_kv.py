@@ -257,10 +257,10 @@ class Packed(NamedTuple):
     """The tokens of a step, those of a row together: tables and lengths as PagedKV has them.
     num_rows: int32 scalar, tokens that are real, before the padding. guesses_S: rows that have
     guesses among their tokens; None where none has. routes_TX: int32 [T, L * A], the experts that
-    tokens take, -1 where their routers choose; None where all do. embedded_T: int32, the rows of the
-    pool of embeddings that take the places of tokens, -1 for none. axes_XT: int32 [3, T], positions
-    on the axes of a rope. ahead_T: int32, what positions on all axes are ahead of the index. None
-    where no prompt may have embeddings, or the model needs no such.
+    tokens take, -1 where their routers choose; None where all do. embedded_T: int32, the rows of
+    the pool of embeddings that take the places of tokens, -1 for none. axes_XT: int32 [3, T],
+    positions on the axes of a rope. ahead_T: int32, what positions on all axes are ahead of the
+    index. None where no prompt may have embeddings, or the model needs no such.
     """
 
     tokens_T: Array

@@ -183,9 +183,7 @@ class Rotary:
     query_scale: Array | None = None
 
     @classmethod
-    def at(
-        cls, rope: RopeConfig, positions: Array, length: int, axes: Array | None = None
-    ) -> Self:
+    def at(cls, rope: RopeConfig, positions: Array, length: int, axes: Array | None = None) -> Self:
         """Return the rotation of integer positions [...]; length, axes: see `rotation`."""
         cos, sin = rotation(rope, positions, length, axes)
         scale = None if rope.query_scaling is None else rope.query_scaling.factors(positions)

@@ -1,0 +1,154 @@
+"""What transformers' text models make of embeddings in place of tokens: positions on three axes,
+what is added after the first layers, logits and greedy tokens. See make_golden.py, which runs it as
+`spans`.
+"""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.golden.configs import CONFIGS
+
+Grid = tuple[int, int, int]
+
+# By a place in the prompt, the frames, rows and columns of an image. The last one's end is the
+# prompt's; the first prompt has none.
+PROMPTS: dict[str, tuple[int, dict[int, Grid]]] = {
+    "text": (23, {}),
+    "one": (37, {5: (1, 3, 4)}),
+    "three": (61, {0: (1, 4, 2), 17: (1, 2, 5), 29: (1, 3, 3)}),
+    "last": (30, {9: (1, 3, 7)}),
+}
+TOWER = {"deepstack_visual_indexes": [0, 1, 2], "depth": 3}
+
+
+def _deeper(name: str, **vision: Any) -> dict[str, Any]:
+    """A config of CONFIGS with four layers of text."""
+    config = copy.deepcopy(CONFIGS[name])
+    config["text_config"]["num_hidden_layers"] = 4
+    config["vision_config"] |= vision
+    return config
+
+
+SPANNED: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl_g2_d32": CONFIGS["qwen2_5_vl_g2_d32"],
+    "qwen3_vl_g4_d32_tied": _deeper("qwen3_vl_g4_d32_tied", **TOWER),
+    "qwen3_vl_moe_g2_d32": CONFIGS["qwen3_vl_moe_g2_d32"],
+    "qwen3_5_moe_h2x2_c16_y32": CONFIGS["qwen3_5_moe_h2x2_c16_y32"],
+}
+NEW_TOKENS = 12
+ROWS = 12  # places in a prompt whose logits are kept
+
+
+def rows_of(name: str, prompt: str, start: int, grid: Grid, config: dict[str, Any]) -> Any:
+    """Embeddings [n, E] of an image, and what is added after the first layers [D, n, E], float32."""
+    import numpy as np
+
+    from tests.golden.weights import noise
+
+    count, width = grid[0] * grid[1] * grid[2], config["text_config"]["hidden_size"]
+    layers = len(config["vision_config"].get("deepstack_visual_indexes", ()))
+    key = f"{name}/{prompt}/{start}"
+    rows = noise(f"{key}/rows", (count, width)).astype(np.float32)
+    return rows, noise(f"{key}/deepstack", (layers, count, width)).astype(np.float32)
+
+
+def make_spans(out: Path) -> str:
+    """Computes and stores them all; gives a line that sums them up."""
+    import numpy as np
+    import torch  # pyright: ignore[reportMissingImports]
+
+    from tests.golden.make_golden import build
+    from tests.golden.weights import state_dict
+
+    torch.set_num_threads(1)
+    arrays, least = dict[str, Any](), float("inf")
+    for name, config in SPANNED.items():
+        model = build(config, state_dict(name, config), torch.float32)
+        for prompt, (length, grids) in PROMPTS.items():
+            made = _run(model, name, config, prompt, length, grids)
+            least = min(least, made.pop("gap"))
+            arrays |= {f"{name}/{prompt}/{key}": value for key, value in made.items()}
+    meta = np.asarray(json.dumps(SPANNED))
+    np.savez_compressed(out / "spans.npz", allow_pickle=False, meta=meta, **arrays)
+    return f"spans of {len(SPANNED)} models, least gap {least:.3f}"
+
+
+def _run(
+    model: Any, name: str, config: dict[str, Any], prompt: str, length: int, grids: dict[int, Grid]
+) -> dict[str, Any]:
+    import numpy as np
+    import torch  # pyright: ignore[reportMissingImports]
+
+    from tests.golden.make_golden import ENOUGH_GAP, TRIES, tokens
+
+    stop = config["eos_token_id"]
+    usable = config["text_config"]["vocab_size"] - 4
+    for attempt in range(TRIES):
+        ids, gap = tokens(f"{name}/{prompt}/{attempt}", length, usable), float("inf")
+        logits, positions = _logits(model, name, config, prompt, ids, length, grids)
+        whole = list(ids)
+        while len(whole) < length + NEW_TOKENS:
+            if len(whole) > length:
+                logits, _ = _logits(model, name, config, prompt, whole, length, grids)
+            best = logits[-1].topk(2)
+            gap = min(gap, float(best.values[0] - best.values[1]))
+            whole.append(int(best.indices[0]))
+        if gap >= ENOUGH_GAP and stop not in whole[length:]:
+            logits, _ = _logits(model, name, config, prompt, ids, length, grids)
+            at = np.unique(np.linspace(0, length - 1, ROWS).astype(np.int32))
+            return {
+                "token_ids": np.asarray(ids, np.int32),
+                "positions": positions.numpy().astype(np.int32),
+                "places": at,
+                "logits": logits.numpy()[at],
+                "greedy": np.asarray(whole[length:], np.int32),
+                "gap": gap,
+            }
+    raise SystemExit(f"{name}/{prompt}: no prompt is decided at every greedy step")
+
+
+def _logits(
+    model: Any,
+    name: str,
+    config: dict[str, Any],
+    prompt: str,
+    ids: list[int],
+    length: int,
+    grids: dict[int, Grid],
+) -> tuple[Any, Any]:
+    """Logits of all tokens, and positions [3, T] of those of the prompt."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    is_image = torch.zeros(1, len(ids), dtype=torch.bool)
+    text, rows, extra = model.model.language_model, [], []
+    for start, grid in grids.items():
+        of_image, deepstack = rows_of(name, prompt, start, grid, config)
+        is_image[0, start : start + len(of_image)] = True
+        rows.append(torch.from_numpy(of_image))
+        extra.append(torch.from_numpy(deepstack))
+    merge = model.config.vision_config.spatial_merge_size
+    thw = torch.tensor([[t, h * merge, w * merge] for t, h, w in grids.values()])
+    input_ids = torch.tensor([ids])
+    with torch.no_grad():
+        positions, delta = model.model.get_rope_index(
+            input_ids[:, :length],
+            is_image[:, :length].int(),
+            image_grid_thw=thw if grids else None,
+        )
+        behind = torch.arange(length, len(ids)).expand(3, 1, -1) + delta
+        x = text.embed_tokens(input_ids)
+        more: dict[str, Any] = {}
+        if grids:
+            x[is_image] = torch.cat(rows)
+        if grids and len(extra[0]):
+            more["visual_pos_masks"] = is_image
+            more["deepstack_visual_embeds"] = list(torch.cat(extra, 1))
+        hidden = text(
+            inputs_embeds=x,
+            position_ids=torch.cat([positions, behind], -1),
+            use_cache=False,
+            **more,
+        ).last_hidden_state
+        return model.lm_head(hidden)[0], positions[:, 0]

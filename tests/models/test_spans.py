@@ -1,0 +1,145 @@
+"""Embeddings in place of tokens in models with positions on three axes, against transformers:
+positions, logits of the dense forward, greedy tokens of the paged engine.
+
+`tests/golden/make_golden.py spans` makes the numbers.
+"""
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jpaged
+from jpaged import LLM, EmbeddingSpan, EngineConfig, Params, SamplingParams
+from jpaged.engine.spans import rows_of
+from jpaged.models.embedded import Embedded
+from jpaged.models.forward import bind
+from jpaged.request.embeddings import spans_of
+from tests.golden import make_golden_spans as made
+from tests.golden.reference import Model
+
+STORED = Path(__file__).parents[1] / "golden" / "spans.npz"
+ENGINE = EngineConfig(
+    block_size=4,
+    max_model_len=128,
+    max_num_seqs=8,
+    max_num_batched_tokens=32,
+    token_buckets=(32,),
+    seq_buckets=(8,),
+    num_blocks=160,
+    max_embeddings=24,
+)
+GREEDY = SamplingParams(temperature=0, max_tokens=made.NEW_TOKENS, ignore_eos=True)
+
+
+@functools.cache
+def stored() -> dict[str, np.ndarray]:
+    with np.load(STORED, allow_pickle=False) as arrays:
+        assert json.loads(str(arrays["meta"])) == json.loads(json.dumps(made.SPANNED)), (
+            "run tests/golden/make_golden.py spans, a config changed"
+        )
+        return dict(arrays)
+
+
+@pytest.fixture(scope="module", params=made.SPANNED)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return name_and_params(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def name_and_params(name: str, folder: Path) -> tuple[str, Params]:
+    from tests.golden.weights import checksum, state_dict
+
+    config = made.SPANNED[name]
+    sha = checksum(state_dict(name, config))
+    golden = Model(name=name, config=config, prompts=(), weights_sha256=sha)
+    return name, jpaged.load_params(golden.write(folder))
+
+
+def prompt_of(name: str, prompt: str) -> dict[str, Any]:
+    """The prompt as a caller passes it."""
+    embeddings = {}
+    for start, grid in made.PROMPTS[prompt][1].items():
+        rows, extra = made.rows_of(name, prompt, start, grid, made.SPANNED[name])
+        extra = extra if len(extra) else None
+        embeddings[start] = EmbeddingSpan(rows, grid=grid, deepstack=extra)
+    ids = stored()[f"{name}/{prompt}/token_ids"].tolist()
+    return {"prompt_token_ids": ids, "embeddings": embeddings}
+
+
+def greedy_of(name: str, prompt: str) -> list[int]:
+    return stored()[f"{name}/{prompt}/greedy"].tolist()
+
+
+def test_positions_are_those_of_transformers(model: Any) -> None:
+    name, params = model
+    for prompt, (length, grids) in made.PROMPTS.items():
+        asked = prompt_of(name, prompt)
+        spans = spans_of(asked["embeddings"], length, params.config)
+        expected = stored()[f"{name}/{prompt}/positions"]
+        if spans is None:
+            assert not grids and (expected == np.arange(length)).all()
+            continue
+        np.testing.assert_array_equal(spans.positions, expected)
+        assert spans.offset == expected.max() + 1 - length
+
+
+def test_logits_of_the_dense_forward(model: Any) -> None:
+    name, params = model
+    forward = bind(params.config, dict(params))
+    for prompt, (length, _) in made.PROMPTS.items():
+        asked = prompt_of(name, prompt)
+        spans = spans_of(asked["embeddings"], length, params.config)
+        tokens, more = jnp.asarray([asked["prompt_token_ids"]]), {}
+        if spans is not None:
+            pieces = list(spans.pieces(0, length))
+            row = np.full((1, length), -1, np.int32)
+            rows = rows_of(pieces, params.config.num_deepstack, np.float32)
+            row[0, np.concatenate([np.arange(s.start, s.end) for s in spans])] = range(len(rows))
+            more["embedded"] = Embedded(row=jnp.asarray(row), rows=jnp.asarray(rows))
+            more["axes"] = jnp.asarray(spans.positions)[:, None]
+        places = stored()[f"{name}/{prompt}/places"]
+        expected = stored()[f"{name}/{prompt}/logits"]
+
+        def logits(**more: Any) -> np.ndarray:
+            hidden, _ = forward(tokens, **more)
+            return np.asarray(forward.logits(hidden))[0, places]
+
+        np.testing.assert_allclose(logits(**more), expected, atol=1e-4)
+        if prompt == "three":  # positions, and what is added after the first layers, show
+            assert np.abs(logits(**more | {"axes": None}) - expected).max() > 0.1
+            plain = dataclasses.replace(more["embedded"], rows=more["embedded"].rows[:, :1])
+            difference = np.abs(logits(**more | {"embedded": plain}) - expected).max()
+            assert (difference > 0.1) == (params.config.num_deepstack > 0)
+
+
+def test_greedy_tokens_of_the_engine(model: Any) -> None:
+    """All prompts at once, in chunks that cut images, then by hits, as forks and recomputed."""
+    name, params = model
+    llm = LLM(params, **vars(ENGINE))
+    prompts = [prompt_of(name, prompt) for prompt in made.PROMPTS]
+    expected = [greedy_of(name, prompt) for prompt in made.PROMPTS]
+    for _ in range(2):  # the second time all blocks but the last ones are found
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert [output.num_cached_tokens > 0 for output in outputs] == [True] * len(prompts)
+    # What was drawn is computed again, at positions after the images.
+    longer = [
+        dict(prompt, prompt_token_ids=prompt["prompt_token_ids"] + greedy[:7])
+        for prompt, greedy in zip(prompts, expected, strict=True)
+    ]
+    llm.reset_prefix_cache()
+    rest = dataclasses.replace(GREEDY, max_tokens=5)
+    outputs = llm.generate(longer, rest, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == [x[7:] for x in expected]
+    outputs = llm.generate(prompts, dataclasses.replace(GREEDY, n=2), use_tqdm=False)
+    assert [[c.token_ids for c in o.outputs] for o in outputs] == [[x, x] for x in expected]
+    llm.close()
+    crowded = LLM(params, **vars(dataclasses.replace(ENGINE, num_blocks=36, decode_steps=3)))
+    outputs = crowded.generate(prompts, GREEDY, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert crowded.stats()["preemptions"] > 0
