@@ -42,7 +42,7 @@ ROWS = 12  # places in a prompt whose logits are kept
 
 
 def rows_of(name: str, prompt: str, start: int, grid: Grid, config: dict[str, Any]) -> Any:
-    """Embeddings [n, E] of an image, and what is added after the first layers [D, n, E], float32."""
+    """Embeddings [n, E] of an image and what is added after the first layers [D, n, E], float32."""
     import numpy as np
 
     from tests.golden.weights import noise
@@ -79,7 +79,6 @@ def _run(
     model: Any, name: str, config: dict[str, Any], prompt: str, length: int, grids: dict[int, Grid]
 ) -> dict[str, Any]:
     import numpy as np
-    import torch  # pyright: ignore[reportMissingImports]
 
     from tests.golden.make_golden import ENOUGH_GAP, TRIES, tokens
 

@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -88,33 +89,35 @@ def test_positions_are_those_of_transformers(model: Any) -> None:
         assert spans.offset == expected.max() + 1 - length
 
 
-def test_logits_of_the_dense_forward(model: Any) -> None:
+@pytest.mark.parametrize("prompt", ["one", "three"])
+def test_logits_of_the_dense_forward(model: Any, prompt: str) -> None:
     name, params = model
-    forward = bind(params.config, dict(params))
-    for prompt, (length, _) in made.PROMPTS.items():
-        asked = prompt_of(name, prompt)
-        spans = spans_of(asked["embeddings"], length, params.config)
-        tokens, more = jnp.asarray([asked["prompt_token_ids"]]), {}
-        if spans is not None:
-            pieces = list(spans.pieces(0, length))
-            row = np.full((1, length), -1, np.int32)
-            rows = rows_of(pieces, params.config.num_deepstack, np.float32)
-            row[0, np.concatenate([np.arange(s.start, s.end) for s in spans])] = range(len(rows))
-            more["embedded"] = Embedded(row=jnp.asarray(row), rows=jnp.asarray(rows))
-            more["axes"] = jnp.asarray(spans.positions)[:, None]
-        places = stored()[f"{name}/{prompt}/places"]
+    forward, length = bind(params.config, dict(params)), made.PROMPTS[prompt][0]
+    asked = prompt_of(name, prompt)
+    spans = spans_of(asked["embeddings"], length, params.config)
+    assert spans is not None
+    rows = rows_of(list(spans.pieces(0, length)), params.config.num_deepstack, np.float32)
+    row = np.full((1, length), -1, np.int32)
+    row[0, np.concatenate([np.arange(s.start, s.end) for s in spans])] = range(len(rows))
+    tokens, places = jnp.asarray([asked["prompt_token_ids"]]), stored()[f"{name}/{prompt}/places"]
+
+    @jax.jit
+    def logits(rows: Any, axes: Any) -> Any:
+        embedded = Embedded(row=jnp.asarray(row), rows=rows)
+        hidden, _ = forward(tokens, embedded=embedded, axes=axes)
+        return forward.logits(hidden)[0, places]
+
+    def differs(rows: Any, axes: Any) -> float:
         expected = stored()[f"{name}/{prompt}/logits"]
+        return float(np.abs(np.asarray(logits(rows, axes[:, None])) - expected).max())
 
-        def logits(**more: Any) -> np.ndarray:
-            hidden, _ = forward(tokens, **more)
-            return np.asarray(forward.logits(hidden))[0, places]
-
-        np.testing.assert_allclose(logits(**more), expected, atol=1e-4)
-        if prompt == "three":  # positions, and what is added after the first layers, show
-            assert np.abs(logits(**more | {"axes": None}) - expected).max() > 0.1
-            plain = dataclasses.replace(more["embedded"], rows=more["embedded"].rows[:, :1])
-            difference = np.abs(logits(**more | {"embedded": plain}) - expected).max()
-            assert (difference > 0.1) == (params.config.num_deepstack > 0)
+    assert differs(rows, spans.positions) < 1e-4
+    # Positions show, and so does what is added after each of the first layers.
+    assert differs(rows, np.broadcast_to(np.arange(length), (3, length))) > 0.1
+    for layer in range(params.config.num_deepstack):
+        changed = rows.copy()
+        changed[:, 1 + layer] = 0
+        assert differs(changed, spans.positions) > 0.1
 
 
 def test_greedy_tokens_of_the_engine(model: Any) -> None:
