@@ -155,9 +155,10 @@ void AttendBy(const Problem& p, const Item& item, const Item* after) {
       for (int64_t i = 0; i < together; ++i) {
         for (int64_t token = 0; token < item.count; ++token) {
           int64_t position = item.position + token, low = p.window > 0 ? position + 1 - p.window - first : 0;
+          int64_t past = Past(p, item.token + token, position);
           for (int64_t g = 0; g < p.G; ++g, ++row) {
             state.alpha[row] = UpdateSoftmax<L>(p, state.scores + row * kTile, state.weights + row * kTile, low,
-                                                position + 1 - first, state.top + row, state.total + row);
+                                                past - first, state.top + row, state.total + row);
           }
         }
       }

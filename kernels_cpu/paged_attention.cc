@@ -16,13 +16,14 @@ int64_t Parts(int64_t H, int64_t least) {
 }
 
 ffi::Error PagedAttention(ffi::ThreadPool pool, Bf16<3> q, ffi::AnyBuffer kv, Float32<3> scales, Int32<0> layer, Int32<2> table,
-                          Int32<1> contexts, Int32<1> starts, Float32<1> sinks, ffi::Result<Bf16<3>> o, int64_t num_layers,
-                          float scale, int64_t window, float soft_cap, bool decode, bool latent) {
+                          Int32<1> contexts, Int32<1> starts, Float32<1> sinks, Int32<1> ends, ffi::Result<Bf16<3>> o,
+                          int64_t num_layers, float scale, int64_t window, float soft_cap, bool decode, bool latent) {
   auto q_shape = q.dimensions(), kv_shape = kv.dimensions();
   Problem p{.q = Data(q), .pool = kv.untyped_data(), .scales = scales.typed_data(), .o = Data(*o)};
   auto attend = kv.element_type() == ffi::S8 ? &AttendInt8 : kv.element_type() == ffi::F8E4M3FN ? &AttendE4m3 : &Attend;
   p.table = table.typed_data(), p.contexts = contexts.typed_data(), p.starts = starts.typed_data();
   p.sinks = sinks.element_count() > 0 ? sinks.typed_data() : nullptr;
+  p.ends = ends.element_count() > 0 ? ends.typed_data() : nullptr;
   p.T = q_shape[0], p.H = q_shape[1], p.D = q_shape[2], p.S = table.dimensions()[0], p.M = table.dimensions()[1];
   p.P = kv_shape[1], p.V = o->dimensions()[2], p.latent = latent;
   p.first_block = layer.typed_data()[0] * (kv_shape[0] / num_layers);
@@ -45,9 +46,10 @@ ffi::Error PagedAttention(ffi::ThreadPool pool, Bf16<3> q, ffi::AnyBuffer kv, Fl
     served = token + count;
     for (int64_t i = 0; i < count; i += most) {
       int64_t n = std::min(most, count - i), position = p.contexts[s] - count + i;
-      int64_t begin = window > 0 ? std::max<int64_t>(0, position + 1 - window) : 0;
+      int64_t begin = window > 0 ? std::max<int64_t>(0, position + 1 - window) : 0, past = position + n;
+      for (int64_t j = 0; p.ends != nullptr && j < n; ++j) past = std::max(past, Past(p, token + i + j, position + j));
       for (int64_t h = 0; h < p.K; h += heads) {
-        items.push_back({s, token + i, n, position, begin, position + n, h, std::min(heads, p.K - h)});
+        items.push_back({s, token + i, n, position, begin, past, h, std::min(heads, p.K - h)});
       }
     }
   }
@@ -76,6 +78,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_paged_attention, jpaged::PagedAttention,
                                   .Arg<jpaged::Int32<1>>()
                                   .Arg<jpaged::Int32<1>>()
                                   .Arg<jpaged::Float32<1>>()
+                                  .Arg<jpaged::Int32<1>>()
                                   .Ret<jpaged::Bf16<3>>()
                                   .Attr<int64_t>("num_layers")
                                   .Attr<float>("scale")

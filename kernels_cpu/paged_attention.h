@@ -23,7 +23,8 @@ struct Problem {
   const float* scales = nullptr;  // of a pool in 8 bits
   bf16* o = nullptr;
   const int32_t *table = nullptr, *contexts = nullptr, *starts = nullptr;
-  const float* sinks = nullptr;  // one more score of each query head, or null
+  const float* sinks = nullptr;    // one more score of each query head, or null
+  const int32_t* ends = nullptr;   // of each query a position before which it sees what comes after it, or null
   int64_t T = 0, S = 0, M = 0, H = 0, K = 0, G = 0, D = 0, V = 0, P = 0, first_block = 0;
   int64_t window = 0;             // 0: none
   float scale = 1, soft_cap = 0;  // soft_cap 0: none
@@ -36,6 +37,11 @@ struct Problem {
   int64_t ValueAt() const { return latent ? 0 : D; }
   int64_t Stride() const { return latent ? D : K * (D + V); }
 };
+
+// Returns the position after the last that a query sees: its own is `position`, its place among all `token`.
+inline int64_t Past(const Problem& p, int64_t token, int64_t position) {
+  return p.ends == nullptr ? position + 1 : std::max<int64_t>(position + 1, p.ends[token]);
+}
 
 // Consecutive queries of a row, the slots [begin, end) that any of them sees, and the KV heads that one thread works
 // through for them.

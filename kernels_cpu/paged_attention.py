@@ -21,7 +21,7 @@ from kernels_pallas.paged_attention.interface import (
 )
 from kernels_pallas.paged_attention.pool_layout import ScaledPool, plain_pool_layout
 
-OPTIONS = ("scale", "soft_cap", "window", "value_dim", "sinks", "latent")
+OPTIONS = ("scale", "soft_cap", "window", "value_dim", "sinks", "latent", "ends")
 
 pool_layout, prepare = plain_pool_layout, prepare_nothing
 
@@ -58,6 +58,7 @@ def prefill(
     *,
     options: Options,
     sinks_H: Array | None = None,
+    ends_T: Array | None = None,
 ) -> Array:
     """Causal attention of packed queries; see `kernels_pallas.paged_attention.reference.prefill`.
 
@@ -65,7 +66,7 @@ def prefill(
     """
     del prepared
     rows = (block_table_SM, context_lens_S, query_start_loc_S1)
-    return _call(q_THD, pool, layer, rows, options, sinks_H, decode=False)
+    return _call(q_THD, pool, layer, rows, options, sinks_H, ends_T, decode=False)
 
 
 def decode(
@@ -91,6 +92,7 @@ def _call(
     rows: tuple[Any, ...],
     options: Options,
     sinks_H: Array | None,
+    ends_T: Array | None = None,
     *,
     decode: bool,
 ) -> Array:
@@ -111,4 +113,5 @@ def _call(
     if isinstance(pool, ScaledPool):
         values, scales = pool.values, pool.scales
     layer = jnp.asarray(layer, jnp.int32)
-    return call(q_THD, values, scales, layer, *rows, sinks, **attributes)
+    ends = jnp.asarray(() if ends_T is None else ends_T, jnp.int32)
+    return call(q_THD, values, scales, layer, *rows, sinks, ends, **attributes)

@@ -18,7 +18,8 @@ class Case:
 
     Row r has `contexts[r]` tokens, and its last `queries[r]` tokens are the queries. A context of 0
     is a padding row. V: where it is not D. latent, causal: as of AttentionOptions. kv_dtype: int8
-    or float8_e4m3fn for a pool with scales.
+    or float8_e4m3fn for a pool with scales. images: (row, start, end) of positions in a prefill
+    whose queries see each other.
     extra_tokens, extra_blocks: padding of the packed tokens and of the block table.
     """
 
@@ -37,6 +38,7 @@ class Case:
     latent: bool = False
     causal: bool = True
     kv_dtype: str | None = None
+    images: tuple[tuple[int, int, int], ...] = ()
     num_layers: int = 2
     layer: int = 1
     extra_tokens: int = 0
@@ -60,6 +62,7 @@ class Case:
             sinks=self.sinks,
             latent=self.latent,
             causal=self.causal,
+            ends=bool(self.images),
         )
         return Options(attention=attention, num_layers=self.num_layers)
 
@@ -259,6 +262,33 @@ PREFILL = (
         P=20,
         D=128,
         sliding_window=70,
+        dtype=_BF16,
+    ),
+    Case(
+        name="prefill_images_window",
+        contexts=(9, 0, 72, 135),
+        queries=(9, 0, 30, 130),
+        sliding_window=12,
+        images=((0, 0, 9), (2, 50, 62), (3, 8, 20), (3, 21, 98), (3, 130, 135)),
+        extra_tokens=3,
+    ),
+    Case(
+        name="prefill_images_bf16",
+        contexts=(9, 0, 72, 200),
+        queries=(9, 0, 30, 130),
+        H=6,
+        K=1,
+        images=((0, 1, 8), (2, 42, 72), (3, 80, 190)),
+        dtype=_BF16,
+    ),
+    Case(
+        name="prefill_images_window_d64_bf16",
+        contexts=(90, 300),
+        queries=(90, 200),
+        P=16,
+        D=64,
+        sliding_window=48,
+        images=((0, 5, 70), (1, 102, 230), (1, 240, 300)),
         dtype=_BF16,
     ),
 )

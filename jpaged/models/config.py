@@ -312,8 +312,9 @@ class ModelConfig:
 
     @property
     def sees_images(self) -> bool:
-        """Whether tokens of one image see each other, also those that come later."""
-        return False
+        """Whether a token of an image sees others of it that come later, in some layer."""
+        mixers = (mixer for layer in self.layers for mixer in layer.mixers)
+        return any(isinstance(mixer, AttentionConfig) and mixer.sees_images for mixer in mixers)
 
     @property
     def embedding_scale(self) -> float:

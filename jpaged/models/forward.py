@@ -129,7 +129,8 @@ class Forward:
                 x = embedded.placed(x)
                 tokens = jnp.where(embedded.row < 0, tokens, 0)  # as per-layer embeddings take them
         inputs = None if self.per_layer is None else self.per_layer(tokens, x, step)
-        view: KVView = dense_view(self.config, x, routed) if kv is None else kv
+        ends = None if embedded is None else embedded.ends
+        view: KVView = dense_view(self.config, x, routed, ends) if kv is None else kv
         entering: list[Array] = []
         for i, (layer, at) in enumerate(zip(self.layers, kv_places(self.config), strict=True)):
             if last is not None and i == self.config.num_keeping:

@@ -115,9 +115,11 @@ def attention_options(config: ModelConfig) -> list[set[AttentionOptions]]:
     return options
 
 
-def dense_view(config: ModelConfig, x: Array, forced: Array | None = None) -> DenseKV:
-    """Return the view of a model in training, of tokens whose embeddings are x [..., T, E]. forced:
-    see DenseKV.
+def dense_view(
+    config: ModelConfig, x: Array, forced: Array | None = None, ends: Array | None = None
+) -> DenseKV:
+    """Return the view of a model in training, of tokens whose embeddings are x [..., T, E]. forced,
+    ends: see DenseKV.
     """
     batch, length = x.shape[:-2], x.shape[-2]
 
@@ -139,4 +141,4 @@ def dense_view(config: ModelConfig, x: Array, forced: Array | None = None) -> De
             return first_state(group)
         return keys_and_values(group) if group.record.has_keys else None
 
-    return DenseKV(newest=tuple(map(first, kv_groups(config))), forced=forced)
+    return DenseKV(newest=tuple(map(first, kv_groups(config))), forced=forced, ends=ends)

@@ -14,7 +14,7 @@ from kernels_pallas.paged_attention.interface import AttentionOptions, unknown_o
 from kernels_pallas.sparse_attention import index_scores
 
 # Those that dense attention has.
-OPTIONS = ("scale", "soft_cap", "window", "value_dim", "sinks", "latent", "causal")
+OPTIONS = ("scale", "soft_cap", "window", "value_dim", "sinks", "latent", "causal", "ends")
 
 
 @jax.tree_util.register_dataclass
@@ -131,12 +131,14 @@ class DenseKV:
     rotated keys, or the first state of a mixer with one; None of a group that keeps neither.
     `kv_groups.dense_view` makes an empty one. forced: int32 [..., T, L, A], see KVView; L are the
     layers with experts. chosen: bool [..., T, T], which tokens each one chose last; None before any
-    choice.
+    choice. ends: int32 [..., T], for each token of an image the position after it, else 0; None
+    where there are no images.
     """
 
     newest: tuple[tuple[Any, Any] | FirstState | None, ...]
     chosen: Any = None
     forced: Any = None
+    ends: Any = None
 
     def write(self, place: Place, qkv: Any, heads: Heads | LatentHeads) -> tuple[Any, Self]:
         """See KVView."""
@@ -166,9 +168,10 @@ class DenseKV:
             k, v = jnp.concatenate([k, v], axis=-1), k
         if reason := unknown_options(options, OPTIONS):
             raise UnsupportedError(f"dense attention: {reason}")
-        is_plain = options.causal and k.shape == v.shape
+        ends = self.ends if options.ends else None
+        is_plain = options.causal and k.shape == v.shape and ends is None
         if options.soft_cap is not None or sinks is not None or not is_plain:
-            return _attention(q, k, v, options, sinks)
+            return _attention(q, k, v, options, sinks, ends=ends)
         local = None if options.window is None else (options.window - 1, 0)
         with jax.numpy_dtype_promotion("standard"):  # it mixes bf16 with f32
             return jax.nn.dot_product_attention(
@@ -240,10 +243,17 @@ class DenseKV:
 
 
 def _attention(
-    q: Any, k: Any, v: Any, options: AttentionOptions, sinks: Any, chosen: Any = None
+    q: Any,
+    k: Any,
+    v: Any,
+    options: AttentionOptions,
+    sinks: Any,
+    chosen: Any = None,
+    ends: Any = None,
 ) -> Any:
-    """Dense attention with sinks, capped scores, values of another width than keys, and of chosen
-    tokens [..., T, T] alone, which jax's reference does not have.
+    """Dense attention with sinks, capped scores, values of another width than keys, of chosen
+    tokens [..., T, T] alone, and up to positions `ends` [..., T], which jax's reference does not
+    have.
     """
     tokens, heads, kv_heads = q.shape[-3], q.shape[-2], k.shape[-2]
     q = q.reshape(*q.shape[:-2], kv_heads, heads // kv_heads, q.shape[-1])
@@ -254,9 +264,14 @@ def _attention(
     position = jnp.arange(tokens)
     away = position[None, :] - position[:, None]  # of each token from each query
     seen = away <= 0 if options.causal else jnp.ones(away.shape, jnp.bool_)
-    if options.window is not None:
-        seen &= (away > -options.window) & (away < options.window)
     seen = seen.reshape((1,) * (scores.ndim - 2) + seen.shape)
+    if ends is not None:
+        key = position.reshape((1,) * (scores.ndim - 1) + (-1,))
+        seen = seen | (key < ends[..., None, None, :, None])
+    if options.window is not None:
+        near = away > -options.window
+        near = near if options.causal else near & (away < options.window)
+        seen = seen & near.reshape((1,) * (scores.ndim - 2) + near.shape)
     if chosen is not None:  # by no head apart
         seen &= chosen[..., None, None, :, :]
     scores = jnp.where(seen, scores, -jnp.inf)

@@ -36,7 +36,8 @@ class Kernel:
     name: key of IMPLEMENTATIONS. vectors: the widths of the two vectors that the pool holds of a KV
     head: of a key and a value (None: as wide as the key), or of a latent and a rotated key.
     interpret: it is a Pallas kernel that runs on a CPU. head_writer: of the kernel that norms and
-    rotates queries and keys and writes keys and values to the pool; None: XLA does.
+    rotates queries and keys and writes keys and values to the pool; None: XLA does. sees_images:
+    queries of some layer see up to the end of their image.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Kernel:
     vectors: tuple[int, int | None]
     interpret: bool = False
     head_writer: Implementation | None = None
+    sees_images: bool = False
 
     @property
     def writes_heads(self) -> bool:
@@ -162,6 +164,7 @@ def choose_kernel(
     # Latents and rotated keys lie in one row also where they are equally wide.
     is_plain = first == second and not group.record.is_latent
     vectors = (first, None if is_plain else second)
+    sees_images = any(x.ends for x in options)
     if config.attention != "auto":
         reason = _unsupported(config.attention, shapes, options, device)
         check_combination(Facts(config=config, no_kernel=reason or ""))
@@ -170,6 +173,7 @@ def choose_kernel(
             shapes=shapes,
             vectors=vectors,
             interpret=not IMPLEMENTATIONS[config.attention].is_compiled_for(device.platform),
+            sees_images=sees_images,
         )
         return _fused(kernel, unfused, device)
     refused: list[str] = []
@@ -181,7 +185,9 @@ def choose_kernel(
                     _warn_of_xla(refused, device)
                 elif (capability_of(device) or 0) >= BLACKWELL:
                     _warn_of_blackwell(name, device)
-                kernel = Kernel(name=name, shapes=shapes, vectors=vectors)
+                kernel = Kernel(
+                    name=name, shapes=shapes, vectors=vectors, sees_images=sees_images
+                )
                 return _fused(kernel, unfused, device)
             log.info("attention='auto': not %s (%s)", name, reason)
             refused.append(f"{name}: {reason}")

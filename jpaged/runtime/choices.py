@@ -111,13 +111,16 @@ def choose(
     mixture = _experts(placement.share_of(model), device, dtype, is_plain)
     delta, scan = _of_states(placement.share_of(model), device)
     states_are_alike = all(x is None or x.is_batch_invariant() for x in (delta, scan))
+    asked = attention_options(served)
+    if not config.max_embeddings:  # no prompt has images
+        asked = [{dataclasses.replace(x, ends=False) for x in options} for options in asked]
     kernels = tuple(
         choose_kernel(
             group, options, config, dtype, device, shards, unfused=unfused(served, group.layers)
         )
         if group.record.has_keys
         else None
-        for group, options in zip(kv_groups(served), attention_options(served), strict=True)
+        for group, options in zip(kv_groups(served), asked, strict=True)
     )
     return Choices(
         dtype=dtype,

@@ -59,7 +59,7 @@ class PagedKV:
     where each row's tokens begin in the packed T. is_decode: one token a row. located_T: the row
     and the position of each token, -1 for padding; None where no layer chooses. chosen_TC: the
     positions that each token chose last, see kernels_pallas.sparse_attention; None before that.
-    routes_TX: see Packed.
+    routes_TX, ends_T: see Packed.
     """
 
     pools: tuple[Pool, ...]
@@ -69,6 +69,7 @@ class PagedKV:
     located_T: tuple[Array, Array] | None = None
     chosen_TC: Array | None = None
     routes_TX: Array | None = None
+    ends_T: Array | None = None
     specs: tuple[PoolSpec, ...] = dataclasses.field(metadata={"static": True})
     is_decode: bool = dataclasses.field(metadata={"static": True})
 
@@ -94,8 +95,13 @@ class PagedKV:
         assert not is_prepared or options.window == spec.group.window
         assert options.sinks == (sinks is not None)
         kernel, pool = spec.kernel, spec.operand(self.pools[place.group])
-        rows = (view.block_table_SM, self.context_lens_S)
+        rows, of_images = (view.block_table_SM, self.context_lens_S), {}
+        if options.ends and self.ends_T is not None:
+            of_images = {"ends_T": self.ends_T}
+        elif options.ends:
+            options = dataclasses.replace(options, ends=False)
         call: Any = {"options": kernel.options(options, spec.num_layers), "sinks_H": sinks}
+        call |= of_images
         with jax.named_scope("paged_attention"):
             if self.is_decode:
                 return kernel.module.decode(q, pool, place.index, *rows, **call)
@@ -229,6 +235,7 @@ class PagedKV:
             located_T=None,
             chosen_TC=None,
             routes_TX=None,
+            ends_T=None,
             query_start_loc_S1=jnp.arange(size + 1, dtype=jnp.int32),
             is_decode=True,
         )
@@ -260,7 +267,8 @@ class Packed(NamedTuple):
     tokens take, -1 where their routers choose; None where all do. embedded_T: int32, the rows of
     the pool of embeddings that take the places of tokens, -1 for none. axes_XT: int32 [3, T],
     positions on the axes of a rope. ahead_T: int32, what positions on all axes are ahead of the
-    index. None where no prompt may have embeddings, or the model needs no such.
+    index. ends_T: int32, of each token of an image the position after it, else 0. None where no
+    prompt may have embeddings, or the model needs no such.
     """
 
     tokens_T: Array
@@ -273,6 +281,7 @@ class Packed(NamedTuple):
     embedded_T: Array | None = None
     axes_XT: Array | None = None
     ahead_T: Array | None = None
+    ends_T: Array | None = None
 
 
 def view_of(
@@ -291,6 +300,7 @@ def view_of(
     starts_and_lens = (packed.query_start_loc_S1, packed.context_lens_S)
     kept = (field.name for spec in specs for field in spec.group.record.fields)
     has_index_keys = INDEX_KEY in kept
+    of_images = {} if packed.ends_T is None else {"ends_T": packed.ends_T}
     rows: Rows | None = None
     groups: list[GroupView | StateView] = []
     for spec, pool, table_SM in zip(specs, pools, packed.block_tables_GSM, strict=True):
@@ -305,6 +315,7 @@ def view_of(
                 num_tokens=row_T.shape[0],
                 shapes=spec.kernel.shapes,
                 window=spec.group.window,
+                **(of_images if spec.kernel.sees_images else {}),
             )
         slots_T = slot_mapping(row_T, positions_T, table_SM, spec.block_size, num_rows(pool))
         group = GroupView(block_table_SM=table_SM, slot_mapping_T=slots_T, prepared=prepared)
@@ -316,6 +327,7 @@ def view_of(
         query_start_loc_S1=packed.query_start_loc_S1,
         located_T=(row_T, positions_T) if has_index_keys else None,
         routes_TX=packed.routes_TX,
+        ends_T=packed.ends_T,
         specs=specs,
         is_decode=is_decode,
     )

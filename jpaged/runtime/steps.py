@@ -476,6 +476,7 @@ def _make_prefill(step: _Step) -> Callable[..., Any]:
             fields.get("routes"),
             fields.get("embedded"),
             fields.get("axes") if step.to.model.has_axes else None,
+            ends_T=fields.get("ends") if step.to.model.sees_images else None,
         )
         last = _Places(fields["logits_indices"], _last_row(step.drawn_lens(fields["sample"])))
         skips = step.skips_to_last(last.index_R.shape[0])

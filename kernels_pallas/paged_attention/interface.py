@@ -47,7 +47,9 @@ class AttentionOptions:
     what the pool holds of a KV head is a latent of value_dim numbers and a rotated key: both
     together are its key, of D numbers, and the latent is its value (arXiv:2405.04434). causal: a
     query sees nothing after itself; otherwise all of its context, or, with a window w, what is less
-    than w tokens away on either side.
+    than w tokens away on either side. ends: a causal query of a prefill also sees what comes after
+    it before the position that the operand ends_T, int32 [T], has for it, which is no further than
+    its row's context; 0 is none.
 
     `unknown_options` names those that an implementation does not have: it is never called with one.
     """
@@ -59,6 +61,7 @@ class AttentionOptions:
     sinks: bool = False
     latent: bool = False
     causal: bool = True
+    ends: bool = False
 
     def value_width(self, head_dim: int) -> int:
         """Return the width of a value beside keys of head_dim."""
@@ -106,6 +109,7 @@ def prepare_nothing(
     num_tokens: int,
     shapes: Shapes,
     window: int | None,
+    ends_T: Any = None,
 ) -> None:
     """`prepare` of an implementation whose layers share nothing."""
 

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 from kernels_pallas.paged_attention.interface import Options, kv_heads_of, unknown_options
 from kernels_pallas.paged_attention.pool_layout import ScaledPool
 
-OPTIONS = ("scale", "soft_cap", "window", "value_dim", "sinks", "latent", "causal")
+OPTIONS = ("scale", "soft_cap", "window", "value_dim", "sinks", "latent", "causal", "ends")
 QUERIES = 256  # computed together; bounds the memory of their scores
 
 
@@ -27,6 +27,7 @@ def prefill(
     *,
     options: Options,
     sinks_H: ArrayLike | None = None,
+    ends_T: ArrayLike | None = None,
     exact: bool = False,
 ) -> np.ndarray:
     """Attention of packed queries over paged keys and values, [T, H, V] in q's dtype.
@@ -41,9 +42,9 @@ def prefill(
     query_start_loc[r+1] - 1, the last of which sits at position context_lens[r] - 1. Padding gives
     zeros: tokens past query_start_loc[S]; a row without queries is skipped. A query sees itself and
     all before it, or, with a window w, itself and the w - 1 before it; where it is not causal, as
-    many after it too. soft_cap c turns a score s into c * tanh(s / c). sinks_H: one more score of
-    each head, which takes its share of the softmax and adds nothing. Slots that no
-    query sees may hold anything, NaN too.
+    many after it too; and all after it before position ends_T[token], if that is later. soft_cap c
+    turns a score s into c * tanh(s / c). sinks_H: one more score of each head, which takes its
+    share of the softmax and adds nothing. Slots that no query sees may hold anything, NaN too.
 
     exact: compute and return in float64. Otherwise as a plain implementation would: f32 scores and
     softmax, probabilities (times V's scales) rounded to the pool's dtype (to q's for a
@@ -78,7 +79,10 @@ def prefill(
             last_Q = position_Q if attention.causal else np.full_like(position_Q, context - 1)
             if window is not None and not attention.causal:
                 last_Q = np.minimum(last_Q, position_Q + window - 1)
-            seen_C = np.arange(first_Q[0], last_Q[-1] + 1)
+            if ends_T is not None:
+                ends_Q = np.asarray(ends_T)[token : token + len(q_QHD)]
+                last_Q = np.maximum(last_Q, ends_Q - 1)
+            seen_C = np.arange(first_Q[0], last_Q.max() + 1)
             slots = (first_block + tables[row, seen_C // P], seen_C % P)
             kv = kv_pool[slots].astype(dtype).reshape(len(seen_C), K, E)
             k_CKD, v_CKV = kv[..., :D], kv[..., of_value]

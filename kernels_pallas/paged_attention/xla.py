@@ -50,7 +50,7 @@ _barrier = lax.optimization_barrier
 # layer.
 _jit = functools.partial(jax.jit, static_argnames="options")
 
-OPTIONS = ("scale", "soft_cap", "window", "value_dim", "sinks", "latent", "causal")
+OPTIONS = ("scale", "soft_cap", "window", "value_dim", "sinks", "latent", "causal", "ends")
 
 pool_layout = plain_pool_layout
 
@@ -257,8 +257,11 @@ def prepare(
     shapes: Shapes,
     window: int | None,
     causal: bool = True,
+    ends_T: Array | None = None,
 ) -> Prepared:
-    """Return the query tiles of a step, the same for all layers of a window. num_tokens is T."""
+    """Return the query tiles of a step, the same for all layers of a window. num_tokens is T.
+    ends_T: as of `prefill`.
+    """
     S, T = context_lens_S.shape[0], num_tokens
     *_, C = _kv_tile(shapes.block_size)
     B, W = _query_tile_sizes(T, S, shapes.num_heads, C)
@@ -274,13 +277,17 @@ def prepare(
     begin_A = jnp.zeros_like(position_A)
     if window is not None:
         begin_A = jnp.maximum(position_A - (window - 1), 0)
-    stop_A = position_A + count_A
+    token_A, stop_A = starts_S[row_A] + skip_A, position_A + count_A
     if not causal:
         within_A = context_lens_S[row_A]
         stop_A = within_A if window is None else jnp.minimum(stop_A + window - 1, within_A)
+    if ends_T is not None:
+        lane_1B = jnp.arange(B)[None, :]
+        at_AB = jnp.minimum(token_A[:, None] + lane_1B, T - 1)
+        ends_AB = jnp.where(lane_1B < count_A[:, None], ends_T[at_AB], 0)
+        stop_A = jnp.maximum(stop_A, jnp.max(ends_AB, axis=1))
     need_A = jnp.where(count_A > 0, (stop_A + C - 1) // C - begin_A // C, 0)
     order_A = jnp.argsort(need_A, descending=True)
-    token_A = starts_S[row_A] + skip_A
     tiles = _QueryTiles(row_A, count_A, token_A, position_A, begin_A, stop_A, need_A)
 
     row_T = jnp.minimum(
@@ -305,6 +312,7 @@ def prefill(
     *,
     options: Options,
     sinks_H: Array | None = None,
+    ends_T: Array | None = None,
 ) -> Array:
     """Attention of packed queries, any number a row; see `reference.prefill`."""
     T, H, D = q_THD.shape
@@ -323,6 +331,7 @@ def prefill(
             shapes=shapes_of(q_THD, pool, block_table_SM, options),
             window=window,
             causal=attention.causal,
+            ends_T=ends_T,
         )
     queries, at_T = prepared.tiles, prepared.at_T
     flat_q, kv_pool = q_THD.reshape(T, H * D), tiles.rows.reshape(-1, C // tiles.units, K, E)
@@ -336,6 +345,10 @@ def prefill(
         q = _barrier(q.transpose(0, 2, 1, 3).reshape(W * K, -1, D)).astype(dtype)
         pos_WB = jnp.where(valid_WB, mine.position[:, None] + slot_B[None, :], -1)
         pos_WQ = jnp.repeat(pos_WB, H // K, axis=1)
+        last_WQ = pos_WQ  # that a query sees
+        if ends_T is not None:
+            last_WB = jnp.maximum(pos_WB, jnp.where(valid_WB, ends_T[token_WB] - 1, -1))
+            last_WQ = jnp.repeat(last_WB, H // K, axis=1)
 
         def body(i, state):
             m0, total0, acc0 = state
@@ -358,7 +371,7 @@ def prefill(
             s = _times(_einsum("wqd,wcd->wqc", q, k).reshape(W, K, -1, C), of_keys)
             mask = seen_WC[:, None, :]
             if attention.causal:
-                mask = pos_WC[:, None, :] <= pos_WQ[:, :, None]
+                mask = pos_WC[:, None, :] <= last_WQ[:, :, None]
             elif window is not None:
                 mask &= pos_WC[:, None, :] < pos_WQ[:, :, None] + window
             if window is not None:

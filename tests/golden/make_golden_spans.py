@@ -36,6 +36,12 @@ SPANNED: dict[str, dict[str, Any]] = {
     "qwen3_vl_g4_d32_tied": _deeper("qwen3_vl_g4_d32_tied", **TOWER),
     "qwen3_vl_moe_g2_d32": CONFIGS["qwen3_vl_moe_g2_d32"],
     "qwen3_5_moe_h2x2_c16_y32": CONFIGS["qwen3_5_moe_h2x2_c16_y32"],
+    "gemma3_g2_d32_linear": CONFIGS["gemma3_g2_d32_linear"],
+    "gemma4_k2_d32_k1_d64": {
+        **CONFIGS["gemma4_k2_d32_k1_d64"],
+        "use_bidirectional_attention": "vision",
+    },
+    "gemma4_shared_keys": CONFIGS["gemma4_shared_keys"],  # with per-layer embeddings, causal
 }
 NEW_TOKENS = 12
 ROWS = 12  # places in a prompt whose logits are kept
@@ -45,10 +51,10 @@ def rows_of(name: str, prompt: str, start: int, grid: Grid, config: dict[str, An
     """Embeddings [n, E] of an image and what is added after the first layers [D, n, E], float32."""
     import numpy as np
 
-    from tests.golden.weights import noise
+    from tests.golden.weights import noise, text_part
 
-    count, width = grid[0] * grid[1] * grid[2], config["text_config"]["hidden_size"]
-    layers = len(config["vision_config"].get("deepstack_visual_indexes", ()))
+    count, width = grid[0] * grid[1] * grid[2], text_part(config)["hidden_size"]
+    layers = len(config.get("vision_config", {}).get("deepstack_visual_indexes", ()))
     key = f"{name}/{prompt}/{start}"
     rows = noise(f"{key}/rows", (count, width)).astype(np.float32)
     return rows, noise(f"{key}/deepstack", (layers, count, width)).astype(np.float32)
@@ -81,9 +87,11 @@ def _run(
     import numpy as np
 
     from tests.golden.make_golden import ENOUGH_GAP, TRIES, tokens
+    from tests.golden.weights import text_part
 
-    stop = config["eos_token_id"]
-    usable = config["text_config"]["vocab_size"] - 4
+    eos = config["eos_token_id"]
+    stop = set(eos) if isinstance(eos, list) else {eos}
+    usable = text_part(config)["vocab_size"] - 4
     for attempt in range(TRIES):
         ids, gap = tokens(f"{name}/{prompt}/{attempt}", length, usable), float("inf")
         logits, positions = _logits(model, name, config, prompt, ids, length, grids)
@@ -94,7 +102,7 @@ def _run(
             best = logits[-1].topk(2)
             gap = min(gap, float(best.values[0] - best.values[1]))
             whole.append(int(best.indices[0]))
-        if gap >= ENOUGH_GAP and stop not in whole[length:]:
+        if gap >= ENOUGH_GAP and not stop & set(whole[length:]):
             logits, _ = _logits(model, name, config, prompt, ids, length, grids)
             at = np.unique(np.linspace(0, length - 1, ROWS).astype(np.int32))
             return {
@@ -121,15 +129,17 @@ def _logits(
     import torch  # pyright: ignore[reportMissingImports]
 
     is_image = torch.zeros(1, len(ids), dtype=torch.bool)
-    text, rows, extra = model.model.language_model, [], []
+    rows, extra = [], []
     for start, grid in grids.items():
         of_image, deepstack = rows_of(name, prompt, start, grid, config)
         is_image[0, start : start + len(of_image)] = True
         rows.append(torch.from_numpy(of_image))
         extra.append(torch.from_numpy(deepstack))
-    merge = model.config.vision_config.spatial_merge_size
-    thw = torch.tensor([[t, h * merge, w * merge] for t, h, w in grids.values()])
     input_ids = torch.tensor([ids])
+    if "text_config" not in config:
+        return _gemma_logits(model, input_ids, is_image, torch.cat(rows) if rows else None, length)
+    text, merge = model.model.language_model, model.config.vision_config.spatial_merge_size
+    thw = torch.tensor([[t, h * merge, w * merge] for t, h, w in grids.values()])
     with torch.no_grad():
         positions, delta = model.model.get_rope_index(
             input_ids[:, :length],
@@ -151,3 +161,36 @@ def _logits(
             **more,
         ).last_hidden_state
         return model.lm_head(hidden)[0], positions[:, 0]
+
+
+def _gemma_logits(
+    model: Any, input_ids: Any, is_image: Any, rows: Any, length: int
+) -> tuple[Any, Any]:
+    """Logits of all tokens, whose images see each other as the config says; and their indices."""
+    import importlib
+
+    import torch  # pyright: ignore[reportMissingImports]
+
+    text, config = model.model, model.config
+    of_model = importlib.import_module(type(model).__module__)
+    with torch.no_grad():
+        # Per-layer embeddings are those of padding in the place of images.
+        plain = torch.where(is_image, 0, input_ids)
+        x = text.embed_tokens(plain)
+        more: dict[str, Any] = {}
+        if getattr(config, "hidden_size_per_layer_input", None):
+            more["per_layer_inputs"] = text.get_per_layer_inputs(plain, None)
+        if rows is not None:
+            x[is_image] = rows
+        if getattr(config, "use_bidirectional_attention", None) == "vision" or (
+            config.model_type == "gemma3_text"
+        ):
+            blocks = of_model.get_block_sequence_ids_for_mask(is_image.int(), x.device)
+            more["attention_mask"] = of_model.create_masks_for_vision_model(
+                config, x, None, None, None, blocks
+            )
+        hidden = text(inputs_embeds=x, use_cache=False, **more).last_hidden_state
+        logits = model.lm_head(hidden)[0]
+    if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
+        logits = torch.tanh(logits / cap) * cap
+    return logits, torch.arange(length).expand(3, -1)

@@ -24,8 +24,8 @@ F32_TOLERANCE = 1e-5
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """The arrays of one call, in numpy; query_start_loc is None for decode, sinks where a case has
-    none.
+    """The arrays of one call, in numpy; query_start_loc is None for decode, sinks and ends where a
+    case has none.
     """
 
     q: np.ndarray
@@ -35,6 +35,7 @@ class Inputs:
     context_lens: np.ndarray
     query_start_loc: np.ndarray | None
     sinks: np.ndarray | None = None
+    ends: np.ndarray | None = None
 
     @property
     def args(self) -> tuple[Any, ...]:
@@ -93,7 +94,18 @@ def build(
     kv: Any = pool.astype(dtype)
     if case.kv_dtype is not None:
         kv = in_8_bits(pool, case.kv_dtype, token.key_width)
-    return Inputs(q, kv, case.layer, table, contexts, starts, sinks)
+    ends = ends_of(case, starts, tokens) if case.images and starts is not None else None
+    return Inputs(q, kv, case.layer, table, contexts, starts, sinks, ends)
+
+
+def ends_of(case: Case, starts: np.ndarray, tokens: int) -> np.ndarray:
+    """The position after its image of each packed query that is of one."""
+    ends = np.zeros(tokens, np.int32)
+    for row, start, end in case.images:
+        before = int(starts[row + 1]) - case.contexts[row]  # of position 0 among the packed tokens
+        assert before + start >= starts[row], "an image is computed whole"
+        ends[before + start : before + end] = end
+    return ends
 
 
 def in_8_bits(pool: np.ndarray, kv_dtype: str, key_width: int | None = None) -> ScaledPool:
@@ -128,6 +140,7 @@ def call(
         if layout.slots_last and not inputs.pool.slots_last:
             inputs = dataclasses.replace(inputs, pool=layout.pack_scaled(inputs.pool))
     own |= {} if inputs.sinks is None else {"sinks_H": inputs.sinks}
+    own |= {} if inputs.ends is None else {"ends_T": inputs.ends}
     return function(*inputs.args, options=options, **own)
 
 

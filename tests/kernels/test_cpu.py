@@ -90,6 +90,10 @@ IN_8_BITS = (
     *NARROW_IN_8_BITS,
     *(case for case in LATENT_IN_8_BITS if case.D % 32 == 0),
     *(
+        dataclasses.replace(PREFILL[-1], name=f"images_{kv_dtype}", kv_dtype=kv_dtype)
+        for kv_dtype in ("int8", "float8_e4m3fn")
+    ),
+    *(
         dataclasses.replace(c, dtype="bfloat16", kv_dtype=d)
         for c, d in zip(OWN, ["int8", "float8_e4m3fn"] * 3, strict=False)
     ),

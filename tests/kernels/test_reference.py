@@ -26,13 +26,14 @@ def dense(
     spread: Callable[..., np.ndarray] = np.repeat,
     scale: float = 1.0,
     has_sinks: bool = True,
+    more: int = 0,
 ) -> np.ndarray:
     """Whole score matrices with masks, in float64, over blocks laid end to end; the options are
     there to get it wrong.
 
     visible(age, position, case) [queries, context + 1]: age is how many tokens the key is older
     than the query, and the last key is one past the context. spread gives each query head its KV
-    head. has_sinks: False leaves them out.
+    head. has_sinks: False leaves them out. more: tokens after an image that its tokens see, too.
     """
     inputs = build(case, values=values, poison=False)
     N = inputs.pool.shape[0] // case.num_layers
@@ -60,9 +61,13 @@ def dense(
             scores = case.soft_cap * np.tanh(scores / case.soft_cap)
         position = np.arange(context + 1)[None, :]
         age = (context - queries + np.arange(queries))[:, None] - position
-        weights = (
-            np.exp(scores) * visible(age, position, case) if queries else np.zeros(scores.shape)
-        )
+        weights = np.zeros(scores.shape)
+        if queries:
+            seen = visible(age, position, case) != 0
+            for of_row, first, end in case.images:
+                of_image = (age + position >= first) & (age + position < end) & (of_row == row)
+                seen = seen | (of_image & (age < 0) & (position < end + more))
+            weights = np.exp(scores) * seen
         sink = 0.0
         if inputs.sinks is not None and has_sinks:
             sink = np.exp(inputs.sinks.astype(np.float64))[:, None, None]
@@ -140,6 +145,14 @@ def test_checks_reject_wrong_scores(name: str, case: Case) -> None:
 def test_checks_reject_sinks_left_out(case: Case) -> None:
     with pytest.raises(AssertionError):
         check(fake(case, "random", has_sinks=False), case)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.images], ids=str)
+@pytest.mark.parametrize("by", [-1, 1])
+def test_checks_reject_the_end_of_an_image_off_by_one(by: int, case: Case) -> None:
+    check(fake(case, "coded"), case, "coded")
+    with pytest.raises(AssertionError):
+        check(fake(case, "coded", more=by), case, "coded")
 
 
 @pytest.mark.parametrize("case", [DECODE[3], PREFILL[4]], ids=str)

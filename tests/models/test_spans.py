@@ -85,6 +85,9 @@ def test_positions_are_those_of_transformers(model: Any) -> None:
         if spans is None:
             assert not grids and (expected == np.arange(length)).all()
             continue
+        if not params.config.has_axes:
+            assert spans.positions is None and spans.offset == 0
+            continue
         np.testing.assert_array_equal(spans.positions, expected)
         assert spans.offset == expected.max() + 1 - length
 
@@ -99,40 +102,54 @@ def test_logits_of_the_dense_forward(model: Any, prompt: str) -> None:
     rows = rows_of(list(spans.pieces(0, length)), params.config.num_deepstack, np.float32)
     row = np.full((1, length), -1, np.int32)
     row[0, np.concatenate([np.arange(s.start, s.end) for s in spans])] = range(len(rows))
+    ends = np.zeros(length, np.int32)
+    spans.write_ends(ends, 0)
+    axes = np.broadcast_to(np.arange(length), (3, length))
+    axes = axes if spans.positions is None else spans.positions
     tokens, places = jnp.asarray([asked["prompt_token_ids"]]), stored()[f"{name}/{prompt}/places"]
 
     @jax.jit
-    def logits(rows: Any, axes: Any) -> Any:
-        embedded = Embedded(row=jnp.asarray(row), rows=rows)
+    def logits(rows: Any, axes: Any, ends: Any) -> Any:
+        embedded = Embedded(row=jnp.asarray(row), rows=rows, ends=ends[None])
         hidden, _ = forward(tokens, embedded=embedded, axes=axes)
         return forward.logits(hidden)[0, places]
 
-    def differs(rows: Any, axes: Any) -> float:
+    def differs(rows: Any, axes: Any, ends: Any) -> float:
         expected = stored()[f"{name}/{prompt}/logits"]
-        return float(np.abs(np.asarray(logits(rows, axes[:, None])) - expected).max())
+        return float(np.abs(np.asarray(logits(rows, axes[:, None], ends)) - expected).max())
 
-    assert differs(rows, spans.positions) < 1e-4
-    # Positions show, and so does what is added after each of the first layers.
-    assert differs(rows, np.broadcast_to(np.arange(length), (3, length))) > 0.1
+    assert differs(rows, axes, ends) < 1e-4
+    # Positions show, what is added after each of the first layers, and what images see.
+    plain = np.broadcast_to(np.arange(length), (3, length))
+    assert (differs(rows, plain, ends) > 0.1) == params.config.has_axes
+    assert (differs(rows, axes, 0 * ends) > 0.1) == params.config.sees_images
     for layer in range(params.config.num_deepstack):
         changed = rows.copy()
         changed[:, 1 + layer] = 0
-        assert differs(changed, spans.positions) > 0.1
+        assert differs(changed, axes, ends) > 0.1
 
 
-def test_greedy_tokens_of_the_engine(model: Any) -> None:
-    """All prompts at once, in chunks that cut images, then by hits, as forks and recomputed."""
-    name, params = model
-    llm = LLM(params, **vars(ENGINE))
-    prompts = [prompt_of(name, prompt) for prompt in made.PROMPTS]
-    expected = [greedy_of(name, prompt) for prompt in made.PROMPTS]
-    for _ in range(2):  # the second time all blocks but the last ones are found
+@pytest.fixture(scope="module")
+def llm(model: Any) -> LLM:
+    return LLM(model[1], **vars(ENGINE))
+
+
+def test_greedy_tokens_of_the_engine(model: Any, llm: LLM) -> None:
+    """All prompts at once, in chunks that cut images where that may be, then by hits."""
+    prompts = [prompt_of(model[0], prompt) for prompt in made.PROMPTS]
+    expected = [greedy_of(model[0], prompt) for prompt in made.PROMPTS]
+    for _ in range(2):
         outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
         assert [output.outputs[0].token_ids for output in outputs] == expected
     assert [output.num_cached_tokens > 0 for output in outputs] == [True] * len(prompts)
-    # What was drawn is computed again, at positions after the images.
+
+
+def test_forks_and_tokens_that_are_computed_again(model: Any, llm: LLM) -> None:
+    """What was drawn stands at positions after the images, whichever step computes it."""
+    prompts = [prompt_of(model[0], prompt) for prompt in made.PROMPTS]
+    expected = [greedy_of(model[0], prompt) for prompt in made.PROMPTS]
     longer = [
-        dict(prompt, prompt_token_ids=prompt["prompt_token_ids"] + greedy[:7])
+        prompt | {"prompt_token_ids": prompt["prompt_token_ids"] + greedy[:7]}
         for prompt, greedy in zip(prompts, expected, strict=True)
     ]
     llm.reset_prefix_cache()
@@ -141,8 +158,12 @@ def test_greedy_tokens_of_the_engine(model: Any) -> None:
     assert [output.outputs[0].token_ids for output in outputs] == [x[7:] for x in expected]
     outputs = llm.generate(prompts, dataclasses.replace(GREEDY, n=2), use_tqdm=False)
     assert [[c.token_ids for c in o.outputs] for o in outputs] == [[x, x] for x in expected]
-    llm.close()
-    crowded = LLM(params, **vars(dataclasses.replace(ENGINE, num_blocks=36, decode_steps=3)))
-    outputs = crowded.generate(prompts, GREEDY, use_tqdm=False)
+
+
+def test_preempted_rows_and_several_steps(model: Any) -> None:
+    prompts = [prompt_of(model[0], prompt) for prompt in made.PROMPTS]
+    expected = [greedy_of(model[0], prompt) for prompt in made.PROMPTS]
+    llm = LLM(model[1], **vars(dataclasses.replace(ENGINE, num_blocks=28, decode_steps=3)))
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in outputs] == expected
-    assert crowded.stats()["preemptions"] > 0
+    assert llm.stats()["preemptions"] > 0

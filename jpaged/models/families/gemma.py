@@ -34,6 +34,7 @@ GEMMA3 = Family(
         windows="by layer",
         rope_by_kind=True,
         activation="hidden_activation",
+        attention={"sees_images": True},
     ),
     text_of=("gemma3", "Gemma3ForConditionalGeneration"),
     names=NAMES,

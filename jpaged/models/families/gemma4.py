@@ -78,7 +78,7 @@ class Gemma4:
             "final_logit_softcapping": config.final_logit_softcapping,
             "vocab_size_per_layer_input": config.vocab_size,
             "hidden_size_per_layer_input": 0 if per_layer is None else per_layer.size,
-            "use_bidirectional_attention": None,
+            "use_bidirectional_attention": "vision" if config.sees_images else None,
             **_write_experts(layers[0]),
         }
 
@@ -108,6 +108,7 @@ def _layer(hf: dict[str, Any], i: int, keys_of: int | None) -> LayerConfig:
         value_is_key=bool(hf["attention_k_eq_v"]) and kind == FULL and keys_of is None,
         value_norm=keys_of is None,
         keys_of=keys_of,
+        sees_images=kind == WINDOW and hf["use_bidirectional_attention"] == "vision",
     )
     is_double = keys_of is not None and hf["use_double_wide_mlp"]
     mlp = MLPConfig(

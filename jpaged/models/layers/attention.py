@@ -52,6 +52,8 @@ class AttentionConfig:
     an earlier layer of the model whose keys and values it attends to; None: it has some of its own.
     is_causal: a query sees nothing after itself; otherwise the whole sequence, or, with a window,
     as many tokens after itself as before.
+
+    sees_images: a token of an image also sees those after it that are of the same image.
     """
 
     num_heads: int
@@ -75,6 +77,7 @@ class AttentionConfig:
     value_scale: float = 1.0
     keys_of: int | None = None
     is_causal: bool = True
+    sees_images: bool = False
 
     def __post_init__(self) -> None:
         at_least(1, self, "num_heads", "num_kv_heads")
@@ -125,6 +128,7 @@ class AttentionConfig:
             value_dim=None if self.value_width == self.head_dim else self.value_width,
             sinks=self.sinks,
             causal=self.is_causal,
+            ends=self.sees_images,
         )
 
     @property
