@@ -73,6 +73,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "max_logprobs": (2,),
     "max_logit_bias": (2,),
     "max_sampling_mask": (4,),
+    "max_embeddings": (12,),
     "max_stop_ids": (3,),
     "strict": (True,),
     "structured_output": (True,),

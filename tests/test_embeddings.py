@@ -22,7 +22,19 @@ from jpaged import (
     SamplingParams,
     UnsupportedError,
 )
-from tests.tiny import CONFIG, CROWDED, ENGINE, assert_idle, compiles, make_params, make_prompts
+from jpaged.models.layers.attention import AttentionConfig
+from kernels_pallas.paged_attention import IMPLEMENTATIONS
+from scripts._attention_cases import PREFILL
+from tests.tiny import (
+    CONFIG,
+    CROWDED,
+    ENGINE,
+    assert_idle,
+    compiles,
+    config,
+    make_params,
+    make_prompts,
+)
 
 PARAMS = make_params(0)
 TABLE = np.asarray(PARAMS["embed"]["weight"])
@@ -183,7 +195,7 @@ def test_equal_prompts_of_one_plan_are_forks(llm: LLM) -> None:
 
 def test_beams(llm: LLM) -> None:
     llm = llm_of(max_num_seqs=8, max_logprobs=12)
-    settings = {"beam_width": 3, "max_tokens": 6}
+    settings: dict[str, Any] = {"beam_width": 3, "max_tokens": 6}
     (tokens,) = llm.beam_search([LONG], **settings, use_tqdm=False)
     llm.reset_prefix_cache()
     (spans,) = llm.beam_search([embedded(LONG, (3, 28))], **settings, use_tqdm=False)
@@ -195,7 +207,8 @@ def test_score_and_hidden(llm: LLM) -> None:
     llm.reset_prefix_cache()
     prompt = embedded(LONG, (3, 28))
     ids = prompt["prompt_token_ids"]
-    (tokens,), (spans,) = llm.score([LONG]), llm.score([prompt])
+    (tokens,) = np.asarray(llm.score([LONG]))
+    (spans,) = np.asarray(llm.score([prompt]))
     # What is scored is the next token: a placeholder in place of one that embeddings stand for.
     same = [i for i in range(40) if ids[i + 1] == LONG[i + 1]]
     assert len(same) >= 15 and tokens[same].tobytes() == spans[same].tobytes()
@@ -257,7 +270,7 @@ def test_other_faces(llm: LLM) -> None:
     assert llm.submit(prompt, GREEDY).result().outputs[0].token_ids == expected
     chunks = list(llm.stream([prompt], GREEDY))
     assert [t for c in chunks for t in c.token_ids_delta] == expected
-    settings = {"config": CONFIG, "engine_config": WITH}
+    settings: dict[str, Any] = {"config": CONFIG, "engine_config": WITH}
     (output,) = jpaged.generate(PARAMS, [prompt], GREEDY, **settings)
     assert output.outputs[0].token_ids == expected
 
@@ -334,6 +347,74 @@ def test_jax_arrays_and_other_floats(llm: LLM) -> None:
     while llm.has_unfinished():
         done += llm.step()
     assert numbers(done) == wanted((tuple(LONG),))
+
+
+def seeing(**changes: Any) -> LLM:
+    """A model whose layers, with a window of 9 and without one, see images whole."""
+    model = config(sliding_windows=(9, None))
+    layers = []
+    for layer in model.layers:
+        assert isinstance(layer.mixer, AttentionConfig)
+        mixer = dataclasses.replace(layer.mixer, sees_images=True)
+        layers.append(dataclasses.replace(layer, mixer=mixer))
+    params = make_params(0, dataclasses.replace(model, layers=tuple(layers)))
+    return LLM(params, **vars(dataclasses.replace(WITH, **changes)))
+
+
+def with_images(prompt: Sequence[int], *grids: tuple[int, tuple[int, int, int]]) -> dict[str, Any]:
+    spans = {}
+    for start, grid in grids:
+        end = start + grid[0] * grid[1] * grid[2]
+        spans[start] = EmbeddingSpan(TABLE[list(prompt[start:end])], grid=grid)
+    return {"prompt_token_ids": list(prompt), "embeddings": spans}
+
+
+def test_images_whose_tokens_see_each_other_are_not_cut() -> None:
+    """Chunks of 16 tokens end before an image that they do not hold; a hit may lie in one."""
+    prompt = with_images(LONG, (5, (1, 3, 4)), (17, (1, 2, 5)), (30, (1, 1, 11)))
+    whole = seeing(max_num_batched_tokens=64, token_buckets=(64,), max_embeddings=64)
+    (expected,) = whole.generate([prompt], GREEDY, use_tqdm=False)
+    llm = seeing()
+    (output,) = llm.generate([prompt], GREEDY, use_tqdm=False)
+    tokens = expected.outputs[0].token_ids
+    assert output.outputs[0].token_ids == tokens
+    np.testing.assert_allclose(
+        output.outputs[0].token_logprobs, expected.outputs[0].token_logprobs, atol=1e-5
+    )
+    assert llm.stats()["prefill_steps"] == 4  # [0, 5), [5, 17), [17, 30), [30, 41)
+    (again,) = llm.generate([prompt], GREEDY, use_tqdm=False)
+    assert again.num_cached_tokens == 40 and again.outputs[0].token_ids == tokens
+    # The same numbers as text, and the tokens themselves, have another answer, and no hit of these.
+    text = dict(prompt, embeddings={k: v.embeddings for k, v in prompt["embeddings"].items()})
+    plain, ids = llm.generate([text, LONG], GREEDY, use_tqdm=False)
+    assert plain.num_cached_tokens == ids.num_cached_tokens == 4
+    assert numbers([plain]) == numbers([ids]) and plain.outputs[0].token_ids != tokens
+
+
+def test_an_image_that_no_step_holds_is_refused() -> None:
+    llm = seeing()
+    big = with_images(LONG, (5, (1, 4, 5)))
+    with pytest.raises(CapacityError, match=r"20 tokens, .* raise max_embeddings=16 or max_num_b"):
+        llm.generate([big], GREEDY, use_tqdm=False)
+    mixed = seeing(mixed=True)  # eight rows may decode beside it
+    with pytest.raises(CapacityError, match="12 tokens"):
+        mixed.generate([with_images(LONG, (5, (1, 3, 4)))], GREEDY, use_tqdm=False)
+    (output,) = mixed.generate([with_images(LONG, (5, (1, 2, 4)))], GREEDY, use_tqdm=False)
+    assert output.error is None
+
+
+def test_kernels_that_do_not_see_images_say_so() -> None:
+    case = PREFILL[0]
+    asked = dataclasses.replace(case.options.attention, ends=True)
+    has = {
+        name: "does not have the option ends"
+        not in str(x.module().unsupported(case.shapes, asked, None))
+        for name, x in IMPLEMENTATIONS.items()
+    }
+    assert {name for name, yes in has.items() if yes} == {"xla", "native"}
+    with pytest.raises(UnsupportedError, match="attention='triton' cannot run") as refused:
+        seeing(attention="triton")
+    assert refused.value.rule == "named_kernel_can_run"
 
 
 ROWS = TABLE[:5]

@@ -354,9 +354,9 @@ def _pack_spans(view: Views, entries: list[PlanEntry]) -> tuple[Piece, ...]:
         spans.write_ends(view["ends"][tokens], start)
         for piece in spans.pieces(start, entry.end):
             at = tokens.start + piece.place
-            view["embedded"][at : at + piece.count] = range(row, row + piece.count)
+            view["embedded"][at : at + piece.size] = range(row, row + piece.size)
             pieces.append(piece)
-            row += piece.count
+            row += piece.size
     return tuple(pieces)
 
 

@@ -368,7 +368,7 @@ class PrefillPlanner:
         if not self.blocks.can_rewind:
             end = self.blocks.stop_before(start, end, parting, is_last=end == len(seq))
         if seq.spans is not None:
-            self.embeddings -= sum(piece.count for piece in seq.spans.pieces(start, end))
+            self.embeddings -= sum(piece.size for piece in seq.spans.pieces(start, end))
         if self.blocks.windowed:  # else it has them all since its admission
             self.blocks.extend(seq, end)
         self.blocks.close_ahead(seq, end)

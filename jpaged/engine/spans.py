@@ -41,14 +41,14 @@ class Span:
 
 
 class Piece(NamedTuple):
-    """`count` rows of a span from row `first` on, which take the places of the tokens of a chunk
+    """`size` rows of a span from row `first` on, which take the places of the tokens of a chunk
     from its token `place` on.
     """
 
     place: int
     span: Span
     first: int
-    count: int
+    size: int
 
 
 class Spans:
@@ -114,9 +114,9 @@ class Spans:
                 count = len(piece.span) - piece.first
                 if count > most or begin + count > end:
                     return begin
-            if piece.count > most:
+            if piece.size > most:
                 return begin + most
-            most -= piece.count
+            most -= piece.size
         return end
 
     def write_positions(self, view: np.ndarray, start: int) -> None:
@@ -168,7 +168,7 @@ def rows_of(pieces: list[Piece], num_deepstack: int, dtype: Any) -> np.ndarray:
     """Return the rows of some pieces, one after the other, as the pool of embeddings holds them:
     [rows, 1 + num_deepstack, E], zeros where a span has no deepstack.
     """
-    total, width = sum(p.count for p in pieces), pieces[0].span.embeddings.shape[1]
+    total, width = sum(p.size for p in pieces), pieces[0].span.embeddings.shape[1]
     rows = np.zeros((total, 1 + num_deepstack, width), dtype)
     at = 0
     for _, span, first, count in pieces:

@@ -50,7 +50,7 @@ class Stats:
         self.copied_blocks += sum(map(len, plan.copies))
         self.dispatches += 1
         self.adapter_loads += sum([len(part.loads) for part in batch.each])
-        self.embedded_tokens += sum([piece.count for part in batch.each for piece in part.embedded])
+        self.embedded_tokens += sum([piece.size for part in batch.each for piece in part.embedded])
         self.idle_replica_steps += sum([not part.num_tokens for part in batch.parts])
         decoded = sum([entry.num_tokens for entry in plan.entries if entry.decodes])
         self.decode_tokens += decoded

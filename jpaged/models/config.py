@@ -153,8 +153,10 @@ class ModelConfig:
         if pooling is not None:
             pooling.check(hidden_size)
         if not isinstance(num_deepstack, int) or not 0 <= num_deepstack <= len(values["layers"]):
-            layers = f"{len(values['layers'])} layers"
-            raise ConfigError(f"num_deepstack={num_deepstack!r}: must be a number of the {layers}")
+            most = len(values["layers"])
+            raise ConfigError(
+                f"num_deepstack={num_deepstack!r}: must be at most {most}, the layers"
+            )
         positive(
             embedding_multiplier=embedding_multiplier,
             logits_scaling=logits_scaling,

@@ -12,9 +12,9 @@ from jax import Array
 class Embedded:
     """row: int32 [..., T], for each token of a step the row of `rows` that takes the place of its
     embedding; -1 for a token that has its own. rows: [N, 1 + D, E], an embedding and what is added
-    to it after each of the first D layers. Neither is scaled. ends: int32 [..., T], for each token of
-    an image the position after its last token, else 0; None where nothing comes of it. In training
-    alone: steps over a cache have it with their view.
+    to it after each of the first D layers. Neither is scaled. ends: int32 [..., T], for each token
+    of an image the position after its last token, else 0; None where nothing comes of it. In
+    training alone: steps over a cache have it with their view.
     """
 
     row: Array

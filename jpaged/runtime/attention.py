@@ -185,9 +185,7 @@ def choose_kernel(
                     _warn_of_xla(refused, device)
                 elif (capability_of(device) or 0) >= BLACKWELL:
                     _warn_of_blackwell(name, device)
-                kernel = Kernel(
-                    name=name, shapes=shapes, vectors=vectors, sees_images=sees_images
-                )
+                kernel = Kernel(name=name, shapes=shapes, vectors=vectors, sees_images=sees_images)
                 return _fused(kernel, unfused, device)
             log.info("attention='auto': not %s (%s)", name, reason)
             refused.append(f"{name}: {reason}")
