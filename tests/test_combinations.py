@@ -277,6 +277,7 @@ def test_pairs_are_served_or_break_one_rule() -> None:
         "quantized_weights_keep_their_form": {"weights", "quantization"},
         "devices_are_enough": {"tensor_parallel_size", "data_parallel_size"},
         "tensor_axis_is_of_the_mesh": {"tensor_axis", "tensor_parallel_size"},
+        "guesses_of_models_read_tokens": {"max_embeddings", "speculative"},
     }
     for rule, settings in wanted.items():
         assert settings in [{a, b} for ((a, _), (b, _)), name in broken.items() if name == rule]
@@ -321,7 +322,7 @@ def test_rules_are_whole() -> None:
     """Each rule names settings and says what must hold; the fields that it names exist."""
     fields = {field.name for field in dataclasses.fields(EngineConfig)}
     facts = {field.name for field in dataclasses.fields(Facts)}
-    beside = {"draft", "lora", "mesh", "model", "processes"}
+    beside = {"draft", "embeddings", "lora", "mesh", "model", "processes"}
     beside |= {"SamplingParams", "hidden", "load_params", "logprobs", "score", "update_params"}
     beside |= {"AsyncLLM", "as_completed", "rollout", "submit"}
     assert len({rule.name for rule in RULES}) == len(RULES) > 30

@@ -4,9 +4,10 @@ import bisect
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 NO_TOKEN = b"\xff\xff\xff\xff"  # an int32 that is no token's id
 
@@ -164,7 +165,7 @@ def positions_on_axes(spans: tuple[Span, ...], num_tokens: int) -> np.ndarray:
     return positions
 
 
-def rows_of(pieces: list[Piece], num_deepstack: int, dtype: Any) -> np.ndarray:
+def rows_of(pieces: list[Piece], num_deepstack: int, dtype: DTypeLike) -> np.ndarray:
     """Return the rows of some pieces, one after the other, as the pool of embeddings holds them:
     [rows, 1 + num_deepstack, E], zeros where a span has no deepstack.
     """

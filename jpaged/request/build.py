@@ -78,7 +78,8 @@ class Builder:
             self._warn_of_eos()
         # One sample scores the prompt for all.
         others = dataclasses.replace(asked, prompt_logprobs=None) if asked.n > 1 else asked
-        request_id, begun, spans = self.new_id(), prompt.begun, self._spans(prompt)
+        request_id, begun = self.new_id(), prompt.begun
+        spans = None if prompt.spans is None else self._served(prompt.spans)
         if begun is not None and begun.unfinished is not None:
             key = begun.unfinished.key
         request = Request(
@@ -139,7 +140,7 @@ class Builder:
             asked,
             salt=prompt.salt,
             adapter=prompt.adapter,
-            spans=self._spans(prompt),
+            spans=None if prompt.spans is None else self._served(prompt.spans),
             structured=None if structured is None else self.matcher(structured),
             max_model_len=self.inputs.max_model_len,
             eos_ids=self.inputs.eos_ids,
@@ -231,7 +232,7 @@ class Builder:
             asked,
             salt=prompt.salt,
             adapter=prompt.adapter,
-            spans=self._spans(prompt),
+            spans=None if prompt.spans is None else self._served(prompt.spans),
             structured=matcher,
             scoring=scoring,
             max_model_len=self.inputs.max_model_len,
@@ -239,13 +240,11 @@ class Builder:
         )
         return Request([sequence])
 
-    def _spans(self, prompt: Prompt) -> Spans | None:
+    def _served(self, spans: Spans) -> Spans:
         """Return the embeddings of a prompt, which this engine can serve: RequestError where it has
         no pool for them, CapacityError for an image that no step can take whole and must.
         """
-        spans, config = prompt.spans, self.config
-        if spans is None:
-            return None
+        config = self.config
         check_combination(Facts(config=config, num_embedded=sum(map(len, spans))))
         most = config.max_num_batched_tokens - (config.num_rows if config.mixed else 0)
         for span in spans if spans.are_whole else ():

@@ -73,26 +73,26 @@ def as_mapping(spans: Spans) -> dict[int, EmbeddingSpan]:
 
 
 def _span(start: int, value: EmbeddingSpan, model: ModelConfig) -> Span:
-    where, width, layers = f"embeddings at {start}", model.hidden_size, model.num_deepstack
-    rows = _floats(value.embeddings, where)
+    place, width, layers = f"embeddings at {start}", model.hidden_size, model.num_deepstack
+    rows = _floats(value.embeddings, place)
     if rows.ndim != 2 or rows.shape[1] != width or not len(rows):
         shape = list(rows.shape)
-        raise RequestError(f"{where} are {shape}: must be [n, {width}], the model's hidden_size")
+        raise RequestError(f"{place} are {shape}: must be [n, {width}], the model's hidden_size")
     count, extra = len(rows), None
     if value.deepstack is not None:
-        extra = _floats(value.deepstack, f"deepstack of {where}")
+        extra = _floats(value.deepstack, f"deepstack of {place}")
         if not layers:
-            raise RequestError(f"deepstack of {where}: this model adds nothing after its layers")
+            raise RequestError(f"deepstack of {place}: this model adds nothing after its layers")
         if extra.shape != (layers, count, width):
             wanted = [layers, count, width]
             raise RequestError(
-                f"deepstack of {where} is {list(extra.shape)}: must be {wanted}, by the model's "
+                f"deepstack of {place} is {list(extra.shape)}: must be {wanted}, by the model's "
                 "num_deepstack"
             )
-    grid = _grid(value.grid, count, where)
+    grid = _grid(value.grid, count, place)
     named = value.digest.encode() if isinstance(value.digest, str) else value.digest
     if named is not None and not (isinstance(named, bytes) and named):
-        raise RequestError(f"digest={value.digest!r} of {where}: must be bytes or a str")
+        raise RequestError(f"digest={value.digest!r} of {place}: must be bytes or a str")
     return Span(
         start=start,
         embeddings=rows,
@@ -120,14 +120,14 @@ def _floats(value: object, what: str) -> np.ndarray:
     return array
 
 
-def _grid(grid: object, count: int, where: str) -> tuple[int, int, int] | None:
+def _grid(grid: object, count: int, place: str) -> tuple[int, int, int] | None:
     if grid is None:
         return None
     if not isinstance(grid, tuple | list) or len(grid) != 3 or not all(map(is_scalar, grid)):
-        raise RequestError(f"grid={grid!r} of {where}: must be (frames, rows, columns)")
+        raise RequestError(f"grid={grid!r} of {place}: must be (frames, rows, columns)")
     frames, rows, columns = (int(x) for x in grid)
     if min(frames, rows, columns) < 1 or frames * rows * columns != count:
-        raise RequestError(f"grid={grid!r} of {where}: must hold {count} embeddings")
+        raise RequestError(f"grid={grid!r} of {place}: must hold {count} embeddings")
     return frames, rows, columns
 
 

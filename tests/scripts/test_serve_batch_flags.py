@@ -86,6 +86,7 @@ SETTINGS: dict[str, tuple[list[str], Any]] = {
     "max_logprobs": (["--max-logprobs", "5"], 5),
     "max_logit_bias": (["--max-logit-bias", "6"], 6),
     "max_sampling_mask": (["--max-sampling-mask", "8"], 8),
+    "max_embeddings": (["--max-embeddings", "64"], 64),
     "max_stop_ids": (["--max-stop-ids", "7"], 7),
     "strict": (["--strict"], True),
     "structured_output": (["--structured-output"], True),

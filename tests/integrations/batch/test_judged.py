@@ -34,6 +34,7 @@ OTHER: dict[str, list[str]] = {
     "max_model_len": ["--max-model-len", "50"],
     "max_n": ["--max-n", "3"],
     "max_sampling_mask": ["--max-sampling-mask", "3"],
+    "max_embeddings": ["--max-embeddings", "64"],
     "max_stop_ids": ["--max-stop-ids", "3"],
     "max_tokens": ["--max-tokens", "3"],
     "quantization": ["--quantization", "int8"],
