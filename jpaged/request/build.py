@@ -246,6 +246,8 @@ class Builder:
         """
         config = self.config
         check_combination(Facts(config=config, num_embedded=sum(map(len, spans))))
+        if not self.inputs.model.is_causal:
+            raise RequestError("embeddings: this model, whose tokens see each other, takes tokens")
         most = config.max_num_batched_tokens - (config.num_rows if config.mixed else 0)
         for span in spans if spans.are_whole else ():
             if span.grid is not None and len(span) > min(most, config.max_embeddings):
