@@ -29,6 +29,7 @@ from jpaged.models.pooling import PoolingConfig
 from jpaged.models.record import Record
 from jpaged.models.rope_scaling import RopeScaling
 from jpaged.models.sentence import read_pooling
+from jpaged.models.vision.tower import VisionConfig
 
 UNSET: Any = object()  # of a switch that nobody named
 LM_HEAD = ParamSpec("lm_head.weight", "V, E", "lm_head.weight", "normal", "V")
@@ -63,6 +64,7 @@ class ModelConfig:
     draft_head: HeadConfig | MTPConfig | None = None  # a head, which guesses for another model
     num_labels: int | None = None  # Y: of a classifier; 0: no head; None: a vocabulary
     pooling: PoolingConfig | None = None  # what `embed` does to hidden states; None: the last one
+    vision: VisionConfig | None = None  # the tower that makes embeddings of images
     eos_token_ids: tuple[int, ...] = dataclasses.field(default=(), compare=False)
 
     def __init__(
@@ -82,6 +84,7 @@ class ModelConfig:
         draft_head: HeadConfig | MTPConfig | None = None,
         num_labels: int | None = None,
         pooling: PoolingConfig | None = None,
+        vision: VisionConfig | None = None,
         eos_token_ids: tuple[int, ...] = (),
         intermediate_size: int = UNSET,
         num_layers: int = UNSET,
@@ -150,6 +153,11 @@ class ModelConfig:
             object.__setattr__(self, "tie_word_embeddings", False)
         if pooling is not None:
             pooling.check(hidden_size)
+        if vision is not None and vision.hidden_size != hidden_size:
+            raise ConfigError(
+                f"vision: rows of embeddings of width {vision.hidden_size}: must have the model's "
+                f"hidden_size={hidden_size}"
+            )
         positive(
             embedding_multiplier=embedding_multiplier,
             logits_scaling=logits_scaling,
@@ -327,6 +335,8 @@ class ModelConfig:
             yield SCORE_HEAD.placed(self.sizes)
         if self.pooling is not None:
             yield from self.pooling.params()
+        if self.vision is not None:
+            yield from self.vision.params()
 
     def layer_params(self) -> Iterator[ParamSpec]:
         """The parameters of its layers."""
@@ -395,12 +405,13 @@ class ModelConfig:
         )
 
     @classmethod
-    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+    def from_hf(cls, raw: Mapping[str, Any], *, images: bool = False) -> Self:
         """From the dict of a Hugging Face config.json; transformers fills in the family's defaults.
+        images: with the tower that makes embeddings of images; otherwise of the text part alone.
 
         Raises ConfigError for any architecture or option outside the families, by name.
         """
-        return cls(**read_hf(raw))
+        return cls(**read_hf(raw, images=images))
 
     def to_hf(self) -> dict[str, Any]:
         """Return the config.json that `from_hf` reads back to an equal ModelConfig.
