@@ -18,7 +18,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jpaged.checkpoint.tensors import DTYPES, check_fit, first_line, flat
-from jpaged.checkpoint.tokenizer import GENERATION_CONFIG, TOKENIZER_FILES
+from jpaged.checkpoint.tokenizer import GENERATION_CONFIG, IMAGE_FILES, TOKENIZER_FILES
 from jpaged.checks import read_json
 from jpaged.errors import CheckpointError, ConfigError
 from jpaged.models.config import ModelConfig
@@ -73,7 +73,7 @@ def save_params(params: Params, path: str | os.PathLike[str]) -> None:
             checkpointer.save(
                 folder / "params", args=ocp.args.PyTreeSave(params, save_args=options)
             )
-        for name in (*TOKENIZER_FILES, GENERATION_CONFIG):
+        for name in (*TOKENIZER_FILES, GENERATION_CONFIG, *IMAGE_FILES):
             if params.source and (file := params.source / name).exists():
                 (shutil.copytree if file.is_dir() else shutil.copyfile)(file, folder / name)
         if params.config.pooling is not None:

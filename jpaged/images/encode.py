@@ -17,7 +17,9 @@ from jpaged.images.sources import ImageSource, load_image
 from jpaged.images.spans import ImageSpan, Prepared, packed, rows_grid
 from jpaged.models.layers.linear import StepContext
 from jpaged.models.params import Params, parameters
+from jpaged.models.quantized import is_quantized
 from jpaged.models.vision.tower import Encoded, Patches, Tower, VisionConfig
+from jpaged.runtime.choices import choose_products
 
 
 @jax.jit
@@ -118,6 +120,21 @@ class ImageEncoder:
         return spans
 
 
+def step_for(params: Params, *, deterministic: bool = False) -> StepContext:
+    """Return how products are computed where params lie: by the C++ kernels of the text model's
+    layers on a CPU that has them, otherwise by XLA, which also splits them over a mesh.
+    deterministic: as of EngineConfig.
+    """
+    weights = jax.tree.leaves(params["vision"], is_leaf=is_quantized)
+    array = jax.tree.leaves(weights[0])[0]
+    devices = array.devices() if isinstance(array, jax.Array) else set(jax.devices()[:1])
+    if len(devices) > 1:
+        return StepContext()
+    (device,) = devices
+    products = choose_products(device, weights[0].dtype, deterministic=deterministic)
+    return StepContext(products=products)
+
+
 def bind_tower(params: Params) -> Tower:
     """Return the vision tower of params; ConfigError where they have none."""
     config = params.config.vision
@@ -153,7 +170,7 @@ def encode_images(
         if params.source is None:
             raise ConfigError("params of no known folder: pass preparer=ImagePreparer(FOLDER, ...)")
         preparer = ImagePreparer(params.source, vision)
-    encoder = ImageEncoder(vision) if encoder is None else encoder
+    encoder = ImageEncoder(vision, step=step_for(params)) if encoder is None else encoder
     pixels = [load_image(source, limits) for source in images]
     digests = [preparer.digest(x) for x in pixels]
     spans: dict[bytes, ImageSpan] = {}

@@ -141,7 +141,11 @@ def _get(parts: SplitResult, limits: ImageLimits, ends: float) -> tuple[bytes, s
         connection = _Pinned(host, port, wrapped)
         path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         connection.request("GET", path, headers={"Accept": "image/*", "User-Agent": "jpaged"})
-        return _read(connection.getresponse(), limits)
+        with connection.getresponse() as response:
+            answer = _read(response, limits)
+        if is_late.is_set():  # what looked like the end was ours
+            raise _late(limits)
+        return answer
     except RequestError:
         raise
     except (OSError, http.client.HTTPException, ValueError) as e:
@@ -192,6 +196,10 @@ def _read(answer: http.client.HTTPResponse, limits: ImageLimits) -> tuple[bytes,
         body += block
         if len(body) > limits.max_bytes:
             raise too_long
+    if length.isdecimal() and len(body) < int(length):
+        raise RequestError(
+            f"image URL: the answer ended after {len(body):,} of {int(length):,} bytes"
+        )
     return bytes(body), None
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from jpaged.checkpoint.tokenizer import IMAGE_FILES
 from jpaged.errors import CheckpointError, ConfigError, RequestError, UnsupportedError
 from jpaged.images.sources import pillow
 from jpaged.images.spans import Prepared
@@ -22,7 +23,6 @@ from jpaged.models.vision.siglip import SiglipVisionConfig
 from jpaged.models.vision.tower import Grid, VisionConfig
 from jpaged.models.vision.unified import SOFT_TOKENS, UnifiedVisionConfig
 
-FILES = ("preprocessor_config.json", "processor_config.json")
 QWEN = "qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil"
 GEMMA3 = "gemma3.image_processing_pil_gemma3.Gemma3ImageProcessorPil"
 GEMMA4 = "gemma4.image_processing_pil_gemma4.Gemma4ImageProcessorPil"
@@ -31,10 +31,10 @@ GEMMA4 = "gemma4.image_processing_pil_gemma4.Gemma4ImageProcessorPil"
 class ImagePreparer:
     """Makes patches of pixels for one model.
 
-    folder: with the settings of the model's image processor, in one of FILES. config: of the vision
-    tower. max_rows: rows of embeddings that an image has at most, in place of what the folder says:
-    larger ones are made smaller. CheckpointError where the folder has no such file, ConfigError
-    where its settings are not the tower's.
+    folder: with the settings of the model's image processor, in one of IMAGE_FILES. config: of the
+    vision tower. max_rows: rows of embeddings that an image has at most, if that is fewer than what
+    the folder says: larger ones are made smaller. CheckpointError where the folder has no such
+    file, ConfigError where its settings are not the tower's.
     """
 
     def __init__(
@@ -46,9 +46,10 @@ class ImagePreparer:
     ):
         pillow()
         self.config, self.folder = config, Path(folder)
-        if not any((self.folder / name).is_file() for name in FILES):
+        if not any((self.folder / name).is_file() for name in IMAGE_FILES):
             raise CheckpointError(
-                f"{self.folder}: has no {' and no '.join(FILES)}, which say how images are prepared"
+                f"{self.folder}: has no {' and no '.join(IMAGE_FILES)}, which say how images are "
+                "prepared"
             )
         self.processor = _processor_class(config).from_pretrained(self.folder)
         self._check(max_rows)
@@ -144,6 +145,7 @@ class ImagePreparer:
         config, processor = self.config, self.processor
         if isinstance(config, QwenVisionConfig):
             most = max_rows * (config.patch_size * config.merge) ** 2
+            most = min(most, processor.size["longest_edge"])
             least = min(processor.size["shortest_edge"], most)
             processor.size = type(processor.size)(shortest_edge=least, longest_edge=most)
         elif isinstance(config, SiglipVisionConfig):

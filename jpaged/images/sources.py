@@ -13,6 +13,7 @@ import importlib
 import io
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,17 @@ class ImageLoader:
 
     async def load_async(self, source: ImageSource) -> np.ndarray:
         """Return what load_image returns, while the caller's event loop goes on."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, load_image, source, self.limits)
+        return await self.apply_async(lambda pixels: pixels, source)
+
+    async def apply_async[T](self, function: Callable[[np.ndarray], T], source: ImageSource) -> T:
+        """Return what a function, such as ImagePreparer.prepare, makes of an image's pixels, all of
+        it in a thread of these.
+        """
+
+        def run() -> T:
+            return function(load_image(source, self.limits))
+
+        return await asyncio.get_running_loop().run_in_executor(self._pool, run)
 
     def load_all(self, sources: list[ImageSource]) -> list[np.ndarray]:
         """Return the pixels of several images, decoded at once."""

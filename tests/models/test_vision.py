@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 import jpaged
 from jpaged.errors import CheckpointError, ConfigError, UnsupportedError
-from jpaged.images.encode import ImageEncoder, bind_tower
+from jpaged.images.encode import ImageEncoder, bind_tower, step_for
 from jpaged.images.spans import Prepared, packed, rows_grid
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import Decoder
@@ -23,6 +23,7 @@ from jpaged.models.layers.linear import StepContext
 from jpaged.models.params import Params, param_specs, param_table, random_params
 from jpaged.models.served import quantized_tree
 from jpaged.models.vision.tower import Grid, patches_per_row
+from kernels_cpu import library
 from tests.golden import towers
 
 NAMES = tuple(towers.CONFIGS)
@@ -247,14 +248,22 @@ def test_in_int8(name: str, tmp_path: Path) -> None:
 
 
 def test_in_bfloat16(loaded: tuple[str, Params]) -> None:
+    """By XLA and, where they are, by the C++ products of the text model's layers."""
     name, params = loaded
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
     assert params.config.vision is not None
-    encoder = ImageEncoder(params.config.vision, buckets=(64,))
-    spans = encoder.encode(bind_tower(half), prepared(name, params.config))
-    for span, rows in zip(spans, towers.load(name).rows, strict=True):
-        assert span.embeddings.dtype == jnp.bfloat16
-        assert difference(span.embeddings.astype(np.float32), rows) < 0.1
+    by_xla, by_kernels = StepContext(), step_for(half, deterministic=True)
+    assert (by_kernels.products is None) == (library.unavailable() is not None)
+    made = []
+    for step in dict.fromkeys([by_xla, by_kernels]):
+        encoder = ImageEncoder(params.config.vision, buckets=(32,), step=step)
+        spans = encoder.encode(bind_tower(half), prepared(name, params.config))
+        made.append([span.embeddings.astype(np.float32) for span in spans])
+        for span, rows in zip(spans, towers.load(name).rows, strict=True):
+            assert span.embeddings.dtype == jnp.bfloat16
+            assert difference(span.embeddings.astype(np.float32), rows) < 0.1
+    for x, y in zip(made[0], made[-1], strict=True):
+        assert difference(x, y) < 0.05
 
 
 def test_untrained_towers_are_finite(loaded: tuple[str, Params]) -> None:
@@ -308,8 +317,7 @@ def test_text_is_as_without_the_tower(name: str, tmp_path: Path) -> None:
     for images in (False, True):
         params = jpaged.load_params(folder, images=images)
         asked = jpaged.SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
-        options = {"num_blocks": 32, "block_size": 16, "max_num_seqs": 8, "max_model_len": 64}
-        llm = jpaged.LLM(params, **options)
+        llm = jpaged.LLM(params, num_blocks=32, block_size=16, max_num_seqs=8, max_model_len=64)
         outs.append(llm.generate([[3, 5, 7], [4] * 20], asked, use_tqdm=False))
         llm.close()
     for text, whole in zip(*outs, strict=True):
