@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 import jpaged
 from jpaged.errors import CheckpointError, ConfigError, UnsupportedError
-from jpaged.images.encode import ImageEncoder, bind_tower, step_for
+from jpaged.images.encode import ImageEncoder, bind_tower, run_tower, step_for
 from jpaged.images.spans import Prepared, packed, rows_grid
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import Decoder
@@ -231,6 +231,20 @@ def decoder_tree(decoder: Decoder) -> dict[str, object]:
     from jpaged.models.trees import to_tree
 
     return to_tree(decoder)
+
+
+def test_scratch_is_a_bound(loaded: tuple[str, Params]) -> None:
+    """What XLA says that a call takes, at three sizes of it."""
+    _, params = loaded
+    vision, tower = params.config.vision, bind_tower(params)
+    assert vision is not None
+    for rows in (16, 100, 400):
+        lowered = run_tower.lower(tower, packed((), vision, rows), StepContext())
+        taken = lowered.compile().memory_analysis()
+        assert taken is not None
+        total = taken.temp_size_in_bytes + taken.output_size_in_bytes
+        bound = vision.scratch(rows)
+        assert total <= bound < 8 * total, (rows, total, bound)
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "gemma4_standardized"])

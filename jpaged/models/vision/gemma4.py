@@ -14,7 +14,15 @@ from jpaged.models.layers.linear import Linear, StepContext
 from jpaged.models.layers.mlp import gated
 from jpaged.models.layers.norm import NormConfig, RMSNorm
 from jpaged.models.param_spec import Parameters, ParamSpec, Part
-from jpaged.models.vision.parts import Specs, angles_of, attend, linear_of, pooled, rotated
+from jpaged.models.vision.parts import (
+    Specs,
+    angles_of,
+    attend,
+    linear_of,
+    pooled,
+    rotated,
+    scratch_of,
+)
 from jpaged.models.vision.tower import PREFIX, Encoded, ImageTokens, Patches
 from jpaged.models.vision.unified import SOFT_TOKENS
 
@@ -146,6 +154,18 @@ class Gemma4VisionConfig:
         source = "model.embed_vision.embedding_projection"
         specs.linear("projection", "E", "W", source, bias=False, split="E")
         return tuple(specs.specs)
+
+    def scratch(self, num_rows: int) -> int:
+        """See VisionConfig."""
+        block = scratch_of(
+            num_rows * self.merge**2,
+            features=self.num_features,
+            width=self.width,
+            heads=self.num_heads,
+            head_dim=self.head_dim,
+            mlp=2 * self.intermediate_size,
+        )
+        return block + 4 * num_rows * (3 * self.width + 2 * self.hidden_size)
 
     def build(self, weights: Parameters) -> "Gemma4Vision":
         """See VisionConfig."""

@@ -105,6 +105,18 @@ class TwoLayers:
         return self.second(h.astype(x.dtype), step)
 
 
+def scratch_of(
+    patches: int, *, features: int, width: int, heads: int, head_dim: int, mlp: int
+) -> int:
+    """Return bytes that XLA takes at most for a block of a tower and what is before it, for so many
+    patches. features: C. mlp: numbers that the first product of an MLP gives a patch. Arrays are
+    counted in f32, in which products give them.
+    """
+    numbers = 3 * features + 6 * width + 8 * heads * head_dim + 3 * mlp
+    scores = min(max(SCORES, heads * patches), heads * patches**2)
+    return 4 * (patches * numbers + 3 * scores)
+
+
 def frequencies(theta: float, width: int) -> Array:
     """Return the frequencies of `width` / 2 pairs, f32."""
     exponents = jnp.arange(0, width, 2, dtype=jnp.float32) / width

@@ -24,6 +24,7 @@ from jpaged.models.vision.parts import (
     attend,
     linear_of,
     rotated,
+    scratch_of,
 )
 from jpaged.models.vision.tower import PREFIX, Encoded, ImageTokens, Patches
 
@@ -85,6 +86,24 @@ class QwenVisionConfig:
         """Add the parameters of the attention of a block."""
         specs.linear(f"{name}.qkv", "3 H D", "W", f"{source}.qkv", split="H")
         specs.linear(f"{name}.out", "W", "H D", f"{source}.proj", split="H")
+
+    def scratch(self, num_rows: int) -> int:
+        """See VisionConfig."""
+        squares, merged = self.merge**2, self.sizes["M"]
+        block = scratch_of(
+            num_rows * squares,
+            features=self.num_features,
+            width=self.width,
+            heads=self.num_heads,
+            head_dim=self.head_dim,
+            mlp=2 * self.intermediate_size,
+        )
+        return block + 4 * num_rows * (3 * merged + (2 + 2 * self.num_deep) * self.hidden_size)
+
+    @property
+    def num_deep(self) -> int:
+        """J: how many layers of the text model take rows of their own."""
+        return 0
 
     def written(self) -> dict[str, Any]:
         """Return what a config.json says of all of these towers."""

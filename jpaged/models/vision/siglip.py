@@ -13,7 +13,15 @@ from jpaged.errors import ConfigError
 from jpaged.models.layers.linear import Linear, StepContext
 from jpaged.models.layers.norm import NormConfig, RMSNorm
 from jpaged.models.param_spec import Parameters, ParamSpec, Part
-from jpaged.models.vision.parts import LayerNorm, Specs, TwoLayers, attend, linear_of, pooled
+from jpaged.models.vision.parts import (
+    LayerNorm,
+    Specs,
+    TwoLayers,
+    attend,
+    linear_of,
+    pooled,
+    scratch_of,
+)
 from jpaged.models.vision.tower import PREFIX, Encoded, ImageTokens, Patches
 
 NODE = "model.vision_tower."
@@ -137,6 +145,18 @@ class SiglipVisionConfig:
         # Inputs first in the file, so that it is no weight of a Linear.
         specs.add("projection", "W | E", f"{projector}mm_input_projection_weight")
         return tuple(specs.specs)
+
+    def scratch(self, num_rows: int) -> int:
+        """See VisionConfig."""
+        block = scratch_of(
+            num_rows * self.merge**2,
+            features=self.num_features,
+            width=self.width,
+            heads=self.num_heads,
+            head_dim=self.width // self.num_heads,
+            mlp=self.intermediate_size,
+        )
+        return block + 4 * num_rows * (2 * self.width + 2 * self.hidden_size)
 
     def build(self, weights: Parameters) -> "SiglipVision":
         """See VisionConfig."""

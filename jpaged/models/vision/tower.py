@@ -114,6 +114,10 @@ class VisionConfig(Protocol):
         """Return its parameters in the order of the forward pass, under full names."""
         ...
 
+    def scratch(self, num_rows: int) -> int:
+        """Return bytes that a call of so many rows of embeddings takes at most, beside weights."""
+        ...
+
     def build(self, weights: Parameters) -> Tower:
         """Return the module of these parameters, which are by full names."""
         ...

@@ -83,6 +83,10 @@ class UnifiedVisionConfig:
         specs.linear("projection", "E", "W", source, bias=False, split="E")
         return tuple(specs.specs)
 
+    def scratch(self, num_rows: int) -> int:
+        """See VisionConfig."""
+        return 4 * num_rows * (3 * self.num_features + 6 * self.width + 2 * self.hidden_size)
+
     def build(self, weights: Parameters) -> "UnifiedVision":
         """See VisionConfig."""
         return UnifiedVision(
