@@ -45,12 +45,18 @@ RAW = {  # by a file's code, or numpy's name where this project reads it as plai
 # Not wanted, and no misfit either. Old checkpoints hold the first, which is computed; some tied
 # ones hold the second; the last are scales of activations, which stay as they are.
 IGNORED = re.compile(r"rotary_emb\.inv_freq$|^lm_head\.weight$|\.(input|activation)_scale$")
-# Names of two versions of transformers for the parts of a model of text and images.
-# And of images and sound.
+# Names of two versions of transformers for the parts of a model of text, images and sound.
 OF_IMAGES = re.compile(
-    r"(model\.)?(vision_tower|multi_modal_projector|mm_projector|visual|vision_embedder|embed_vision"
-    r"|audio_tower|embed_audio)\."
+    r"(model\.)?(vision_tower|multi_modal_projector|mm_projector|visual|vision_embedder|embed_vision)"
+    r"\."
 )
+OF_SOUND = re.compile(r"(model\.)?(audio_tower|embed_audio)\.")
+# What stands for these nodes in names, in any version.
+IMAGE_NODES = {
+    "vision_embedder.": "embed_vision.",
+    "embed_vision.multimodal_embedder.": "embed_vision.",
+    "vision_tower.vision_model.": "vision_tower.",
+}
 OF_TEXT = re.compile(r"^(?:language_model\.(?=model\.|lm_head)|(model\.)language_model\.)")
 log = logging.getLogger("jpaged")
 
@@ -83,7 +89,7 @@ def hf_weights(folder: Path, config: ModelConfig) -> dict[str, Weight]:
             "EAGLE-3's are supported"
         )
     elif FAMILIES[config.family].text_of is not None:
-        entries = _text_entries(entries)
+        entries = _text_entries(entries, images=config.vision is not None)
     entries = {plain_name(name, config): entry for name, entry in entries.items()}
     entries = _of_a_base_model(entries) | _dense_entries(folder, config)
     family, unread = FAMILIES[config.family], _unread(config)
@@ -198,7 +204,7 @@ def mtp_entries(
     family = FAMILIES[config.family]
     assert family.mtp is not None and family.unread is not None
     if family.text_of is not None:
-        entries = _text_entries(entries)
+        entries = _text_entries(entries, images=False)
     begins = re.compile(family.unread.replace("{L}", str(head.target_layers)))
     tensors = {}
     for name, entry in entries.items():
@@ -212,19 +218,35 @@ def mtp_entries(
     return tensors
 
 
-def _text_entries(entries: dict[str, Entry]) -> dict[str, Entry]:
-    """Return the tensors of the text part under their names in a model of text alone."""
+def _text_entries(entries: dict[str, Entry], *, images: bool) -> dict[str, Entry]:
+    """Return the tensors of the text part under their names in a model of text alone. images: and
+    those of the vision tower, under the names that they have in the newest transformers.
+    """
     tensors = {}
     for name, entry in entries.items():
-        if (image := OF_IMAGES.match(name)) is None:
+        if images and OF_IMAGES.match(name):
+            tensors[image_name(name)] = entry
+        elif OF_IMAGES.match(name) is None and OF_SOUND.match(name) is None:
             tensors[OF_TEXT.sub(r"\1", name)] = entry
         else:
-            log.debug("not loaded: %s", image.string)
+            log.debug("not loaded: %s", name)
     if len(tensors) < len(entries):
         log.info(
-            "the text part is loaded: %d tensors of images are not", len(entries) - len(tensors)
+            "the text part is loaded%s: %d tensors of %s are not",
+            " with the vision tower" if images else "",
+            len(entries) - len(tensors),
+            "sound" if images else "images and sound",
         )
     return tensors
+
+
+def image_name(name: str) -> str:
+    """Return the name of a tower's tensor as ParamSpec has it, whichever version wrote it."""
+    name = name.removeprefix("model.")
+    for theirs, ours in IMAGE_NODES.items():
+        if name.startswith(theirs):
+            name = ours + name.removeprefix(theirs)
+    return f"model.{name}"
 
 
 def plain_name(name: str, config: ModelConfig) -> str:
@@ -235,11 +257,15 @@ def plain_name(name: str, config: ModelConfig) -> str:
 
 def _squeezed(shape: tuple[int, ...], wanted: tuple[int, ...] | None) -> tuple[int, ...]:
     """Return the shape of a file's tensor, without axes of one beside that of a vector (ERNIE's
-    choosing biases and Kimi's decays have some).
+    choosing biases and Kimi's decays have some; a number has no axis), and with the inputs of a
+    convolution of patches as one.
     """
-    if wanted is None or len(wanted) != 1 or wanted != (math.prod(shape),):
+    if wanted is None or math.prod(wanted) != math.prod(shape):
         return shape
-    return wanted if max(shape) == wanted[0] else shape
+    if len(wanted) == 2 and len(shape) in (4, 5) and shape[0] == wanted[0]:
+        return wanted
+    is_vector = len(wanted) == 1 and max(shape, default=1) == wanted[0]
+    return wanted if is_vector else shape
 
 
 class Stored(NamedTuple):

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from jpaged.checkpoint.tensors import first_line
-from jpaged.checkpoint.tokenizer import GENERATION_CONFIG, TOKENIZER_FILES
+from jpaged.checkpoint.tokenizer import GENERATION_CONFIG, IMAGE_FILES, TOKENIZER_FILES
 from jpaged.demo import MODELS
 from jpaged.errors import CheckpointError
 
@@ -14,6 +14,7 @@ HUB_ID = re.compile(r"(?P<id>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?")
 FILES = (
     *("config.json", GENERATION_CONFIG, *TOKENIZER_FILES, "additional_chat_templates/*"),
     *("modules.json", "*_Pooling/config.json", "*_Dense/config.json"),  # of sentence-transformers
+    *IMAGE_FILES,
 )
 # Only these names: a repository may hold the same weights in other layouts as well.
 WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "*_Dense/model.safetensors")

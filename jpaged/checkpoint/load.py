@@ -37,6 +37,7 @@ def load_params(
     mesh: Mesh | None = None,
     dequantize: bool = False,
     mtp: bool = False,
+    images: bool = False,
     each: Callable[[ParamSpec, Any, ModelConfig], Any] | None = None,
 ) -> Params:
     """Return Params from a Hugging Face folder (safetensors), an Orbax folder with a config.json,
@@ -48,8 +49,9 @@ def load_params(
     device. Linear weights that the files hold in 8 or 4 bits stay so where they can (not on a mesh
     of several processes), as QuantizedWeights that stand for weights of this dtype (None:
     bfloat16); dequantize makes all of them plain. mtp: the head that the files have to guess a
-    further token, in place of the model. each: takes (ParamSpec, array, ModelConfig) of a
-    plain parameter once it is on its device, and returns what is kept of it.
+    further token, in place of the model. images: with the vision tower, under "vision"; otherwise
+    of the text part alone. each: takes (ParamSpec, array, ModelConfig) of a plain parameter once it
+    is on its device, and returns what is kept of it.
 
     Names, shapes, dtypes and file sizes are all checked before the first tensor is read. Host
     memory peaks at the checkpoint's size on CPU, where jax takes the buffers over, and at the
@@ -57,7 +59,9 @@ def load_params(
     Raises CheckpointError (missing, damaged, unsafe, misfit) and ConfigError (architecture, dtype
     or mesh cannot work).
     """
-    return read_params(path, dtype=dtype, mesh=mesh, dequantize=dequantize, mtp=mtp, each=each)
+    return read_params(
+        path, dtype=dtype, mesh=mesh, dequantize=dequantize, mtp=mtp, images=images, each=each
+    )
 
 
 def read_params(
@@ -67,6 +71,7 @@ def read_params(
     mesh: Mesh | None = None,
     dequantize: bool = False,
     mtp: bool = False,
+    images: bool = False,
     each: Callable[[ParamSpec, Any, ModelConfig], Any] | None = None,
     quantization: str | None = None,
 ) -> Params:
@@ -76,7 +81,7 @@ def read_params(
     assert mesh is None or quantization is None, "KV heads are repeated before they are quantised"
     target = None if dtype is None else float_dtype(dtype)
     folder = local_folder(path)
-    config = read_config(folder)
+    config = read_config(folder, images=images)
     if mtp:
         config = mtp_config(config)
     weights = find_weights(folder, config)
@@ -101,8 +106,10 @@ def read_params(
     return Params(nest({name: leaves[name] for name in weights}), config, folder)
 
 
-def read_config(folder: Path) -> ModelConfig:
-    """Return the ModelConfig of a checkpoint folder; the message of any error names the folder."""
+def read_config(folder: Path, *, images: bool = False) -> ModelConfig:
+    """Return the ModelConfig of a checkpoint folder; the message of any error names the folder.
+    images: with the vision tower.
+    """
     if not folder.is_dir():
         raise CheckpointError(
             f"{folder}: no such folder (nor is it OWNER/NAME, a model of the Hugging Face Hub)"
@@ -111,7 +118,7 @@ def read_config(folder: Path) -> ModelConfig:
     try:
         if is_head(raw):
             return read_head(folder, raw)
-        return replace(ModelConfig.from_hf(raw), pooling=read_pooling(folder))
+        return replace(ModelConfig.from_hf(raw, images=images), pooling=read_pooling(folder))
     except ConfigError as e:
         raise type(e)(f"{folder}: {e}") from e
 

@@ -18,13 +18,14 @@ import numpy as np
 from jax.core import Tracer
 
 from jpaged.checkpoint.tensors import DTYPES, check_fit, first_line, flat
-from jpaged.checkpoint.tokenizer import GENERATION_CONFIG, TOKENIZER_FILES
+from jpaged.checkpoint.tokenizer import GENERATION_CONFIG, IMAGE_FILES, TOKENIZER_FILES
 from jpaged.checks import read_json
 from jpaged.errors import CheckpointError, ConfigError
 from jpaged.models.config import ModelConfig
 from jpaged.models.params import Params, param_shapes, param_table
 from jpaged.models.quantized import is_quantized
 from jpaged.models.sentence import write_pooling
+from jpaged.models.vision.tower import PREFIX
 from jpaged.models.weight import Piece, Weight, store
 
 MARK = "_METADATA"  # the file that every finished Orbax tree has
@@ -72,7 +73,7 @@ def save_params(params: Params, path: str | os.PathLike[str]) -> None:
             checkpointer.save(
                 folder / "params", args=ocp.args.PyTreeSave(params, save_args=options)
             )
-        for name in (*TOKENIZER_FILES, GENERATION_CONFIG):
+        for name in (*TOKENIZER_FILES, GENERATION_CONFIG, *IMAGE_FILES):
             if params.source and (file := params.source / name).exists():
                 (shutil.copytree if file.is_dir() else shutil.copyfile)(file, folder / name)
         if params.config.pooling is not None:
@@ -130,6 +131,8 @@ def orbax_weights(root: Path, config: ModelConfig) -> dict[str, Weight]:
             for entry in metadata["tree_metadata"].values()
         ]
         names = our_names(stored, wanted)
+        if config.vision is None:  # of a model that was saved with its tower, the text part
+            names = {name: at for name, at in names.items() if not name.startswith(PREFIX)}
         specs = {name: _spec(root, at, metadata) for name, at in names.items() if name in wanted}
         opening = {name: ts.open(spec, context=context, read=True) for name, spec in specs.items()}
         arrays = {name: future.result() for name, future in opening.items()}
@@ -210,12 +213,12 @@ def _config_json(params: Params) -> str:
     """Return the source's config.json if it still describes these params, else one made from the
     config.
     """
-    raw = params.config.to_hf()
+    raw, has_images = params.config.to_hf(), params.config.vision is not None
     config = dataclasses.replace(params.config, pooling=None)  # which other files say
     if params.source is not None:
         with contextlib.suppress(ConfigError):  # the folder has gone or changed since
             theirs = read_json(params.source / "config.json")
-            raw = theirs if ModelConfig.from_hf(theirs) == config else raw
-    if ModelConfig.from_hf(raw) != config:
+            raw = theirs if ModelConfig.from_hf(theirs, images=has_images) == config else raw
+    if ModelConfig.from_hf(raw, images=has_images) != config:
         raise ConfigError(f"no {params.config.family} config.json can express {params.config}")
     return json.dumps(raw, indent=2) + "\n"

@@ -29,6 +29,7 @@ from jpaged.models.pooling import PoolingConfig
 from jpaged.models.record import Record
 from jpaged.models.rope_scaling import RopeScaling
 from jpaged.models.sentence import read_pooling
+from jpaged.models.vision.tower import VisionConfig
 
 UNSET: Any = object()  # of a switch that nobody named
 LM_HEAD = ParamSpec("lm_head.weight", "V, E", "lm_head.weight", "normal", "V")
@@ -64,6 +65,7 @@ class ModelConfig:
     num_labels: int | None = None  # Y: of a classifier; 0: no head; None: a vocabulary
     pooling: PoolingConfig | None = None  # what `embed` does to hidden states; None: the last one
     num_deepstack: int = 0  # first layers after which embeddings of images add something
+    vision: VisionConfig | None = None  # the tower that makes embeddings of images
     eos_token_ids: tuple[int, ...] = dataclasses.field(default=(), compare=False)
 
     def __init__(
@@ -84,6 +86,7 @@ class ModelConfig:
         num_labels: int | None = None,
         pooling: PoolingConfig | None = None,
         num_deepstack: int = 0,
+        vision: VisionConfig | None = None,
         eos_token_ids: tuple[int, ...] = (),
         intermediate_size: int = UNSET,
         num_layers: int = UNSET,
@@ -156,6 +159,11 @@ class ModelConfig:
             most = len(values["layers"])
             raise ConfigError(
                 f"num_deepstack={num_deepstack!r}: must be at most {most}, the layers"
+            )
+        if vision is not None and vision.hidden_size != hidden_size:
+            raise ConfigError(
+                f"vision: rows of embeddings of width {vision.hidden_size}: must have the model's "
+                f"hidden_size={hidden_size}"
             )
         positive(
             embedding_multiplier=embedding_multiplier,
@@ -346,6 +354,8 @@ class ModelConfig:
             yield SCORE_HEAD.placed(self.sizes)
         if self.pooling is not None:
             yield from self.pooling.params()
+        if self.vision is not None:
+            yield from self.vision.params()
 
     def layer_params(self) -> Iterator[ParamSpec]:
         """The parameters of its layers."""
@@ -414,12 +424,13 @@ class ModelConfig:
         )
 
     @classmethod
-    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+    def from_hf(cls, raw: Mapping[str, Any], *, images: bool = False) -> Self:
         """From the dict of a Hugging Face config.json; transformers fills in the family's defaults.
+        images: with the tower that makes embeddings of images; otherwise of the text part alone.
 
         Raises ConfigError for any architecture or option outside the families, by name.
         """
-        return cls(**read_hf(raw))
+        return cls(**read_hf(raw, images=images))
 
     def to_hf(self) -> dict[str, Any]:
         """Return the config.json that `from_hf` reads back to an equal ModelConfig.

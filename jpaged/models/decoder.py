@@ -40,7 +40,7 @@ class Decoder(nnx.Module):
         layers = held["layers"]
         self.layers = nnx.List([_hold(layers[str(i)]) for i in range(config.num_layers)])
         self.norm = _hold(held["norm"])
-        for name in ("lm_head", "score", "dense"):
+        for name in ("lm_head", "score", "dense", "vision"):
             if name in held:
                 setattr(self, name, _hold(held[name]))
 

@@ -30,6 +30,7 @@ from jpaged.models.param_spec import Parameter
 from jpaged.models.params import parameters
 from jpaged.models.pooling import Dense
 from jpaged.models.trees import to_tree
+from jpaged.models.vision.tower import Tower
 
 IN_TRAINING = StepContext()
 
@@ -54,7 +55,8 @@ class Forward:
 
     per_layer: what tokens have for each layer, where the model has per-layer embeddings. head: its
     weight is None where the model ties it to the embedding. score: the head of a classifier, which
-    has no vocabulary. dense: the layers after pooling of a model of embeddings.
+    has no vocabulary. dense: the layers after pooling of a model of embeddings. vision: the tower
+    that makes embeddings of images; no step takes it.
     """
 
     embed: Embedding
@@ -64,6 +66,7 @@ class Forward:
     head: Linear
     score: Linear | None = None
     dense: tuple[Dense, ...] = ()
+    vision: Tower | None = None
     config: ModelConfig = dataclasses.field(metadata={"static": True})
 
     @property
@@ -235,6 +238,7 @@ def bind(config: ModelConfig, tree: Mapping[str, Any]) -> Forward:
         head=head,
         score=score,
         dense=() if config.pooling is None else config.pooling.build(weights),
+        vision=None if config.vision is None else config.vision.build(weights),
         config=config,
     )
 

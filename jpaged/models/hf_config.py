@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from jpaged.errors import ConfigError
+from jpaged.errors import ConfigError, UnsupportedError
 from jpaged.models.families import FAMILIES
 from jpaged.models.families.family import Family
 from jpaged.models.hf_defaults import filled
 from jpaged.models.hf_quantization import Format, read_format
 from jpaged.models.layers.attention import AttentionConfig
 from jpaged.models.layers.layer import LayerConfig
+from jpaged.models.vision.tower import VisionConfig
 
 BOTH_WAYS = "use_bidirectional_attention"
 HF_NAMES = {  # of what every family has, in a config.json
@@ -24,13 +25,14 @@ HF_NAMES = {  # of what every family has, in a config.json
 UNKNOWN = ("transformers_version", "num_deepstack")  # to transformers' config classes
 
 
-def read_hf(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of ModelConfig; transformers fills in the family's defaults.
+def read_hf(raw: Mapping[str, Any], *, images: bool = False) -> dict[str, Any]:
+    """Return the arguments of ModelConfig; transformers fills in the family's defaults. images:
+    with the vision tower, UnsupportedError where there is none that is read.
 
     Raises ConfigError for any architecture or option outside the families, by name.
     """
     num_deepstack = _num_deepstack(raw)
-    raw = _as_family(_text_part(raw))
+    whole, raw = raw, _as_family(_text_part(raw))
     named = raw.get("architectures")
     architecture = named[0] if isinstance(named, list | tuple) and named else named
     if raw.get("model_type") is None:
@@ -76,7 +78,9 @@ def read_hf(raw: Mapping[str, Any]) -> dict[str, Any]:
     read = family.description.read(hf)
     if not is_causal:
         read["layers"] = tuple(map(_seeing_both_ways, read["layers"]))
+    vision = {"vision": _read_vision(whole, family, hf["hidden_size"])} if images else {}
     return {
+        **vision,
         **{ours: hf[theirs] for ours, theirs in HF_NAMES.items()},
         **read,
         "num_labels": num_labels,
@@ -116,6 +120,25 @@ def _num_labels(raw: Mapping[str, Any]) -> int:
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ConfigError(f"num_labels={count!r}: must be an integer of at least 1")
     return count
+
+
+def _read_vision(raw: Mapping[str, Any], family: Family, hidden_size: int) -> VisionConfig:
+    """Return the tower of a model of text and images."""
+    model_type = raw.get("model_type")
+    if family.vision is None or family.text_of is None or model_type != family.text_of[0]:
+        built = ", ".join(f.text_of[0] for f in FAMILIES.values() if f.vision and f.text_of)
+        raise UnsupportedError(
+            f"images=True: no vision tower of model_type={model_type!r} is read (those of {built} "
+            "are)"
+        )
+    known = copy.deepcopy({k: v for k, v in raw.items() if k != "transformers_version"})
+    try:
+        hf = filled(str(model_type), known)
+    except Exception as e:  # see read_hf
+        raise ConfigError(f"config.json of {model_type}: {' '.join(str(e).split())}") from e
+    if not hf.get("vision_config"):
+        raise UnsupportedError(f"images=True: this {model_type} has no vision_config")
+    return family.vision(hf, hidden_size)
 
 
 def format_of(raw: Mapping[str, Any]) -> Format | None:
@@ -173,6 +196,8 @@ def write_hf(config: Any) -> dict[str, Any]:
     config: the ModelConfig.
     """
     family = FAMILIES[config.family]
+    if config.vision is not None:
+        return _write_whole(config, family)
     architecture, head = family.architecture, dict[str, Any]()
     written = family.description.write(config)
     if not config.is_causal:
@@ -192,4 +217,19 @@ def write_hf(config: Any) -> dict[str, Any]:
         **head,
         **written,
         **({"num_deepstack": config.num_deepstack} if config.num_deepstack else {}),
+    }
+
+
+def _write_whole(config: Any, family: Family) -> dict[str, Any]:
+    """Return the config.json of a model with its vision tower."""
+    assert family.text_of is not None
+    text = write_hf(replace(config, vision=None))
+    del text["architectures"]
+    shared = {key: text.pop(key) for key in ("tie_word_embeddings", "eos_token_id")}
+    return {
+        "architectures": [family.text_of[1]],
+        "model_type": family.text_of[0],
+        **shared,
+        **config.vision.write(),
+        "text_config": text,
     }

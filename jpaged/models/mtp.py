@@ -51,7 +51,8 @@ def mtp_config(target: ModelConfig) -> ModelConfig:
         mixer = [mixer for mixer in mixers if mixer.indexer is not None][-1]  # no other has chosen
         layer = dataclasses.replace(layer, mixer=mixer)
     head = MTPConfig(target_hidden_size=target.hidden_size, target_layers=target.num_layers)
-    return dataclasses.replace(target, layers=[layer], draft_head=head, eos_token_ids=())
+    changes: dict[str, Any] = {"draft_head": head, "vision": None, "eos_token_ids": ()}
+    return dataclasses.replace(target, layers=[layer], **changes)
 
 
 @jax.tree_util.register_dataclass

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 type MeshAxis = str | tuple[str, ...]  # one axis of a mesh, or several as if they were one
-type Init = Literal["normal", "residual", "zeros", "ones"]
+type Init = Literal["normal", "residual", "zeros", "ones", "bounds"]
 
 
 class Part(NamedTuple):
@@ -43,9 +43,10 @@ class ParamSpec:
     source: its name in a Hugging Face file, in which all outputs are one axis and all inputs
     another, and {x} is the number of an expert; or the parts that it is stored as. init: "normal"
     has a standard deviation of 0.02, "residual" that divided by the root of the number of residual
-    additions. split: the letter of the axis that a tensor-parallel mesh axis splits; None: every
-    device holds the whole. over_replicas: replicas split it, too. in_f32: it is kept in f32,
-    whatever the dtype of the model.
+    additions, "bounds" alternates between the least and the largest number. split: the letter of
+    the axis that a tensor-parallel mesh axis splits; None: every device holds the whole.
+    over_replicas: replicas split it, too. in_f32: it is kept in f32, whatever the dtype of the
+    model.
     is_quantized: whether quantization= may store it in 8 or 4 bits, if it is a linear weight; None:
     if a mesh splits it, which leaves routers and gates plain. is_always_plain: no Linear multiplies
     by it, so that files which hold it in 8 or 4 bits are read as what they stand for.

@@ -38,6 +38,7 @@ from jpaged.models.layers.parallel_ffn import ParallelFFNConfig
 from jpaged.models.layers.per_layer import PerLayerConfig
 from jpaged.models.layers.router import RouterConfig
 from jpaged.models.param_spec import MeshAxis, Parameter, ParamSpec, Part
+from jpaged.models.vision.tower import PREFIX
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -125,7 +126,12 @@ def param_table(config: ModelConfig) -> dict[str, ParamSpec]:
     pass.
     """
     family = FAMILIES[config.family]
-    specs = (spec.stored_as(family.names).in_nodes(family.nodes) for spec in config.params())
+    specs = (
+        spec
+        if spec.name.startswith(PREFIX)
+        else spec.stored_as(family.names).in_nodes(family.nodes)
+        for spec in config.params()
+    )
     return {spec.at(spec.name): spec for spec in specs}
 
 
@@ -184,6 +190,9 @@ def initial_tree(config: ModelConfig, rngs: "nnx.Rngs", dtype: DTypeLike) -> dic
 
     def initial(spec: ParamSpec) -> Array:
         shape, kept = spec.shape, jnp.float32 if spec.in_f32 else dtype
+        if spec.init == "bounds":  # so wide that they bound nothing
+            signs = jnp.where(jnp.arange(math.prod(shape)) % 2, 1, -1).reshape(shape)
+            return signs.astype(kept) * jnp.asarray(jnp.finfo(kept).max, kept)
         if spec.init in ("zeros", "ones"):
             return jnp.full(shape, float(spec.init == "ones"), kept)
         scale = 0.02 if spec.init == "normal" else 0.02 * (2 * config.num_layers) ** -0.5

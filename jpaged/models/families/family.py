@@ -1,8 +1,10 @@
 """Family: what tells one family of models from another."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
+
+from jpaged.models.vision.tower import VisionConfig
 
 
 class Description(Protocol):
@@ -87,7 +89,9 @@ class Family:
     all names. stacked_experts: a file holds the experts of a layer in one tensor. unread: a regular
     expression of how names of tensors begin that no part of the model takes, as layers that guess
     further tokens; {L} stands for the number of layers. mtp: how these are read as a head of the
-    model; None where they are not.
+    model; None where they are not. vision: reads the tower from the config.json of the model of
+    text and images, with defaults filled in, and the text model's hidden_size; None where none is
+    read.
     """
 
     model_type: str
@@ -103,6 +107,7 @@ class Family:
     stacked_experts: StackedExperts | None = None
     unread: str | None = None
     mtp: MTPFiles | None = None
+    vision: Callable[[dict[str, Any], int], VisionConfig] | None = None
 
 
 LAYER, HF_LAYER = "layers.{i}.", "model.layers.{i}."

@@ -2,6 +2,7 @@
 
 from jpaged.models.families.family import Family, in_layers
 from jpaged.models.families.switches import BIASES, Switches
+from jpaged.models.vision.siglip import SiglipVisionConfig
 
 ALWAYS = {
     "post_norms": True,
@@ -37,5 +38,6 @@ GEMMA3 = Family(
         attention={"sees_images": True},
     ),
     text_of=("gemma3", "Gemma3ForConditionalGeneration"),
+    vision=SiglipVisionConfig.read,
     names=NAMES,
 )

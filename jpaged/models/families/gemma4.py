@@ -14,6 +14,8 @@ from jpaged.models.layers.norm import NormConfig
 from jpaged.models.layers.parallel_ffn import ParallelFFNConfig
 from jpaged.models.layers.per_layer import PerLayerConfig
 from jpaged.models.layers.router import RouterConfig
+from jpaged.models.vision.gemma4 import Gemma4VisionConfig
+from jpaged.models.vision.unified import UnifiedVisionConfig
 
 
 class Gemma4:
@@ -169,6 +171,7 @@ GEMMA4 = Family(
     architecture="Gemma4ForCausalLM",
     description=Gemma4(),
     text_of=("gemma4", "Gemma4ForConditionalGeneration"),
+    vision=Gemma4VisionConfig.read,
     names=NAMES,
     stacked_experts=StackedExperts(alternate=False, transposed=False, node="experts"),
 )
@@ -177,5 +180,6 @@ GEMMA4_UNIFIED = Family(
     architecture="Gemma4UnifiedForCausalLM",
     description=Gemma4(),
     text_of=("gemma4_unified", "Gemma4UnifiedForConditionalGeneration"),
+    vision=UnifiedVisionConfig.read,
     names=NAMES,
 )

@@ -11,6 +11,7 @@ from jpaged.models.families.family import Family, MTPFiles, StackedExperts, in_l
 from jpaged.models.families.switches import BIASES, ExpertKeys, ListedDenseLayers, Switches
 from jpaged.models.layers.attention import AttentionConfig
 from jpaged.models.layers.delta import DeltaConfig
+from jpaged.models.vision.qwen import Qwen3VisionConfig
 
 SIZES = {  # of DeltaConfig, in a config.json
     "num_key_heads": "linear_num_key_heads",
@@ -124,6 +125,7 @@ QWEN3_5 = Family(
     model_type="qwen3_5_text",
     architecture="Qwen3_5ForCausalLM",
     text_of=("qwen3_5", "Qwen3_5ForConditionalGeneration"),
+    vision=Qwen3VisionConfig.read,
     description=Hybrid(
         switches=Switches(
             always=QWEN,
@@ -141,6 +143,7 @@ QWEN3_5_MOE = Family(
     model_type="qwen3_5_moe_text",
     architecture="Qwen3_5MoeForCausalLM",
     text_of=("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration"),
+    vision=Qwen3VisionConfig.read,
     description=Hybrid(
         switches=Switches(
             always={**QWEN, "norm_topk_prob": True},

@@ -4,6 +4,7 @@ rope turns by three axes, on all of which a token of text has one position.
 
 from jpaged.models.families.family import Family, StackedExperts
 from jpaged.models.families.switches import BIASES, ExpertKeys, ListedDenseLayers, Switches
+from jpaged.models.vision.qwen import Qwen3VisionConfig, Qwen25VisionConfig
 
 QWEN2 = Family(
     model_type="qwen2",
@@ -50,12 +51,14 @@ QWEN2_5_VL_TEXT = Family(
     architecture="Qwen2_5_VLTextModel",
     description=Switches(always={"qkv_bias": True}, windows="by layer", axes=(16, 24, 24)),
     text_of=("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"),
+    vision=Qwen25VisionConfig.read,
 )
 QWEN3_VL_TEXT = Family(
     model_type="qwen3_vl_text",
     architecture="Qwen3VLTextModel",
     description=Switches(always={"qk_norm": True}, keys=BIASES, axes=AXES, rope=ALTERNATING),
     text_of=("qwen3_vl", "Qwen3VLForConditionalGeneration"),
+    vision=Qwen3VisionConfig.read,
 )
 QWEN3_VL_MOE_TEXT = Family(
     model_type="qwen3_vl_moe_text",
@@ -68,5 +71,6 @@ QWEN3_VL_MOE_TEXT = Family(
         experts=ExpertKeys(sizes=SIZES, dense_layers=ListedDenseLayers()),
     ),
     text_of=("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"),
+    vision=Qwen3VisionConfig.read,
     stacked_experts=StackedExperts(alternate=False, transposed=True),
 )

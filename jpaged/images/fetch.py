@@ -1,0 +1,207 @@
+"""Images by URL, from hosts that are listed and from public addresses alone.
+
+A name is resolved once, all addresses that it has are looked at, and the connection goes to one of
+these, so that a name cannot point elsewhere in between. A redirect is a URL like any other.
+"""
+
+import concurrent.futures
+import contextlib
+import http.client
+import ipaddress
+import socket
+import ssl
+import threading
+import time
+from typing import Any
+from urllib.parse import SplitResult, urljoin, urlsplit
+
+from jpaged.errors import RequestError
+from jpaged.images.limits import ImageLimits
+
+PORTS = {"http": 80, "https": 443}
+REDIRECTS = (301, 302, 303, 307, 308)
+BLOCK = 2**16
+
+
+def fetch(url: str, limits: ImageLimits) -> bytes:
+    """Return what a URL holds, at most limits.max_bytes and within limits.timeout_s. RequestError
+    where its host is not listed, has an address that is not public, or does not answer.
+    """
+    ends = time.monotonic() + limits.timeout_s
+    for _ in range(limits.max_redirects + 1):
+        parts = _checked(url, limits)
+        body, location = _get(parts, limits, ends)
+        if location is None:
+            return body
+        url = urljoin(url, location)
+    raise RequestError(
+        f"image URL: redirected more than max_redirects={limits.max_redirects} times"
+    )
+
+
+def _checked(url: str, limits: ImageLimits) -> SplitResult:
+    """Return the parts of a URL that may be fetched."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port
+    except ValueError as e:
+        raise RequestError(f"image URL: {e}") from e
+    if parts.scheme not in PORTS or not host:
+        raise RequestError(f"image URL of scheme {parts.scheme!r}: must be http or https")
+    if parts.username is not None or parts.password is not None:
+        raise RequestError("image URL: must hold no user and no password")
+    if not url.isascii() or any(c <= " " or c == "\x7f" for c in url):
+        raise RequestError("image URL: must be ASCII without spaces (percent-encode the rest)")
+    if not limits.hosts:
+        raise RequestError(
+            "image URL: none are fetched unless hosts lists theirs; send the image as a data: URL"
+        )
+    if not any(_is_listed(host, port, parts.scheme, entry) for entry in limits.hosts):
+        raise RequestError(f"image URL: the host {parts.netloc[:80]!r} is not one of hosts")
+    return parts
+
+
+def _is_listed(host: str, port: int | None, scheme: str, entry: str) -> bool:
+    name, colon, number = entry.partition(":") if entry.count(":") <= 1 else (entry, "", "")
+    wanted = int(number) if colon else PORTS[scheme]
+    if (port or PORTS[scheme]) != wanted:
+        return False
+    if name.startswith("*."):
+        return host.endswith(name[1:])
+    return host == name
+
+
+def _addresses(host: str, port: int, limits: ImageLimits, ends: float) -> list[tuple[Any, ...]]:
+    """Return (family, address) of a host; RequestError if any of them is not public."""
+    pool = concurrent.futures.ThreadPoolExecutor(1, "jpaged-resolve")
+    asked = pool.submit(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+    pool.shutdown(wait=False)  # the resolver's own time has bounds; ours may be shorter
+    try:
+        answers = asked.result(timeout=max(0.0, ends - time.monotonic()))
+    except concurrent.futures.TimeoutError as e:
+        raise _late(limits) from e
+    except (OSError, UnicodeError) as e:
+        raise RequestError(f"image URL: the host {host!r} has no address ({e})") from e
+    addresses = [(family, address) for family, _, _, _, address in answers]
+    for _, address in addresses:
+        if not limits.private_addresses and not is_public(str(address[0])):
+            raise RequestError(
+                f"image URL: the host {host!r} has an address that is not public "
+                "(private_addresses=False)"
+            )
+    return addresses
+
+
+def is_public(address: str) -> bool:
+    """Return whether an IP address is a public one of a single host, and is none that stands for
+    another within IPv6.
+    """
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address):
+        inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo and ip.teredo[1])
+        is_nat64 = ip in ipaddress.ip_network("64:ff9b::/96")
+        if is_nat64:
+            inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
+        if inner:
+            return is_public(str(inner))
+    return ip.is_global and not ip.is_multicast and not ip.is_reserved
+
+
+class _Pinned(http.client.HTTPConnection):
+    """A connection to an address that was looked at, by a name that may be another."""
+
+    def __init__(self, host: str, port: int, connected: socket.socket):
+        super().__init__(host, port)
+        self.sock = connected
+
+    def connect(self) -> None:
+        raise http.client.NotConnected("the connection ended")
+
+
+def _get(parts: SplitResult, limits: ImageLimits, ends: float) -> tuple[bytes, str | None]:
+    """Return the body of an answer, or where it redirects to."""
+    host, port = parts.hostname or "", parts.port or PORTS[parts.scheme]
+    connected = _connected(_addresses(host, port, limits, ends), limits, ends)
+    # One that sends a byte now and then never runs into the time of a single read.
+    is_late = threading.Event()
+
+    def end() -> None:
+        is_late.set()
+        with contextlib.suppress(OSError):
+            connected.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(max(0.0, ends - time.monotonic()), end)
+    timer.daemon = True
+    timer.start()
+    wrapped = connected
+    try:
+        if parts.scheme == "https":
+            context = ssl.create_default_context()
+            wrapped = context.wrap_socket(connected, server_hostname=host)
+        connection = _Pinned(host, port, wrapped)
+        path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        connection.request("GET", path, headers={"Accept": "image/*", "User-Agent": "jpaged"})
+        with connection.getresponse() as response:
+            answer = _read(response, limits)
+        if is_late.is_set():  # what looked like the end was ours
+            raise _late(limits)
+        return answer
+    except RequestError:
+        raise
+    except (OSError, http.client.HTTPException, ValueError) as e:
+        raise (
+            _late(limits)
+            if is_late.is_set()
+            else RequestError(f"image URL: {host!r} gave no image ({type(e).__name__}: {e})")
+        ) from e
+    finally:
+        timer.cancel()
+        wrapped.close()
+        connected.close()
+
+
+def _connected(addresses: list[tuple[Any, ...]], limits: ImageLimits, ends: float) -> socket.socket:
+    last: OSError | None = None
+    for family, address in addresses:
+        left = ends - time.monotonic()
+        if left <= 0:
+            raise _late(limits)
+        made = socket.socket(family, socket.SOCK_STREAM)
+        made.settimeout(left)
+        try:
+            made.connect(address)
+            return made
+        except OSError as e:
+            last = e
+            made.close()
+    raise RequestError(f"image URL: cannot connect ({last})") from last
+
+
+def _read(answer: http.client.HTTPResponse, limits: ImageLimits) -> tuple[bytes, str | None]:
+    if answer.status in REDIRECTS:
+        location = answer.getheader("Location")
+        if not location:
+            raise RequestError(f"image URL: an answer of status {answer.status} without Location")
+        return b"", location
+    if answer.status != 200:
+        raise RequestError(f"image URL: an answer of status {answer.status}")
+    if answer.getheader("Content-Encoding", "identity").lower() not in ("identity", ""):
+        raise RequestError("image URL: an answer that is compressed, which was not asked for")
+    too_long = RequestError(f"image URL: more bytes than max_bytes={limits.max_bytes:,}")
+    length = answer.getheader("Content-Length", "0")
+    if length.isdecimal() and int(length) > limits.max_bytes:
+        raise too_long
+    body = bytearray()
+    while block := answer.read(BLOCK):
+        body += block
+        if len(body) > limits.max_bytes:
+            raise too_long
+    if length.isdecimal() and len(body) < int(length):
+        raise RequestError(
+            f"image URL: the answer ended after {len(body):,} of {int(length):,} bytes"
+        )
+    return bytes(body), None
+
+
+def _late(limits: ImageLimits) -> RequestError:
+    return RequestError(f"image URL: no whole answer within timeout_s={limits.timeout_s:g}")

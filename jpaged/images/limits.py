@@ -1,0 +1,56 @@
+"""ImageLimits: what an image may be, and where it may come from."""
+
+import dataclasses
+
+from jpaged.checks import positive
+from jpaged.errors import ConfigError
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+MIB = 2**20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageLimits:
+    """The bounds that a caller sets for images; what is beyond one is that request's error.
+
+    max_bytes: of a file, or of what a data: URL holds. max_pixels: width times height, which is
+    looked at before anything is decoded. max_side: of width and height. max_frames: of an animated
+    file, whose first frame is taken. formats: that are read at all, by Pillow's names. local_paths:
+    whether a source may be a path of this machine. hosts: that images may be fetched from: names,
+    with :PORT where it is not the usual one; "*.example.com" is any host below it. None are
+    fetched from by default. private_addresses: whether these hosts may have addresses that are not
+    public. timeout_s: of all of a fetch. max_redirects: to hosts that are listed, too.
+    """
+
+    max_bytes: int = 32 * MIB
+    max_pixels: int = 40_000_000
+    max_side: int = 30_000
+    max_frames: int = 1
+    formats: tuple[str, ...] = FORMATS
+    local_paths: bool = True
+    hosts: tuple[str, ...] = ()
+    private_addresses: bool = False
+    timeout_s: float = 10.0
+    max_redirects: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("max_bytes", "max_pixels", "max_side", "max_frames"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(
+                    f"ImageLimits: {name}={value!r}: must be an integer of at least 1"
+                )
+        positive(timeout_s=self.timeout_s)
+        if isinstance(self.max_redirects, bool) or self.max_redirects < 0:
+            raise ConfigError(
+                f"ImageLimits: max_redirects={self.max_redirects!r}: must be 0 or more"
+            )
+        for host in self.hosts:
+            if "/" in host or host != host.lower() or not host.strip("*."):
+                raise ConfigError(
+                    f"ImageLimits: hosts has {host!r}: must be names in lower case such as "
+                    "'images.example.com', 'example.com:8080' or '*.example.com'"
+                )
+
+
+DEFAULT_LIMITS = ImageLimits()
