@@ -52,8 +52,8 @@ GRANITE = {  # parts of names in Granite 4's files, and in transformers
 }
 VARIETY = 8  # distinct tokens in a continuation
 TRIES = 100
-# What make_golden_beams.py, _seeds.py, _mtp.py, _routes.py, _heads.py, _spans.py and _towers.py make,
-# as names on the command line.
+# What make_golden_beams.py, _seeds.py, _mtp.py, _routes.py, _heads.py, _spans.py and _towers.py
+# make, as names on the command line.
 BEAMS, SEEDED, MTP, ROUTES, HEADS = "beams", "seeds", "mtp", "routes", "heads"
 SPANS, TOWERS = "spans", "towers"
 
