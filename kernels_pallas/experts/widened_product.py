@@ -10,8 +10,7 @@ Rows come in tiles of one expert each (`row_tiles.whole_tiles`). As many thread 
 holds go through items, which are blocks of outputs of a tile. One warpgroup copies the weight as it
 lies and the rows, some inputs at a time, through a ring in shared memory. Two compute. Before its
 first product of an item a warpgroup turns over the scales of groups of its outputs: [S, outputs] in
-shared memory is what it can load an output a row of registers. The last places of a step may lie
-past the end of a row, where TMA writes zeros.
+shared memory is what it can load an output a row of registers.
 
 Shapes: X experts, R rows, N outputs, K inputs, W places of an output's numbers (K, or in 4 bits K /
 2), S of its scales, I tiles, B rows of a tile, C places of a step.
@@ -31,17 +30,18 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import llvm
 
 from kernels_pallas.paged_attention.common import multiprocessors
 from kernels_pallas.paged_attention.mosaic_gpu.pieces import SMEM_BYTES, WGMMA, drain, tiled_smem
 
 OUT = 64  # outputs of a product, the rows of a wgmma
-PLACES = 64  # that are widened at a time; columns of a swizzled tile of 16 bits
+PLACES = (64, 32)  # that are widened at a time, columns of a tile in shared memory
 COMPUTING = 2  # warpgroups that compute
 # Registers of a thread of those, and of the one that copies: 384 threads start with 168.
 REGISTERS, COPYING = 240, 24
-FEWEST_STAGES, MOST_STAGES = 3, 8
+FEWEST_STAGES, MOST_STAGES = 4, 8
+MOST_PLACES = {1: 128, 2: 96}  # of a step, by the numbers that a place holds
 SMALLEST_PIECE = 16  # places that share a scale
 COLUMNS = 8  # of scales that are turned over at a time: the unit of a layout
 NIBBLE_BLOCK = 32  # inputs in 16 bytes of 4-bit numbers: their first half in the low bits
@@ -61,10 +61,13 @@ class Weight(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What a thread block takes: outputs of an item, places of a step, stages of the ring."""
+    """What a thread block takes: outputs of an item, places of a step and of a tile in shared
+    memory, stages of the ring.
+    """
 
     outputs: int
     places: int
+    columns: int
     stages: int
 
 
@@ -77,8 +80,9 @@ def refused(weight: Weight, rows: int, inputs: int) -> str | None:
         return f"the form {weight.form}"
     if weight.values.size >= 2**31:
         return f"{weight.values.size} places, of which there may be {2**31 - 1}"
-    if W % 16 or N % (COMPUTING * OUT):
-        return f"{N} outputs of {W} places: only whole {COMPUTING * OUT} and 16"
+    if W % PLACES[-1] or N % OUT or N < COMPUTING * OUT:
+        whole = f"only whole {OUT} outputs, {COMPUTING * OUT} or more, and whole {PLACES[-1]} places"
+        return f"{N} outputs of {W} places: {whole}"
     if (S > 1 or inputs > W) and (W % S or W // S % SMALLEST_PIECE):
         return f"{S} scales for {W} places: only for whole {SMALLEST_PIECE}"
     if _sizes(weight, rows, inputs) is None:
@@ -90,14 +94,18 @@ def _sizes(weight: Weight, rows: int, inputs: int) -> Sizes | None:
     """Return what a thread block takes; None if nothing fits in shared memory."""
     (_, N, W), S = weight.values.shape, weight.scales.shape[2]
     numbers = inputs // W  # of a place
-    places = PLACES if numbers > 1 or rows > 32 or W % (2 * PLACES) else 2 * PLACES
+    columns = next(x for x in PLACES if W % x == 0)
     scales = 0 if S == 1 and numbers == 1 else S * 4 * (1 if weight.zeros is None else 2)
-    for strips in (2, 1) if rows > 32 else (1,):
+    # Many outputs for many rows, so that a byte that is copied is used often; steps as long as
+    # several of them fit, since each begins and ends with a barrier.
+    for strips in (2, 1) if rows > 32 and N % (2 * COMPUTING * OUT) == 0 else (1,):
         outputs = COMPUTING * strips * OUT
-        stage = outputs * places + rows * places * numbers * 2
-        stages = min((SMEM_BYTES - 2048 - outputs * scales) // stage, MOST_STAGES)
-        if N % outputs == 0 and stages >= FEWEST_STAGES:
-            return Sizes(outputs=outputs, places=places, stages=stages)
+        most = MOST_PLACES[numbers] // columns * columns
+        for places in range(most, 0, -columns):
+            stage = outputs * places + rows * places * numbers * 2
+            stages = min((SMEM_BYTES - 2048 - outputs * scales) // stage, MOST_STAGES)
+            if W % places == 0 and stages >= FEWEST_STAGES:
+                return Sizes(outputs=outputs, places=places, columns=columns, stages=stages)
     return None
 
 
@@ -121,18 +129,15 @@ def grouped_product(
     sizes, dtype = _sizes(weight, rows, K), x_RK.dtype
     assert sizes is not None and refused(weight, rows, K) is None and dtype == jnp.bfloat16
     halves, C, stages = K // W, sizes.places, sizes.stages
-    steps, outs, strips = pl.cdiv(W, C), N // sizes.outputs, sizes.outputs // (COMPUTING * OUT)
+    columns = sizes.columns  # of a tile
+    steps, outs, strips = W // C, pl.cdiv(N, sizes.outputs), sizes.outputs // (COMPUTING * OUT)
     in_groups = S > 1 or halves == 2
     group = W // S  # places that share a scale
-    piece = math.gcd(group, PLACES)
+    piece = math.gcd(group, columns)
     blocks = min(thread_blocks or multiprocessors(), len(expert_I) * outs)
     x = x_RK[None]
     if halves == 2:
         x, values_XNW = _in_halves(x_RK), lax.bitcast_convert_type(values_XNW, jnp.int8)
-    if interpret:  # it has no zeros past the end
-        past = (0, steps * C - W)
-        x = jnp.pad(x, ((0, 0), (0, 0), past))
-        values_XNW = jnp.pad(values_XNW, ((0, 0), (0, 0), past))
     scales = (scales_XNS,) if zeros_XNS is None else (scales_XNS, zeros_XNS)
 
     def kernel(expert_ref, count_ref, x_ref, values_ref, scale_refs, out_ref, buffers, barriers):
@@ -141,10 +146,11 @@ def grouped_product(
         my_turns = pl.cdiv(jnp.maximum(count_ref[0] * outs - block, 0), jnp.int32(blocks))
 
         def item_of(turn):
-            """Return a turn's tile of rows and its expert, and its block of outputs."""
+            """Return a turn's tile of rows and its expert, and the first of its outputs."""
             item = turn * blocks + block
-            tile = lax.div(item, jnp.int32(outs))
-            return tile, expert_ref[tile], lax.rem(item, jnp.int32(outs))
+            tile, nth = lax.div(item, jnp.int32(outs)), lax.rem(item, jnp.int32(outs))
+            # The last ones end with the row: some are computed twice.
+            return tile, expert_ref[tile], jnp.minimum(nth * sizes.outputs, N - sizes.outputs)
 
         def stage_of(turn, i):
             return lax.rem(turn * steps + i, jnp.int32(stages))
@@ -156,27 +162,27 @@ def grouped_product(
 
             def scale_of(sm, strip, place):
                 """Return the scales of outputs for a piece of places, [OUT, piece]."""
-                nth = jnp.minimum(lax.div(place, jnp.int32(group)), S - 1)
-                x = plgpu.load(sm.at[first_strip + strip, nth], layout=WGMMA.reduce(1))
+                source = sm.at[first_strip + strip, lax.div(place, jnp.int32(group))]
+                x = plgpu.load(source, layout=WGMMA.reduce(1))
                 return lax.broadcast_in_dim(x, (OUT, piece), [0])
 
             def scaled(numbers, strip, place, unit):
-                """Return f32 numbers in units of `unit`, [OUT, PLACES], scaled and rounded."""
+                """Return f32 numbers in units of `unit`, [OUT, columns], scaled and rounded."""
                 pieces = []
-                for first in range(0, PLACES, piece):
-                    part = numbers[:, first : first + piece]
+                for begin in range(0, columns, piece):
+                    part = numbers[:, begin : begin + piece]
                     if zeros_XNS is not None:
-                        part = part - scale_of(scale_sms[1], strip, place + first) * (1 / unit)
-                    scale = scale_of(scale_sms[0], strip, place + first) * unit
+                        part = part - scale_of(scale_sms[1], strip, place + begin) * (1 / unit)
+                    scale = scale_of(scale_sms[0], strip, place + begin) * unit
                     pieces.append((part * scale).astype(dtype))
                 return jnp.concatenate(pieces, axis=1) if len(pieces) > 1 else pieces[0]
 
             @pl.loop(0, my_turns)
             def _(turn):
-                tile, expert, out = item_of(turn)
+                tile, expert, first = item_of(turn)
 
                 def outputs_of(strip):
-                    return pl.ds(out * sizes.outputs + (first_strip + strip) * OUT, OUT)
+                    return pl.ds(first + (first_strip + strip) * OUT, OUT)
 
                 if in_groups:
                     plgpu.commit_smem()  # all warps have read those of the last item
@@ -191,16 +197,16 @@ def grouped_product(
                     plgpu.barrier_wait(full.at[stage])
                     for strip in range(strips):
                         here = pl.ds((first_strip + strip) * OUT, OUT)
-                        for c in range(C // PLACES):
+                        for c in range(C // columns):
                             tile_sm = w_sm.at[stage, c, here]
                             held = plgpu.load(tile_sm, layout=plgpu.Layout.WGMMA_UPCAST_2X)
-                            held, place = plgpu.layout_cast(held, WGMMA), i * C + c * PLACES
+                            held, place = plgpu.layout_cast(held, WGMMA), i * C + c * columns
                             numbers, unit = _numbers(held, form, interpret)
                             for half, w in enumerate(numbers):
                                 if in_groups:
                                     w = scaled(w.astype(jnp.float32), strip, place, unit)
-                                columns = pl.ds(c * PLACES, PLACES)
-                                part_sm = x_sm.at[stage * halves + half, :, columns]
+                                here_sm = pl.ds(c * columns, columns)
+                                part_sm = x_sm.at[stage * halves + half, :, here_sm]
                                 accs[strip] = _add_product(
                                     accs[strip], w.astype(dtype), part_sm, interpret
                                 )
@@ -224,16 +230,16 @@ def grouped_product(
 
             @pl.loop(0, my_turns)
             def _(turn):
-                tile, expert, out = item_of(turn)
-                outputs = pl.ds(out * sizes.outputs, sizes.outputs)
+                tile, expert, first = item_of(turn)
+                outputs = pl.ds(first, sizes.outputs)
 
                 @pl.loop(0, steps)
                 def _(i):
                     stage = stage_of(turn, i)
                     was_used = turn * steps + i >= stages
                     pl.when(was_used)(lambda: plgpu.barrier_wait(empty.at[stage]))
-                    for c in range(C // PLACES):
-                        places = pl.ds(i * C + c * PLACES, PLACES)
+                    for c in range(C // columns):
+                        places = pl.ds(i * C + c * columns, columns)
                         source = values_ref.at[expert, outputs, places]
                         plgpu.copy_gmem_to_smem(source, w_sm.at[stage, c], full.at[stage])
                     for half in range(halves):
@@ -255,12 +261,12 @@ def grouped_product(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         scratch_types=(
             (
-                tiled_smem((stages, C // PLACES, sizes.outputs, PLACES), values_XNW.dtype, PLACES),
-                tiled_smem((stages * halves, B, C), dtype, PLACES),
+                tiled_smem((stages, C // columns, sizes.outputs, columns), values_XNW.dtype, columns),
+                tiled_smem((stages * halves, B, C), dtype, columns),
                 tuple(of_scales for _ in (scales if in_groups else ())),
             ),
             (
-                barriers(num_arrivals=C // PLACES + halves),
+                barriers(num_arrivals=C // columns + halves),
                 barriers(num_arrivals=COMPUTING),
             ),
         ),
@@ -295,16 +301,15 @@ def _turn_over(ref, sm) -> None:
 def _numbers(held, form: str, interpret: bool) -> tuple[tuple[Any, ...], float]:
     """Return the numbers of places, of each half of a byte in 4 bits, and the unit that they count.
 
-    held: [OUT, PLACES], in 4 bits as int8.
+    held: [OUT, columns of a tile], in 4 bits as int8.
     """
     if form in ("int8", "fp8"):
-        # fp8 has no conversion to bf16 alone.
-        return ((held if form == "int8" else held.astype(jnp.float32)).astype(jnp.bfloat16),), 1
-    dtype, unit = (jnp.bfloat16, 1) if form == "int4" else (jnp.float16, 2.0**14)
+        return (held.astype(jnp.bfloat16 if form == "int8" else jnp.float32),), 1
+    unit = 1 if form == "int4" else 2.0**14
     if interpret:
         bits = held.astype(jnp.int32)
         return tuple(_nibbles(half, form) for half in (bits & 15, (bits >> 4) & 15)), unit
-    result = plgpu.ShapeDtypeStruct(held.shape, dtype, layout=WGMMA)
+    result = plgpu.ShapeDtypeStruct(held.shape, jnp.float16, layout=WGMMA)
     decode = plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=(result, result))
     return decode(functools.partial(_decode, form=form))(held), unit
 
@@ -312,7 +317,7 @@ def _numbers(held, form: str, interpret: bool) -> tuple[tuple[Any, ...], float]:
 def _nibbles(bits, form: str):
     """Return the numbers of half bytes in units of `_numbers`."""
     if form == "int4":
-        return (bits - 8).astype(jnp.bfloat16)
+        return (bits - 8).astype(jnp.float16)
     # float16 has the bits of these numbers, but for the exponent's bias.
     short = ((bits & 8) << 12 | (bits & 7) << 9).astype(jnp.int16)
     return lax.bitcast_convert_type(short, jnp.float16)
@@ -320,17 +325,17 @@ def _nibbles(bits, form: str):
 
 # What makes two numbers each of two bytes in $2: of their low halves $0, of the high ones $1.
 DECODE = {
-    # 128 + n is a number of bf16 that ends with the bits of n.
+    # 1024 + n is a number of float16 that ends with the bits of n.
     "int4": """
         prmt.b32 bytes, $2, 0, 0x4140;
         and.b32 $0, bytes, 0x000f000f;
         shr.u32 bytes, bytes, 4;
         and.b32 $1, bytes, 0x000f000f;
-        or.b32 $0, $0, 0x43004300;
-        or.b32 $1, $1, 0x43004300;
-        mov.b32 size, 0x43084308;
-        sub.bf16x2 $0, $0, size;
-        sub.bf16x2 $1, $1, size;
+        or.b32 $0, $0, 0x64006400;
+        or.b32 $1, $1, 0x64006400;
+        mov.b32 size, 0x64086408;
+        sub.f16x2 $0, $0, size;
+        sub.f16x2 $1, $1, size;
     """,
     "mxfp4": """
         prmt.b32 bytes, $2, 0, 0x1404;
@@ -348,15 +353,17 @@ DECODE = {
 
 
 def _decode(_, held, *, form: str):
-    """Return two arrays of 16-bit floats, of the low and of the high halves of bytes."""
+    """Return two arrays of float16, of the low and of the high halves of bytes."""
     i16, i32 = (ir.IntegerType.get_signless(bits) for bits in (16, 32))
-    pair = ir.VectorType.get((2,), ir.BF16Type.get() if form == "int4" else ir.F16Type.get())
+    pair = ir.VectorType.get((2,), ir.F16Type.get())
+    nothing = llvm.mlir_undef(ir.VectorType.get((1,), i16))
     both = llvm.StructType.get_literal([i32, i32])
     code = "{ .reg .b32 bytes, sign, size;" + DECODE[form] + "}"
     halves = [np.empty_like(held.registers) for _ in range(2)]
     for place, register in np.ndenumerate(held.registers):
-        numbers = arith.extui(i32, utils.bitcast(register, i16))
-        made = llvm.inline_asm(both, [numbers], code, "=r,=r,r")
+        two = utils.bitcast(register, ir.VectorType.get((1,), i16))
+        word = utils.bitcast(utils.vector_concat([two, nothing]), i32)
+        made = llvm.inline_asm(both, [word], code, "=r,=r,r")
         for nth, half in enumerate(halves):
             half[place] = utils.bitcast(llvm.extractvalue(i32, made, [nth]), pair)
     return tuple(
