@@ -3,10 +3,11 @@ those in 8 and 4 bits by one that widens them (`widened_product`).
 """
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 from jax import Array
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
 
 from kernels_pallas.experts import triton
@@ -41,7 +42,7 @@ def experts(
     weights: ExpertWeights,
     glu: Glu,
     *,
-    interpret: bool = False,
+    interpret: bool | plgpu.InterpretGPUParams = False,
 ) -> Array:
     """Compute the experts of each token; see kernels_pallas.experts. Products of weights in 16 bits
     round to bf16. Triton takes forms and groups of scales that the product in 8 and 4 bits does not
@@ -52,12 +53,12 @@ def experts(
     if isinstance(weights.gate_up, Array) and isinstance(weights.down, Array):
         return grouped_experts(_product, x_TE, chosen_TA, weight_TA, weights, glu)
     X, _, width, embed = weights.gate_up.shape
-    rows = tile_rows(chosen_TA.size, X, FEWEST, MOST)
     held = [_held(weight) for weight in (weights.gate_up, weights.down)]
-    inputs = embed, width
-    if any(w is None or refused(w, rows, size) for w, size in zip(held, inputs, strict=True)):
-        return triton.experts(x_TE, chosen_TA, weight_TA, weights, glu, interpret=interpret)
-    gate_up, down = held
+    rows = _rows(held, (embed, width), tile_rows(chosen_TA.size, X, FEWEST, MOST))
+    if rows is None:
+        args = x_TE, chosen_TA, weight_TA, weights, glu
+        return triton.experts(*args, interpret=bool(interpret))
+    gate_up, down = cast(list[Weight], held)
     tiles = whole_tiles(chosen_TA, X, rows)
     product = functools.partial(
         grouped_product,
@@ -75,6 +76,16 @@ def experts(
     # Rows that no tile has may hold anything, NaN too.
     y_TAE = jnp.where((chosen_TA < X)[:, :, None], y_TAE * weight_TA[:, :, None], 0.0)
     return jnp.sum(y_TAE, axis=1)
+
+
+def _rows(held: list[Weight | None], inputs: tuple[int, int], most: int) -> int | None:
+    """Return the most rows of a tile that both weights can be multiplied by, or None."""
+    while most >= FEWEST:
+        pairs = zip(held, inputs, strict=True)
+        if not any(weight is None or refused(weight, most, size) for weight, size in pairs):
+            return most
+        most //= 2
+    return None
 
 
 def _held(weight: Any) -> Weight | None:

@@ -53,7 +53,7 @@ def whole_tiles(chosen_TA: Array, num_experts: int, rows: int) -> WholeTiles:
     P, X = chosen_TA.size, num_experts
     by_expert = sort(chosen_TA, X)
     expert_I, first_I, _ = tile_table(by_expert.sizes_X, P, rows)
-    sorted_R = (first_I[:, None] + jnp.arange(rows, dtype=jnp.int32)).reshape(-1)
+    sorted_R = (first_I[:, None] + jnp.arange(rows, dtype=jnp.int32)[None, :]).reshape(-1)
     tiles_X = -(-by_expert.sizes_X // rows)
     # By how much a row is further down than its pair among the sorted ones.
     down_X = (jnp.cumsum(tiles_X) - tiles_X) * rows

@@ -117,7 +117,7 @@ def grouped_product(
     count_1: Array,
     rows: int,
     thread_blocks: int | None = None,
-    interpret: bool = False,
+    interpret: bool | plgpu.InterpretGPUParams = False,
 ) -> Array:
     """Return f32 [R, N]: rows [i * B, (i + 1) * B) of bf16 times the weight of expert_I[i], for i
     less than count_1; other rows are not written. The weight must not be `refused`.
@@ -270,7 +270,7 @@ def grouped_product(
                 barriers(num_arrivals=COMPUTING),
             ),
         ),
-        interpret=plgpu.InterpretGPUParams() if interpret else None,
+        interpret=plgpu.InterpretGPUParams() if interpret is True else interpret or None,
     )(expert_I, count_1, x, values_XNW, scales)
 
 
@@ -298,7 +298,7 @@ def _turn_over(ref, sm) -> None:
         plgpu.store(sm.at[columns].transpose((1, 0)), x, optimized=False)
 
 
-def _numbers(held, form: str, interpret: bool) -> tuple[tuple[Any, ...], float]:
+def _numbers(held, form: str, interpret: Any) -> tuple[tuple[Any, ...], float]:
     """Return the numbers of places, of each half of a byte in 4 bits, and the unit that they count.
 
     held: [OUT, columns of a tile], in 4 bits as int8.
@@ -372,7 +372,7 @@ def _decode(_, held, *, form: str):
     )
 
 
-def _add_product(acc, w, x_sm, interpret: bool):
+def _add_product(acc, w, x_sm, interpret: Any):
     """Return acc + w . x transposed, [OUT, B]."""
     if interpret:  # the interpreter knows wgmma neither on registers nor into a given accumulator
         acc = acc + jnp.dot(w, x_sm[...].T, preferred_element_type=jnp.float32)
