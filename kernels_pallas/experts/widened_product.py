@@ -81,7 +81,9 @@ def refused(weight: Weight, rows: int, inputs: int) -> str | None:
     if weight.values.size >= 2**31:
         return f"{weight.values.size} places, of which there may be {2**31 - 1}"
     if W % PLACES[-1] or N % OUT or N < COMPUTING * OUT:
-        whole = f"only whole {OUT} outputs, {COMPUTING * OUT} or more, and whole {PLACES[-1]} places"
+        whole = (
+            f"only whole {OUT} outputs, {COMPUTING * OUT} or more, and whole {PLACES[-1]} places"
+        )
         return f"{N} outputs of {W} places: {whole}"
     if (S > 1 or inputs > W) and (W % S or W // S % SMALLEST_PIECE):
         return f"{S} scales for {W} places: only for whole {SMALLEST_PIECE}"
@@ -185,7 +187,8 @@ def grouped_product(
                     return pl.ds(first + (first_strip + strip) * OUT, OUT)
 
                 if in_groups:
-                    plgpu.commit_smem()  # all warps have read those of the last item
+                    # A warp loads what it has stored itself; its lanes wait for each other here.
+                    plgpu.commit_smem()
                     for ref, sm in zip(scale_refs, scale_sms, strict=True):
                         for strip in range(strips):
                             source = ref.at[expert, outputs_of(strip)]
@@ -261,7 +264,9 @@ def grouped_product(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         scratch_types=(
             (
-                tiled_smem((stages, C // columns, sizes.outputs, columns), values_XNW.dtype, columns),
+                tiled_smem(
+                    (stages, C // columns, sizes.outputs, columns), values_XNW.dtype, columns
+                ),
                 tiled_smem((stages * halves, B, C), dtype, columns),
                 tuple(of_scales for _ in (scales if in_groups else ())),
             ),
