@@ -1,7 +1,7 @@
 """Tiles of rows that are sorted by expert, each of one expert.
 
-Shapes: T tokens, A choices of a token, X experts, P = T * A pairs, I tiles, B rows of a tile, R = I *
-B rows of all tiles.
+Shapes: T tokens, A choices of a token, X experts, P = T * A pairs, I tiles, B rows of a tile, R = I
+* B rows of all tiles.
 """
 
 from typing import NamedTuple

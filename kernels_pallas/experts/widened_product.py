@@ -314,7 +314,7 @@ def _numbers(held, form: str, interpret: Any) -> tuple[tuple[Any, ...], float]:
     if interpret:
         bits = held.astype(jnp.int32)
         return tuple(_nibbles(half, form) for half in (bits & 15, (bits >> 4) & 15)), unit
-    result = plgpu.ShapeDtypeStruct(held.shape, jnp.float16, layout=WGMMA)
+    result = plgpu.ShapeDtypeStruct(held.shape, jnp.dtype(jnp.float16), layout=WGMMA)
     decode = plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=(result, result))
     return decode(functools.partial(_decode, form=form))(held), unit
 

@@ -23,6 +23,8 @@ from kernels_pallas.experts.widened_product import Weight, refused
 from tests.kernels import aot_cuda, aot_quantized
 from tests.kernels.test_experts import GLU, exact, make, quantised
 
+EXPERTS: Any = mosaic_gpu.experts
+
 
 @pytest.fixture(autouse=True)
 def _few_places(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,7 +39,7 @@ def _few_places(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def checked(held: Any, plain: Any, interpret: Any = True) -> None:
     """Hold interpreted experts to a loop in float64."""
-    found = np.asarray(mosaic_gpu.experts(*held, GLU, interpret=interpret))
+    found = np.asarray(EXPERTS(*held, GLU, interpret=interpret))
     wanted = exact(*plain)
     assert np.abs(found - wanted).max() < 0.01 * np.abs(wanted).max()
 
@@ -141,7 +143,7 @@ def test_triton_takes_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(triton, "experts", experts)
     held, _ = quantised(9, 3, 2, "int8", 64, 64, None)  # of down, 64 outputs
-    assert mosaic_gpu.experts(*held, GLU, interpret=True) == "Triton's" and taken == [True]
+    assert EXPERTS(*held, GLU, interpret=True) == "Triton's" and taken == [True]
 
 
 def test_shorter_tiles_leave_room_for_many_scales() -> None:
