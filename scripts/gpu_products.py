@@ -15,8 +15,8 @@ from gpu_seconds import seconds_of
 from jpaged.models.layers import low_rank
 from jpaged.models.layers.mlp import gated
 from jpaged.models.quantized import fp8_product, quantized
-from kernels_pallas.experts import tiles, triton
-from kernels_pallas.experts.interface import ExpertWeights
+from kernels_pallas.experts import mosaic_gpu, tiles, triton
+from kernels_pallas.experts.interface import ExpertWeights, Shapes
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -48,24 +48,34 @@ def product(dry: bool, rows: int, way: str) -> Found:
 
 
 def mixtures(dry: bool) -> Cases:
-    """Return what times the experts of a layer of GPT-OSS 20B, by Triton and in tiles by XLA."""
-    forms, rows = ("int4", "int8", "bf16"), (16,) if dry else (32, 2048)
+    """Return what times the experts of a layer of GPT-OSS 20B, by Triton and in tiles by XLA, and
+    those in 8 and 4 bits by Mosaic where it runs on the card.
+    """
+    forms, rows = ("int4", "fp8", "int8", "bf16"), (16,) if dry else (32, 2048)
+    shapes = Shapes(dtype=jnp.bfloat16, hidden_size=2880, expert_size=2880, is_plain=False)
+    device = None if dry else jax.devices()[0]
+    ways = ("triton", "tiles", "mosaic_gpu")
+    ways = ways if mosaic_gpu.unsupported(shapes, device) is None else ways[:2]
+    # Of bf16 these widths are no whole tiles; an interpreter takes a minute for each.
+    widened = ("int4",) if dry else forms[:-1]
     return {
         f"experts, {n} rows, {form}, {way}": functools.partial(mixture, dry, n, form, way)
-        for n, form, way in itertools.product(rows, forms, ("triton", "tiles"))
+        for n, form, way in itertools.product(rows, forms, ways)
+        if way != "mosaic_gpu" or form in widened
     }
 
 
 def mixture(dry: bool, rows: int, form: str, way: str) -> Found:
-    X, width, A = (4, 64, 2) if dry else (32, 2880, 4)
+    X, width, A = (2, 128, 1) if dry else (32, 2880, 4)
     up, down = noise((X, 2, width, width)), noise((X, width, width)) / width**0.5
     if form != "bf16":
         up, down = (quantized(w, form, w.ndim - 1) for w in (up, down))
     weights = ExpertWeights(gate_up=up, gate_up_bias=None, down=down)
     chosen = jnp.arange(rows * A, dtype=jnp.int32).reshape(rows, A) * 7 % X
     args = noise((rows, width)), chosen, jnp.full((rows, A), 1 / A), weights
-    options = {"interpret": True} if dry and way == "triton" else {}
-    experts = {"triton": triton.experts, "tiles": tiles.experts}[way]
+    options = {"interpret": True} if dry and way != "tiles" else {}
+    modules = {"triton": triton, "tiles": tiles, "mosaic_gpu": mosaic_gpu}
+    experts: Any = modules[way].experts
     call = functools.partial(experts, glu=functools.partial(gated, "silu"), **options)
     compiled = jax.jit(call).lower(*args).compile()
     seconds = seconds_of(lambda: compiled(*args), jax.block_until_ready, dry)

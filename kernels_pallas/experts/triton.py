@@ -22,6 +22,7 @@ from jax.experimental.pallas import triton as plgpu
 from kernels_pallas.e4m3 import e4m3_to_f32
 from kernels_pallas.experts import tiles
 from kernels_pallas.experts.interface import ExpertWeights, Glu, Shapes, grouped_experts
+from kernels_pallas.experts.row_tiles import tile_rows, tile_table
 from kernels_pallas.implementation import before_ampere
 
 FEW, MANY = 16, 128  # rows of a tile
@@ -68,7 +69,7 @@ def experts(
 def _product(x: Array, weights: Any, sizes_X: Array, *, interpret: bool) -> Array:
     """Return f32 [P, outputs] of rows x [P, inputs]; sizes_X: number of rows of each expert."""
     parts = _parts(weights)
-    outputs, rows = parts.values.shape[1], tile_rows(x.shape[0], len(sizes_X))
+    outputs, rows = parts.values.shape[1], tile_rows(x.shape[0], len(sizes_X), FEW, MANY)
     table = tile_table(sizes_X, x.shape[0], rows)
     is_packed = parts.values.shape[2] < x.shape[1]
     xs = _halves(x) if is_packed else (x,)
@@ -105,27 +106,6 @@ def _halves(x: Array) -> tuple[Array, Array]:
     """Split x [P, inputs] into the inputs of the low halves of the bytes and of the high ones."""
     groups = x.reshape(len(x), -1, 2, NIBBLE_BLOCK // 2)
     return groups[:, :, 0].reshape(len(x), -1), groups[:, :, 1].reshape(len(x), -1)
-
-
-def tile_rows(num_rows: int, num_experts: int) -> int:
-    """Return the rows of a tile: about as many as an expert has on average, a power of two."""
-    average = max(num_rows // num_experts, 1)
-    return min(max(pl.next_power_of_2(average), FEW), MANY)
-
-
-def tile_table(sizes_X: Array, num_rows: int, rows: int) -> tuple[Array, Array, Array]:
-    """Return int32 [I] each: a tile's expert, X for no tile; its first row; the last + 1 of the
-    expert's rows.
-    """
-    X = len(sizes_X)
-    tiles_X = -(-sizes_X // rows)
-    last_X, end_X = jnp.cumsum(tiles_X), jnp.cumsum(sizes_X)
-    tile_I = jnp.arange(num_rows // rows + min(X, num_rows), dtype=jnp.int32)
-    expert_I = jnp.sum(last_X[None, :] <= tile_I[:, None], axis=1, dtype=jnp.int32)
-    last_I = jnp.minimum(expert_I, X - 1)
-    before_I = tile_I - last_X[last_I] + tiles_X[last_I]  # tiles of the same expert
-    first_I = end_X[last_I] - sizes_X[last_I] + before_I * rows
-    return expert_I, first_I.astype(jnp.int32), end_X[last_I].astype(jnp.int32)
 
 
 def _kernel(

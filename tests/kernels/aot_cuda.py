@@ -1,7 +1,7 @@
 """Lowering and compiling the Mosaic GPU kernels for Hopper on a machine without one.
 
 Lowering needs jax alone. Compiling needs the CUDA plugin's packages and a ptxas, not a device. As a
-program, with MOSAIC_GPU_DUMP_TO naming an empty folder, it compiles all of KERNELS and prints what
+program, with MOSAIC_GPU_DUMP_TO naming an empty folder, it compiles ALL and prints what
 each takes; then CONTROLS, kernels that are broken on purpose, so that what is read of the others is
 known to show it. Names in its command line: these alone.
 """
@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import SingleDeviceSharding
 
+from kernels_pallas.experts.widened_product import Weight, grouped_product
 from kernels_pallas.paged_attention import mosaic_gpu
 from kernels_pallas.paged_attention.interface import AttentionOptions, Options
 from kernels_pallas.paged_attention.mosaic_gpu import decode_kernel, prefill_kernel
@@ -71,6 +72,21 @@ KERNELS: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
     "prefill_d256_g4_window": (256, 64, 8, 2, {"window": 1000}),
     "prefill_d256_g4_window_cap": (256, 256, 8, 2, {"window": 1000, "soft_cap": 50.0}),
 }
+# name: form, rows of a tile, inputs, outputs, scales of an output, whether there are zeros
+EXPERTS: dict[str, tuple[str, int, int, int, int, bool]] = {
+    "experts_int8": ("int8", 16, 2048, 1536, 1, False),
+    "experts_int8_many": ("int8", 128, 2048, 1536, 1, False),
+    "experts_int8_groups_many": ("int8", 128, 2048, 1536, 16, False),
+    "experts_fp8": ("fp8", 8, 2048, 1536, 1, False),
+    "experts_fp8_blocks": ("fp8", 16, 768, 2048, 6, False),
+    "experts_fp8_blocks_many": ("fp8", 128, 7168, 4096, 56, False),
+    "experts_int4": ("int4", 16, 2048, 1536, 64, False),
+    "experts_int4_many": ("int4", 64, 7168, 4096, 224, False),
+    "experts_int4_zeros": ("int4", 64, 2048, 1536, 16, True),
+    "experts_mxfp4": ("mxfp4", 16, 2880, 2880, 90, False),
+    "experts_mxfp4_many": ("mxfp4", 128, 2880, 5760, 90, False),
+}
+ALL = (*KERNELS, *EXPERTS)
 MASKS = ("window", "soft_cap")
 # name: a kernel, what is replaced in which module, by what
 CONTROLS: dict[str, tuple[str, Any, str, Any]] = {
@@ -81,8 +97,10 @@ CONTROLS: dict[str, tuple[str, Any, str, Any]] = {
 
 def kernel(name: str) -> tuple[Any, ...]:
     """One of KERNELS and the shapes of its arguments: 32 rows, 2048 packed tokens, 4 layers of 1000
-    blocks.
+    blocks. Or one of EXPERTS: 40 tiles of 16 experts.
     """
+    if name in EXPERTS:
+        return _experts(*EXPERTS[name])
     D, P, H, K, more = KERNELS[name]
     shape, i32 = jax.ShapeDtypeStruct, jnp.int32
     pool: Any = shape((4 * 1000, P, 2 * K, D), more.get("kv_dtype", jnp.bfloat16))
@@ -109,9 +127,31 @@ def kernel(name: str) -> tuple[Any, ...]:
     return lambda *a: function(*a[:-1], sinks_H=a[-1]), *args, shape((H,), jnp.bfloat16)
 
 
+def _experts(
+    form: str, rows: int, inputs: int, outputs: int, scales: int, has_zeros: bool
+) -> tuple[Any, ...]:
+    X, tiles, shape = 16, 40, jax.ShapeDtypeStruct
+    in_4_bits = form in ("int4", "mxfp4")
+    dtype = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}.get(form, jnp.uint8)
+    of_groups: Any = shape((X, outputs, scales), jnp.float32)
+
+    def product(x: Any, values: Any, expert_I: Any, count_1: Any, scales: Any, *zeros: Any) -> Any:
+        weight = Weight(form, values, scales, *(zeros or (None,)))
+        return grouped_product(x, weight, expert_I=expert_I, count_1=count_1, rows=rows)
+
+    return (
+        product,
+        shape((tiles * rows, inputs), jnp.bfloat16),
+        shape((X, outputs, inputs // (2 if in_4_bits else 1)), dtype),
+        shape((tiles,), jnp.int32),
+        shape((1,), jnp.int32),
+        *(of_groups,) * (2 if has_zeros else 1),
+    )
+
+
 def blocks_on_an_sm(name: str) -> int:
-    """Return how many thread blocks of one of KERNELS are to fit on an SM at once."""
-    if name.startswith("prefill"):
+    """Return how many thread blocks of one of ALL are to fit on an SM at once."""
+    if not name.startswith("decode"):
         return 1
     return decode_kernel.resident(KERNELS[name][0], in_8_bits="kv_dtype" in KERNELS[name][-1])
 
@@ -193,7 +233,7 @@ def compile_kernel(function: Callable[..., Any], *args: Any, dump: Path) -> Reso
 
 
 def report(name: str) -> None:
-    """Print what one of KERNELS or CONTROLS takes, as JSON."""
+    """Print what one of ALL or CONTROLS takes, as JSON."""
     broken, dump = CONTROLS.get(name), Path(os.environ["MOSAIC_GPU_DUMP_TO"])
     how = contextlib.nullcontext() if broken is None else mock.patch.object(*broken[1:])
     with how:
@@ -205,5 +245,5 @@ def report(name: str) -> None:
 
 if __name__ == "__main__":
     # kernel_report names the chip too.
-    for name in [arg for arg in sys.argv[1:] if not arg.startswith("sm_")] or (*KERNELS, *CONTROLS):
+    for name in [arg for arg in sys.argv[1:] if not arg.startswith("sm_")] or (*ALL, *CONTROLS):
         report(name)

@@ -7,7 +7,7 @@ compiles, of each form, the product of 16 rows with a weight of 6144 x 1024 (an 
 and prints a JSON line: bytes of temporaries, how many instructions write the widened weight to
 memory, and how many products are of fp8 by fp8. "control" writes it by order; "fp8 by fp8" is the
 product of 704 rows where tensor cores can do that. For CUDA then 32 tokens through 4 of 32 experts
-(a layer of GPT-OSS 20B), by Triton and in tiles by XLA, and how many loops ask the host.
+(a layer of GPT-OSS 20B), by Mosaic, by Triton and in tiles by XLA, and how many loops ask the host.
 """
 
 import functools
@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from jpaged.models.layers.mlp import gated
 from jpaged.models.quantized import FORMS, MXFP4, QuantizedWeight, quantized
-from kernels_pallas.experts import tiles, triton
+from kernels_pallas.experts import mosaic_gpu, tiles, triton
 from kernels_pallas.experts.interface import ExpertWeights
 from scripts._common import absent_device, stay_on_cpu
 
@@ -121,7 +121,8 @@ def facts(platform: str, chip: str) -> Iterator[dict[str, Any]]:
         args = jax.ShapeDtypeStruct((rows, E), jnp.bfloat16), weight(name)
         function = control if name == "control" else product
         yield {"form": name} | found_in(compiled(platform, chip, function, *args))
-    ways = {"triton": triton.experts, "tiles": tiles.experts} if platform == "cuda" else {}
+    modules = {"mosaic_gpu": mosaic_gpu, "triton": triton, "tiles": tiles}
+    ways = {name: module.experts for name, module in modules.items() if platform == "cuda"}
     for form, (way, experts) in itertools.product(("mxfp4", "int8", "fp8", "int4"), ways.items()):
         function = functools.partial(experts, glu=functools.partial(gated, "silu"))
         made = compiled(platform, chip, function, *mixture(form))

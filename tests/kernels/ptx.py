@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 WARPGROUP = 128  # threads
 
-STORE = re.compile(r"\b(st|stmatrix)\.(?!global|param|local|async)\S*")
+STORE = re.compile(r"\b(st|stmatrix)\.(?!global|param|local|async)\S*\s+\[(%\w+)")
 FENCE = re.compile(r"\bfence\.proxy\.async\b")
 # An arrival too: it tells others that they may read.
 READ = re.compile(
@@ -48,7 +48,9 @@ def unfenced(ptx: str) -> list[str]:
     """
     lines = instructions(ptx)
     after, found, seen = following(lines), set(), set()
-    waiting = [j for i, line in enumerate(lines) if STORE.search(line) for j in after[i]]
+    elsewhere = of_parameters(lines)
+    stores = ((i, STORE.search(line)) for i, line in enumerate(lines))
+    waiting = [j for i, m in stores if m and m[2] not in elsewhere for j in after[i]]
     while waiting:
         i = waiting.pop()
         if i in seen or FENCE.search(lines[i]):
@@ -58,6 +60,34 @@ def unfenced(ptx: str) -> list[str]:
             found.add(i)
         waiting += after[i]
     return [lines[i] for i in sorted(found)]
+
+
+def of_parameters(lines: list[str]) -> set[str]:
+    """Return the registers with addresses of the kernel's arrays: a store that names no memory and
+    takes one of these is to global memory.
+    """
+    sources: dict[str, set[str]] = {}
+    for line in lines:
+        if line.startswith(("ld.param", "add.s64", "mov.b64", "cvta.")):
+            written, *read = re.findall(r"%rd\d+|__dynamic_shmem__\d+", line)
+            kind = {"parameter"} if line.startswith("ld.param") else set()
+            sources.setdefault(written, set()).update(read, kind)
+
+    def origins(register: str) -> set[str]:
+        known, waiting = set(), [register]
+        while waiting:
+            name = waiting.pop()
+            if name not in known:
+                known.add(name)
+                waiting += sources.get(name, ())
+        return known
+
+    def is_of_one(register: str) -> bool:
+        known = origins(register)
+        is_shared = any(name.startswith("__dynamic") for name in known)
+        return "parameter" in known and not is_shared
+
+    return {register for register in sources if is_of_one(register)}
 
 
 def fences(ptx: str) -> int:

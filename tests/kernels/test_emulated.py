@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from kernels_pallas.experts import mosaic_gpu as experts
+from kernels_pallas.experts import widened_product
 from kernels_pallas.paged_attention import mosaic_gpu
 from kernels_pallas.paged_attention.head_write import HeadNorm
 from kernels_pallas.paged_attention.head_write import mosaic_gpu as head_write
@@ -31,7 +32,7 @@ from tests.kernels.hopper.block import AHEAD, LATE, RANDOM, TIMINGS, ThreadBlock
 from tests.kernels.hopper.emulated import Emulated
 from tests.kernels.hopper.memory import Fault
 from tests.kernels.suite import bounded, check
-from tests.kernels.test_experts import GLU, exact, make
+from tests.kernels.test_experts import GLU, exact, in_form, make, quantised
 from tests.runtime.test_one_pass import check as check_tiles
 
 SECONDS = 900  # that a test may take, on a busy machine
@@ -183,6 +184,85 @@ def test_experts_are_the_loop_over_them(T: int, X: int, A: int) -> None:
             found = np.asarray(experts.experts(x, chosen, weight, weights, glu=GLU))
         assert np.abs(found - wanted).max() < 0.01 * np.abs(wanted).max()
     assert len(emulated.compiled) == 2
+
+
+WIDENED = [  # form, inputs that share a scale, tokens, experts, choices, widths
+    ("int4", 96, 9, 3, 2, 192, 192),
+    ("int8", None, 9, 3, 2, 128, 192),
+    ("fp8", None, 9, 3, 2, 128, 128),
+    ("fp8", 32, 9, 3, 2, 128, 192),
+    ("mxfp4", None, 9, 3, 2, 192, 192),
+    ("int8", 64, 70, 1, 1, 256, 128),
+    ("mxfp4", None, 70, 1, 1, 128, 128),
+    ("int8", None, 300, 2, 1, 128, 256),
+]
+
+
+@pytest.mark.parametrize("made", WIDENED, ids=str)
+def test_widened_experts_are_the_loop_over_them(made: tuple[Any, ...]) -> None:
+    """Tiles of few rows and of many, one strip of outputs and two, outputs that are computed twice,
+    tiles of 64 and of 32 places.
+    """
+    form, group, T, X, A, width, embed = made
+    held, plain = quantised(T, X, A, form, width, embed, group)
+    emulated, wanted = Emulated(RANDOM), exact(*plain)
+    for emulated.timing in TIMINGS:
+        with emulated.running(), mock.patch.object(widened_product, "multiprocessors", lambda: 3):
+            found = np.asarray(experts.experts(*held, glu=GLU))
+        assert np.abs(found - wanted).max() < 0.01 * np.abs(wanted).max()
+    assert len(emulated.compiled) == 2
+
+
+@functools.cache
+def widener(form: str) -> Emulated:
+    """Return what compiles a product with widened weights once for all that is broken of it."""
+    emulated = Emulated(RANDOM)
+    with mock.patch.object(widened_product, "drain", lambda *args: None):
+        check_widened(emulated, form)
+    return emulated
+
+
+def check_widened(emulated: Emulated, form: str) -> None:
+    """Hold a product of five tiles of 8 rows, of which one is not there, to its definition: two
+    thread blocks, the ring wraps, all bytes occur.
+    """
+    tiles, rows, X, N, K = 5, 8, 3, 128, 768
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((tiles * rows, K)).astype(jnp.bfloat16)
+    weight = in_form(jnp.asarray(rng.standard_normal((X, N, K)), jnp.bfloat16), form, 2, None)
+    expert_I, count = np.array([2, 0, 1, 0, 0], np.int32), 4
+    with emulated.running():
+        found = widened_product.grouped_product(
+            jnp.asarray(x),
+            widened_product.Weight(form, weight.values, weight.scales, weight.zeros),
+            expert_I=jnp.asarray(expert_I),
+            count_1=jnp.asarray([count], jnp.int32),
+            rows=rows,
+            thread_blocks=2,
+        )
+    whole = np.asarray(weight.whole(), np.float64)
+    wanted = [
+        x[i * rows : (i + 1) * rows].astype(np.float64) @ whole[expert_I[i]].T for i in range(count)
+    ]
+    found, wanted = np.asarray(found), np.concatenate(wanted)
+    assert np.isnan(found[count * rows :]).all()  # no row of what is not there is written
+    assert np.abs(found[: count * rows] - wanted).max() < 0.01 * np.abs(wanted).max()
+
+
+def widened_outcome(form: str, change: Callable[[str], str]) -> str:
+    """Return how the product fails after a change of its PTX, or "" if it does not."""
+    emulated = widener(form)
+    (compiled,) = emulated.compiled.values()
+    assert change(compiled.ptx) != compiled.ptx
+    with mock.patch.object(emulated, "change", change):
+        for emulated.timing in (LATE, AHEAD, RANDOM):
+            try:
+                check_widened(emulated, form)
+            except Fault as fault:
+                return f"{type(fault).__name__}: {fault}"
+            except AssertionError:
+                return "wrong"
+    return ""
 
 
 @functools.cache
@@ -398,6 +478,54 @@ def test_every_wait_is_needed(name: str, nth: int) -> None:
     """Skipped one by one, all fail but those that others imply."""
     fails = outcome(name, replaced(WAIT, SKIPPED, nth))
     assert bool(fails) == (nth not in WAITS[name][1])
+
+
+def without_waits_for_stages(text: str) -> str:
+    """Return PTX that waits for copies, first, and never until a stage is free."""
+    first, *others = re.finditer(WAIT, text)
+    return text[: first.end()] + re.sub(WAIT, SKIPPED, text[first.end() :]) if others else text
+
+
+# What is broken of a product with widened weights, in which form, and how it has to show.
+WIDENED_FAULTS: dict[str, tuple[str, Callable[[str], str], str]] = {
+    "products not waited for": ("int8", replaced(PRODUCTS, ""), "wgmma still uses"),
+    "a tile that is not waited for": ("int8", replaced(WAIT, SKIPPED, 0), ""),
+    "a stage that is not waited for": ("int8", without_waits_for_stages, ""),
+    "a stage that is not given back": ("int8", replaced(ARRIVE, "", 0), "Deadlock"),
+    "bytes that never come": (
+        "int8",
+        another_constant(r"expect_tx\S* _, \[%r\d+\], (%r\d+)", 0, 264),
+        "Deadlock",
+    ),
+    "more registers than there are": ("int8", replaced("u32 240;", "u32 248;"), "Deadlock"),
+    "low halves of bytes in place of high ones": (
+        "int4",
+        replaced(r"shr\.u32 bytes\S*, bytes\S*, 4;", ""),
+        "wrong",
+    ),
+    "high halves without their sign": (
+        "mxfp4",
+        replaced(r"and\.b32 (sign\w*), (bytes\w*), 0x80008000;", r"mov.b32 \1, 0;"),
+        "wrong",
+    ),
+}
+
+
+@pytest.mark.parametrize("form", ["int8", "int4", "mxfp4"])
+def test_a_widened_product_as_it_is(form: str) -> None:
+    """The control of what follows: without the waits at its end. LLVM unrolls the six steps of the
+    copying warpgroup.
+    """
+    assert widened_outcome(form, lambda text: f"{text}// as it is") == ""
+    (compiled,) = widener(form).compiled.values()
+    assert len(re.findall(WAIT, compiled.ptx)) == 1 + 6
+
+
+@pytest.mark.parametrize("fault", WIDENED_FAULTS)
+def test_a_fault_of_a_widened_product_is_seen(fault: str) -> None:
+    form, change, shows = WIDENED_FAULTS[fault]
+    said = widened_outcome(form, change)
+    assert said and shows in said
 
 
 @pytest.mark.parametrize("fault", FAULTS)

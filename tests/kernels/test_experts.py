@@ -327,7 +327,7 @@ def test_what_cannot_run_says_why(name: str, change: dict[str, Any], said: str) 
 
 
 def test_who_takes_experts_on_a_card() -> None:
-    """In 8 bits, of widths that are no whole tiles, or before Hopper: Triton."""
+    """Before Hopper, or of widths that are no whole tiles: Triton."""
 
     def names(capability: str, **changes: Any) -> list[str]:
         device = types.SimpleNamespace(platform="gpu", compute_capability=capability)
@@ -335,9 +335,13 @@ def test_who_takes_experts_on_a_card() -> None:
         ours = ((name, each) for name, each in there if "gpu" in (each.platforms or ["gpu"]))
         return [name for name, each in ours if each.module().unsupported(shapes, device) is None]
 
-    assert names("9.0") == ["mosaic_gpu", "triton", "tiles"]
-    assert names("9.0", is_plain=False) == names("9.0", expert_size=2880) == ["triton", "tiles"]
-    assert names("8.0") == ["triton", "tiles"] and names("7.5") == ["tiles"]
+    assert names("9.0") == names("9.0", is_plain=False) == ["mosaic_gpu", "triton", "tiles"]
+    assert names("9.0", is_plain=False, expert_size=2880)[0] == "mosaic_gpu"
+    assert names("9.0", expert_size=2880) == ["triton", "tiles"]
+    assert names("9.0", is_plain=False, expert_size=96) == ["triton", "tiles"]
+    for capability in ("8.0", "10.0", "12.0"):  # Blackwell has no wgmma
+        assert names(capability, is_plain=False) == names(capability) == ["triton", "tiles"]
+    assert names("7.5") == ["tiles"]
 
 
 def abstract(T: int, X: int = 128, A: int = 8) -> Any:

@@ -576,7 +576,7 @@ def test_unsupported_raises(queries: tuple[int, ...] | None) -> None:
         call(mosaic_gpu, case, build(case))
 
 
-@pytest.mark.parametrize("name", aot_cuda.KERNELS)
+@pytest.mark.parametrize("name", aot_cuda.ALL)
 def test_lowers_for_cuda(name: str) -> None:
     assert "mosaic_gpu" in aot_cuda.lower(*aot_cuda.kernel(name))
 
@@ -612,9 +612,9 @@ needs_cuda = pytest.mark.skipif(
 @needs_cuda
 class TestCompiledForHopper:
     def test_all_are_there(self, compiled: dict[str, dict[str, Any]]) -> None:
-        assert compiled.keys() == {*aot_cuda.KERNELS, *aot_cuda.CONTROLS}
+        assert compiled.keys() == {*aot_cuda.ALL, *aot_cuda.CONTROLS}
 
-    @pytest.mark.parametrize("name", aot_cuda.KERNELS)
+    @pytest.mark.parametrize("name", aot_cuda.ALL)
     def test_spills(self, name: str, compiled: dict[str, dict[str, Any]]) -> None:
         """A window and a soft cap together take more registers than there are: some 20 of a thread
         go to memory and back; so do they in prefill of 8 bits at a head_dim of 256, where four
@@ -623,14 +623,14 @@ class TestCompiledForHopper:
         most = {"prefill_d256_g4_int8_cap": 700}.get(name, 0)
         assert compiled[name]["spills"] <= (256 if name.endswith("window_cap") else most)
 
-    @pytest.mark.parametrize("name", aot_cuda.KERNELS)
+    @pytest.mark.parametrize("name", aot_cuda.ALL)
     def test_no_warpgroup_waits_for_registers(
         self, name: str, compiled: dict[str, dict[str, Any]]
     ) -> None:
         """They ask for no more than the thread block was launched with, and it can be launched."""
         assert compiled[name]["asked"] <= compiled[name]["pool"] <= 65536
 
-    @pytest.mark.parametrize("name", aot_cuda.KERNELS)
+    @pytest.mark.parametrize("name", aot_cuda.ALL)
     def test_as_many_blocks_fit_on_an_sm_as_decode_counts_on(
         self, name: str, compiled: dict[str, dict[str, Any]]
     ) -> None:
@@ -639,24 +639,28 @@ class TestCompiledForHopper:
         assert compiled[name]["pool"] * blocks <= 65536
         assert (compiled[name]["shared_memory"] + 1024) * blocks <= 228 << 10
 
-    @pytest.mark.parametrize("name", aot_cuda.KERNELS)
+    @pytest.mark.parametrize("name", aot_cuda.ALL)
     def test_tma_takes_its_descriptors(
         self, name: str, compiled: dict[str, dict[str, Any]]
     ) -> None:
         """Mosaic's runtime ends the process at the first call if a rule is broken."""
-        assert compiled[name]["descriptors"] >= 3 and not compiled[name]["broken_rules"]
+        least = 2 if name in aot_cuda.EXPERTS else 3
+        assert compiled[name]["descriptors"] >= least and not compiled[name]["broken_rules"]
 
-    @pytest.mark.parametrize("name", aot_cuda.KERNELS)
+    @pytest.mark.parametrize("name", aot_cuda.ALL)
     def test_products_are_ordered_and_wait_for_none(
         self, name: str, compiled: dict[str, dict[str, Any]]
     ) -> None:
         """Registers are fenced before wgmma takes them, and ptxas does not have it wait in turn."""
         assert compiled[name]["unordered"] == 0 and not compiled[name]["serialized"]
 
-    @pytest.mark.parametrize("name", aot_cuda.KERNELS)
+    @pytest.mark.parametrize("name", aot_cuda.ALL)
     def test_what_is_stored_is_fenced(self, name: str, compiled: dict[str, dict[str, Any]]) -> None:
         """Before wgmma or TMA reads it, or another warpgroup is told of it."""
-        assert compiled[name]["unfenced"] == 0 and compiled[name]["fences"] >= 2
+        # Experts with scales of outputs store nothing there.
+        _, *_, scales, _ = aot_cuda.EXPERTS.get(name, (2, 2))
+        assert compiled[name]["unfenced"] == 0
+        assert compiled[name]["fences"] >= (2 if scales > 1 else 0)
 
     def test_controls(self, compiled: dict[str, dict[str, Any]]) -> None:
         assert compiled["control_no_fences"]["unfenced"] > 0

@@ -45,6 +45,20 @@ def test_unfenced(first: str, second: str, found: list[str]) -> None:
     assert all(name in line for name, line in zip(found, lines, strict=True))
 
 
+def test_stores_to_the_arrays_of_a_kernel_are_to_global_memory() -> None:
+    """A store that names no memory is to shared memory if its address says nothing else."""
+    copied = "{address}\n\tadd.s64 %rd8, %rd7, %rd6;\n\tst.v2.b32 [%rd8+32], {{%r1, %r2}};"
+    for address, found in (
+        ("ld.param.b64 %rd7, [k_param_2];", 0),
+        ("mov.b64 %rd7, __dynamic_shmem__0;", 1),
+        ("ld.param.b64 %rd6, [k_param_2];\n\tmov.b64 %rd7, __dynamic_shmem__0;", 1),
+        ("", 1),
+    ):
+        second = copied.format(address=address)
+        program = PROGRAM.format(kind="inc", first=FENCE, second=second, copying=24)
+        assert len(ptx.unfenced(program)) == found, address
+
+
 def test_registers() -> None:
     program = PROGRAM.format(kind="inc", first="", second="", copying=32)
     assert ptx.threads(program) == 384 and ptx.asked_registers(program) == 65536

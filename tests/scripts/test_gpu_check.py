@@ -463,11 +463,10 @@ def test_dry_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         sizes = [found[f"fp8, 16 rows, {way}"]["size"] for way in ("bf16", "x in bf16", "x in fp8")]
         assert sizes[0] > 0 and sizes == pytest.approx([sizes[0]] * 3, rel=0.05)
         assert len(set(sizes)) == 3
-        for form in ("int4", "int8", "bf16"):
-            ours, xla = (
-                found[f"experts, 16 rows, {form}, {way}"]["size"] for way in ("triton", "tiles")
-            )
-            assert ours == pytest.approx(xla, rel=0.01) and ours > 0
+        for form in ("int4", "fp8", "int8", "bf16"):
+            ways = ("tiles", "triton", *(("mosaic_gpu",) if form == "int4" else ()))
+            xla, *ours = (found[f"experts, 16 rows, {form}, {way}"]["size"] for way in ways)
+            assert ours == pytest.approx([xla] * len(ours), rel=0.01) and xla > 0
     if name == "peers_torch":
         taken = all("seconds" in r for r in found.values())
         assert taken or all(r["not_taken"] == "torch is not installed" for r in found.values())

@@ -25,7 +25,7 @@ from tests.kernels.hopper.memory import (
     Window,
     matrix,
 )
-from tests.kernels.hopper.program import Instruction, Program, operand_list
+from tests.kernels.hopper.program import Instruction, Program, never_written, operand_list
 
 DESCRIPTORS = 1 << 50  # the address of a launch's TMA descriptors
 WARPGROUP = 4  # warps
@@ -123,6 +123,7 @@ class ThreadBlock:
             (i, value) for i, value in enumerate(launch.arguments) if isinstance(value, tuple)
         )
         assert not more
+        self.unwritten = sorted(x for x in never_written(program) if x.startswith("%rs"))
         self.windows = [Window(descriptor) for descriptor in descriptors]
         self.compiled = [self._compile(i) for i in program.instructions]
         self.is_wgmma = ["wgmma" in i.opcode for i in program.instructions]
@@ -236,6 +237,7 @@ class ThreadBlock:
         special = {"%tid.x": np.arange(LANES, dtype=np.uint32) + np.uint32(warp * LANES)}
         for axis, here, size in zip("xyz", index, self.launch.grid, strict=True):
             special |= {f"%ctaid.{axis}": same(here), f"%nctaid.{axis}": same(size)}
+        special |= {x: same(self.rng.randrange(1 << 16), np.uint16) for x in self.unwritten}
         special["__dynamic_shmem__0"] = same(SHARED_BASE, np.uint64)
         special[self.program.parameter + str(self._descriptors)] = same(DESCRIPTORS, np.uint64)
         return self.literals | special

@@ -116,6 +116,13 @@ def _written(instruction: Instruction) -> frozenset[str]:
     return frozenset(_REGISTER.findall(instruction.operands[0]))
 
 
+def never_written(program: Program) -> frozenset[str]:
+    """Return the registers that nothing writes: halves of a word that nobody looks at."""
+    named = frozenset().union(*(x.registers for x in program.instructions))
+    firsts = (x.operands[0] for x in program.instructions if x.operands)
+    return named - {name for operand in firsts for name in _REGISTER.findall(operand)}
+
+
 def _fragments(instruction: Instruction) -> frozenset[str]:
     """Return the registers that a wgmma reads parts of matrices from, and writes them to."""
     braced = (operand for operand in instruction.operands if operand[0] == "{")
