@@ -39,10 +39,8 @@ LAYERS, EXPERTS, TOP = 2, 8, 2
 
 @pytest.fixture(scope="module")
 def arrays() -> dict[str, np.ndarray]:
-    llm = LLM(
-        random_params(ModelConfig.from_hf(MIXTURE), seed=1),
-        **{**vars(ENGINE), "routed_experts": True},
-    )
+    settings: dict[str, Any] = {**vars(ENGINE), "routed_experts": True}
+    llm = LLM(random_params(ModelConfig.from_hf(MIXTURE), seed=1), **settings)
     asked = [SamplingParams(max_tokens=n, ignore_eos=True, seed=n) for n in (4, 9, 1)]
     outs = llm.generate([[5, 6, 7], [8, 9, 10, 11, 12], [3]], asked, use_tqdm=False)
     llm.close()
