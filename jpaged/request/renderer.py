@@ -17,6 +17,15 @@ log = logging.getLogger("jpaged")
 PACKAGE = "renderers"
 
 
+class Rendered(Protocol):
+    """What a renderer returns, as far as it is read."""
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The tokens of the next prompt."""
+        ...
+
+
 class Renderer(Protocol):
     """Writes what comes behind a turn, as those of `renderers` do (0.1.12)."""
 
@@ -25,12 +34,13 @@ class Renderer(Protocol):
         previous_prompt_ids: list[int],
         previous_completion_ids: list[int],
         new_messages: list[JsonObject],
+        /,
         *,
         tools: list[JsonObject] | None = None,
-    ) -> Any:
-        """Return an object whose token_ids are those of the prompt and the completion, and behind
-        them the new messages and the beginning of the next turn. None where it cannot be sure of
-        that, or where the model's template would write the turn otherwise by now.
+    ) -> Rendered | None:
+        """Return the tokens of the prompt and the completion, and behind them the new messages and
+        the beginning of the next turn. None where it cannot be sure of that, or where the model's
+        template would write the turn otherwise by now.
         """
         ...
 
