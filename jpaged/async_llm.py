@@ -209,6 +209,11 @@ class AsyncLLM:
         """Go on after `pause`."""
         self._llm.resume()
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether it is between `pause` and `resume`."""
+        return self._llm.is_paused
+
     @contextlib.asynccontextmanager
     async def paused(self, *, mode: OnPause = "keep") -> AsyncIterator[None]:
         """Pause inside the block: the device is the caller's."""

@@ -17,6 +17,7 @@ from jpaged.request.arrays import mask_arrays, route_arrays
 from jpaged.request.detokenizer import decode
 from jpaged.request.inputs import Chat
 from jpaged.request.outputs import FinishReason, RequestOutput, WeightSpan
+from jpaged.request.renderer import Renderer, bridged, renderer_of
 from jpaged.request.served_turns import check_is_prefix, tokens_behind, told
 from jpaged.sampling_params import SamplingParams
 from jpaged.types import Message, Messages
@@ -63,7 +64,11 @@ class Dialog:
     reasoning and calls are read. tools, chat_template_kwargs: what the template is told. group: for
     dialog_arrays. rewritten: what to do where the template would write earlier messages otherwise
     once others follow (many leave out earlier reasoning): "error" raises RequestError, which names
-    the first token that differs; "keep" goes on from the tokens that were served.
+    the first token that differs; "keep" goes on from the tokens that were served. renderer: writes
+    what comes behind a turn in place of the template: "auto" is that of the package `renderers`
+    where it is installed and lists the tokenizer's name_or_path, None is the template; or one that
+    you make, as create_renderer(tokenizer, Qwen3RendererConfig()) for a folder. What a renderer
+    leaves open is the template's.
 
     token_ids: all tokens so far, of messages and turns. Not for several threads at once.
     """
@@ -77,12 +82,18 @@ class Dialog:
         chat_template_kwargs: JsonObject | None = None,
         group: int = 0,
         rewritten: Rewritten = "error",
+        renderer: Renderer | Literal["auto"] | None = "auto",
     ):
         check_choice("rewritten", rewritten, Rewritten)
         self.llm, self.group = llm, group
         self.turns: list[Turn] = []
         self._rewritten = rewritten
         self._variables = dict(chat_template_kwargs or {})
+        if isinstance(renderer, str):
+            check_choice("renderer", renderer, Literal["auto"])
+            tokenizer = llm.tokenizer
+            renderer = None if tokenizer is None else renderer_of(tokenizer, self._variables)
+        self._renderer = renderer
         if tools:
             self._variables["tools"] = list(tools)
         self._messages = [dict(message) for message in messages]
@@ -156,15 +167,28 @@ class Dialog:
         all_of_them = [*self._messages, *map(dict, added)]
         if self.turns:
             last, served = self.turns[-1], self.turns[-1].start + len(self.turns[-1].token_ids)
-            if self._rewritten == "error":
-                check_is_prefix(self._inputs, all_of_them, self._drawn + 1, self._variables)
-            last_id = last.token_ids[-1] if last.token_ids else None
-            behind = tokens_behind(self._inputs, all_of_them, self._drawn, last_id, self._variables)
+            behind = self._bridged(last, all_of_them[self._drawn + 1 :])
+            if behind is None:
+                behind = self._rendered(last, all_of_them)
             self.token_ids = [*self.token_ids[:served], *behind]
         else:
             chat = Chat(messages=told(all_of_them), template_kwargs=self._variables)
             self.token_ids = self._inputs.render(chat)
         self._messages = all_of_them
+
+    def _bridged(self, last: Turn, messages: Messages) -> list[int] | None:
+        """Return what the renderer writes behind the last turn, None where the template is to."""
+        if self._renderer is None:
+            return None
+        before, tools = self.token_ids[: last.start], self._variables.get("tools")
+        return bridged(self._renderer, before, last.token_ids, told(messages), tools)
+
+    def _rendered(self, last: Turn, messages: Messages) -> list[int]:
+        """Return what the template writes behind the last turn, of all messages."""
+        if self._rewritten == "error":
+            check_is_prefix(self._inputs, messages, self._drawn + 1, self._variables)
+        last_id = last.token_ids[-1] if last.token_ids else None
+        return tokens_behind(self._inputs, messages, self._drawn, last_id, self._variables)
 
     def _check_prompt(self, ours: list[int], theirs: list[int]) -> None:
         pairs = enumerate(itertools.zip_longest(ours, theirs))

@@ -451,6 +451,11 @@ class LLM:
         """Go on after `pause`, from any thread."""
         self.session.resume()
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether it is between `pause` and `resume`."""
+        return self.session.stepping.is_paused
+
     @contextlib.contextmanager
     def paused(self, *, mode: OnPause = "keep") -> Iterator[None]:
         """Pause inside the block: the device is the caller's."""

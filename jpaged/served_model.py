@@ -3,6 +3,7 @@ adapters.
 """
 
 import dataclasses
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -69,6 +70,8 @@ class ServedModel:
             self.model_config, resolved, placement, choices, has_state=has_state, grows=grows
         )
         self.params: Params | None = None  # those bound now
+        # Of the folders that `accept` has read: bytes of this process's devices, and seconds.
+        self._read_bytes, self._read_seconds = 0, 0.0
         self._is_asleep = False
 
     def accept(self, params: PyTree) -> Params:
@@ -79,7 +82,10 @@ class ServedModel:
             mesh, config = self.placement.mesh, self.pool.config
             assert not isinstance(mesh, AbstractMesh), "nothing is served on it"
             quantization = None if mesh else config.quantization
+            began = time.perf_counter()
             params = read_params(params, dtype=config.dtype, mesh=mesh, quantization=quantization)
+            self._read_seconds += time.perf_counter() - began
+            self._read_bytes += sum(map(_bytes_here, jax.tree.leaves(params)))
         known = None if isinstance(params, Params) else self.model_config
         fresh = as_params(params, known)
         fresh = self._told(fresh) if self._keeps_choices else fresh
@@ -220,8 +226,11 @@ class ServedModel:
         return adapters
 
     def report(self) -> Report:
-        """Return the version of the weights, what it cost to make, and the adapters' versions."""
-        return self.weights.report() | self.adapters.report()
+        """Return the version of the weights, what it cost to read and to make, and the adapters'
+        versions.
+        """
+        read = {"weight_bytes_read": self._read_bytes, "weight_read_s": self._read_seconds}
+        return self.weights.report() | read | self.adapters.report()
 
     def _told(self, params: Params) -> Params:
         """Return weights with the config of what is served: outputs say which experts tokens took,
@@ -239,6 +248,12 @@ class ServedModel:
             self.draft.weights.update(self.draft.params)
             draft = self.draft.modules()
         return Served(self.weights.modules(params), draft, self.weights.version)
+
+
+def _bytes_here(leaf: jax.Array) -> int:
+    """Return the bytes of an array that this process has read, each slice of it once."""
+    slices = {str(shard.index): shard.data.nbytes for shard in leaf.addressable_shards}
+    return sum(slices.values())
 
 
 def _delete(params: Params | None, *, kept: Params) -> None:

@@ -1,6 +1,8 @@
 """Dialogs: turns by exact tokens, each scored once as a whole, and as arrays for a trainer."""
 
 import json
+import sys
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +13,7 @@ import jpaged
 from jpaged import LLM, Dialog, RequestError, SamplingParams
 from jpaged.checkpoint.tokenizer import load_tokenizer
 from jpaged.demo import MODEL_PATH
+from jpaged.request import renderer as renderer_module
 
 CALL = '<tool_call>\n{"name": "shell", "arguments": {"command": "ls"}}\n</tool_call>'
 SHELL = {"type": "function", "function": {"name": "shell", "parameters": {"type": "object"}}}
@@ -29,6 +32,30 @@ FORGETFUL = TEMPLATE.replace(
     "{% if m.reasoning_content %}", "{% if loop.last and m.role == 'assistant' %}"
 )
 ASK = {"role": "user", "content": "What is here?"}
+
+
+class Bridge:
+    """A stand-in for a renderer of the package `renderers`, which is not installed here: it writes
+    as TEMPLATE does, and notes what it was asked. tests/clients/test_renderers.py has the package.
+    """
+
+    def __init__(self, tokenizer: Any, answer: Any = None):
+        self.tokenizer, self.answer, self.asked = tokenizer, answer, list[Any]()
+
+    def bridge_to_next_turn(
+        self, prompt: list[int], completion: list[int], messages: list[Any], *, tools: Any = None
+    ) -> Any:
+        self.asked.append((prompt, completion, messages, tools))
+        if self.answer is not None:
+            return self.answer(prompt, completion)
+        if any(message["role"] == "assistant" for message in messages):
+            return None
+        end = self.tokenizer.convert_tokens_to_ids("<|im_end|>")
+        close = [] if completion[-1] == end else [end]
+        turns = [f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages]
+        text = "\n" + "".join(turns) + "<|im_start|>assistant\n"
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        return types.SimpleNamespace(token_ids=[*prompt, *completion, *close, *ids])
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +163,99 @@ def test_a_template_that_writes_earlier_turns_anew(llm: LLM) -> None:
             assert llm.tokenizer.decode(dialog.token_ids).count("<think>hm</think>") == 1
     finally:
         llm.tokenizer.chat_template = TEMPLATE
+
+
+def test_a_renderer_writes_what_comes_behind(llm: LLM) -> None:
+    """It is given what was served, by exact tokens, and the new messages alone; what the template
+    would write is the same here, also behind a turn that was cut.
+    """
+    bridge = Bridge(llm.tokenizer)
+    ours = Dialog(llm, [ASK], tools=[SHELL], renderer=bridge)
+    plain = Dialog(llm, [ASK], tools=[SHELL], renderer=None)
+    for asked in (saying(CALL), saying("abcdefgh" * 6, max_tokens=3)):
+        (out,) = llm.generate(ours.prompt, asked, use_tqdm=False)
+        turns = [dialog.take(out) for dialog in (ours, plain)]
+        added = {"role": "tool", "content": "a.py"}
+        for dialog in (ours, plain):
+            dialog.add(added)
+            dialog.add([{"role": "user", "content": "Go on."}])
+        assert ours.token_ids == plain.token_ids
+        prompt, completion, messages, tools = bridge.asked[-1]
+        assert [*prompt, *completion] == ours.token_ids[: len(prompt) + len(completion)]
+        assert (len(prompt), completion) == (turns[0].start, turns[0].token_ids)
+        assert messages == [added, {"role": "user", "content": "Go on."}]
+        assert tools == [SHELL["function"]]
+
+
+def test_what_a_renderer_leaves_open_is_the_templates(llm: LLM) -> None:
+    bridge = Bridge(llm.tokenizer)
+    dialog = Dialog(llm, [ASK], renderer=bridge)
+    dialog.reply(saying("Yes."))
+    dialog.add([{"role": "assistant", "content": "And"}, ASK])
+    assert len(bridge.asked) == 1
+    text = llm.tokenizer.decode(dialog.token_ids)
+    assert text.endswith(
+        "Yes.<|im_end|>\n<|im_start|>assistant\nAnd<|im_end|>\n<|im_start|>user\nWhat is here?"
+        "<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_a_renderer_changes_nothing_that_was_served(llm: LLM) -> None:
+    """One that would is an error, which names the first token that differs; the dialog stays."""
+
+    def changed(prompt: list[int], completion: list[int]) -> Any:
+        return types.SimpleNamespace(token_ids=[*prompt, completion[0] + 1, *completion[1:], 5])
+
+    def short(prompt: list[int], completion: list[int]) -> Any:
+        return types.SimpleNamespace(token_ids=prompt)
+
+    def refused(prompt: list[int], completion: list[int]) -> Any:
+        raise ValueError("no such role")
+
+    for answer, said in (
+        (changed, r"token {at} was served as {was}, and Bridge has \d+ there"),
+        (short, r"token {at} was served as {was}, and Bridge has nothing there"),
+        (refused, "messages: Bridge refuses them: no such role"),
+    ):
+        dialog = Dialog(llm, [ASK], renderer=Bridge(llm.tokenizer, answer))
+        turn = dialog.reply(saying("Yes."))
+        before = dialog.token_ids
+        with pytest.raises(RequestError, match=said.format(at=turn.start, was=turn.token_ids[0])):
+            dialog.add(ASK)
+        assert dialog.token_ids == before and len(dialog.messages) == 2
+
+
+def test_a_model_that_the_package_lists(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its name; not where its renderer refuses the template's variables, nor any other model."""
+    made = list[Any]()
+
+    def create_renderer(tokenizer: Any, *, chat_template_kwargs: Any = None) -> Bridge:
+        if chat_template_kwargs:
+            raise ValueError("no such variable")
+        made.append(Bridge(tokenizer))
+        return made[-1]
+
+    package, base = types.ModuleType("renderers"), types.ModuleType("renderers.base")
+    package.create_renderer = create_renderer  # pyright: ignore[reportAttributeAccessIssue]
+    base.MODEL_RENDERER_MAP = {"OWNER/known": "known"}  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, "renderers", package)
+    monkeypatch.setitem(sys.modules, "renderers.base", base)
+    renderer_module._known.cache_clear()
+    try:
+        Dialog(llm, [ASK])
+        assert not made
+        monkeypatch.setattr(llm.tokenizer, "name_or_path", "OWNER/known")
+        Dialog(llm, [ASK], renderer=None)
+        Dialog(llm, [ASK], chat_template_kwargs={"tone": "dry"})
+        assert not made
+        dialog = Dialog(llm, [ASK])
+        dialog.reply(saying("Yes."))
+        dialog.add(ASK)
+        assert len(made) == 1 and len(made[0].asked) == 1
+    finally:
+        renderer_module._known.cache_clear()
+    with pytest.raises(RequestError, match="renderer='no'"):
+        Dialog(llm, [ASK], renderer="no")  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.middle

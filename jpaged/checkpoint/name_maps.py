@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ import numpy as np
 from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers.attention import AttentionConfig
+from jpaged.models.layers.delta import DeltaConfig
 from jpaged.models.param_spec import ParamSpec, Part
 from jpaged.models.params import Params, all_parts, check_leaf, nest, param_table
 from jpaged.models.trees import imported, is_module, to_tree
@@ -40,7 +41,10 @@ BUILT = (
     "tunix_gemma3",
     "tunix_gemma4",
     "maxtext_qwen3",
+    "maxtext_qwen3_5",
     "maxtext_gemma3",
+    "maxtext_gemma4",
+    "maxtext_gpt_oss",
 )
 
 # A third entry, (divisor, minus): the other tree's numbers are ours times the one, plus the other.
@@ -228,6 +232,161 @@ def maxtext_gemma3(hidden_size: int) -> NameMap:
     }
 
 
+def _maxtext(layer: Mapping[str, Entry], embed: Entry) -> dict[str, Entry]:
+    """Return the name map of a model of MaxText with unscanned layers. layer: the entries of a
+    layer's parts, with paths below the layer.
+    """
+    return {
+        "embed.weight": embed,
+        **{
+            f"layers.{{i}}.{ours}": (f"decoder.layers_{{i}}.{path}", *rest)
+            for ours, (path, *rest) in layer.items()
+        },
+        "norm.scale": ("decoder.decoder_norm.scale", "E"),
+        "lm_head.weight": ("decoder.logits_dense.kernel", "E V*"),
+    }
+
+
+GPT_OSS = {  # MaxText's: the paths of a layer's parts, and their axes
+    "input_norm.scale": ("pre_self_attention_layer_norm.scale", "E"),
+    "post_norm.scale": ("post_self_attention_layer_norm.scale", "E"),
+    "attention.q": ("GptOssAttention.query.kernel", "E (K G) D"),
+    "attention.k": ("GptOssAttention.key.kernel", "E K D"),
+    "attention.v": ("GptOssAttention.value.kernel", "E K D"),
+    "attention.q_bias": ("GptOssAttention.query.bias", "(K G) D"),
+    "attention.k_bias": ("GptOssAttention.key.bias", "K D"),
+    "attention.v_bias": ("GptOssAttention.value.bias", "K D"),
+    "attention.out": ("GptOssAttention.out.kernel", "(K G) D E"),
+    "attention.out_bias": ("GptOssAttention.out.bias", "E"),
+    "attention.sinks": ("GptOssAttention.sinks", "(K G)"),
+    "mlp.router": ("GptOssMlp.gate.kernel", "E X"),
+    "mlp.router_bias": ("GptOssMlp.gate.bias", "X"),
+    "mlp.experts.gate": ("GptOssMlp.wi_0", "X E I"),
+    "mlp.experts.up": ("GptOssMlp.wi_1", "X E I"),
+    "mlp.experts.down": ("GptOssMlp.wo", "X I E"),
+    "mlp.experts.gate_bias": ("GptOssMlp.wi_0_bias", "X I"),
+    "mlp.experts.up_bias": ("GptOssMlp.wi_1_bias", "X I"),
+    "mlp.experts.down_bias": ("GptOssMlp.wo_bias", "X E"),
+}
+MAXTEXT_GEMMA4 = {  # of its layers of experts; a dense one has "mlp.wi_0.kernel" and its like
+    "mlp.dense_post_norm.scale": ("mlp.post_feedforward_layernorm_1.scale", "E"),
+    "mlp.experts_norm.scale": ("mlp.pre_feedforward_layernorm_2.scale", "E"),
+    "mlp.experts_post_norm.scale": ("mlp.post_feedforward_layernorm_2.scale", "E"),
+    "mlp.router_norm.scale": ("mlp.pre_forward_scale_2", "E"),
+    "mlp.router": ("mlp.moe_block.MoeBlock_0.gate.kernel", "E X"),
+    "mlp.expert_scales": ("mlp.moe_block.MoeBlock_0.per_expert_scale", "X"),
+    "mlp.experts.gate": ("mlp.moe_block.MoeBlock_0.wi_0", "X E I"),
+    "mlp.experts.up": ("mlp.moe_block.MoeBlock_0.wi_1", "X E I"),
+    "mlp.experts.down": ("mlp.moe_block.MoeBlock_0.wo", "X I E"),
+}
+
+
+def maxtext_gemma4(hidden_size: int, *, has_experts: bool) -> NameMap:
+    """Return the name map of MaxText's Gemma 4, text, of the sizes without per-layer embeddings,
+    with unscanned layers. Its tree holds scaled embeddings; norms are as they are.
+    """
+    parts = ("q", "k", "v", "q_norm.scale", "k_norm.scale", "out")
+    attention = {f"attention.{x}": LAYERS[f"attention.{x}"] for x in parts}
+    mlp = "mlp.moe_block.shared_experts" if has_experts else "mlp"
+    layer: dict[str, Entry] = {
+        **{ours: (path, axes) for ours, (axes, _, path) in attention.items()},
+        **{ours: (path, "E") for ours, (_, path) in NORMS.items()},
+        "mlp.gate": (f"{mlp}.wi_0.kernel", "E F"),
+        "mlp.up": (f"{mlp}.wi_1.kernel", "E F"),
+        "mlp.down": (f"{mlp}.wo.kernel", "F E"),
+        "scalar": ("layer_scalar", "0"),
+        **MAXTEXT_GEMMA4,
+    }
+    scale = float(np.float32(hidden_size**0.5))
+    return _maxtext(layer, ("token_embedder.embedding", "V* E", (scale, 0.0)))
+
+
+QWEN3_5 = {  # MaxText's, of the parts that are tensors of their own
+    "input_norm.scale": ("input_layernorm.scale", "E"),
+    "post_norm.scale": ("post_attention_layernorm.scale", "E"),
+    "attention.q_norm.scale": ("attention.attention.query_norm.scale", "D"),
+    "attention.k_norm.scale": ("attention.attention.key_norm.scale", "D"),
+    "attention.out": ("attention.attention.out.kernel", "(K G) D E"),
+    "delta.log_decay": ("attention.A_log", "(N J)"),
+    "delta.dt_bias": ("attention.dt_bias", "(N J)"),
+    "delta.norm.scale": ("attention.norm.rms_norm.scale", "Y"),
+    "delta.out": ("attention.out_proj.kernel", "(N U) E"),
+    "mlp.router": ("mlp.routed_experts.gate.kernel", "E X"),
+    "mlp.experts.gate": ("mlp.routed_experts.wi_0", "X E I"),
+    "mlp.experts.up": ("mlp.routed_experts.wi_1", "X E I"),
+    "mlp.experts.down": ("mlp.routed_experts.wo", "X I E"),
+    "mlp.shared.gate": ("mlp.shared_expert.wi_0.kernel", "E R"),
+    "mlp.shared.up": ("mlp.shared_expert.wi_1.kernel", "E R"),
+    "mlp.shared.down": ("mlp.shared_expert.wo.kernel", "R E"),
+    "mlp.shared_gate": ("mlp.shared_expert_gate.kernel", "E 0"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Whole:
+    """One of our tensors that no name map describes. paths: of what it is made of. make: a function
+    of our shape, a size, and their arrays. size: known to the config alone.
+    """
+
+    paths: tuple[str, ...]
+    make: Callable[..., jax.Array]
+    size: int = 0
+
+
+def _whole(family: str | NameMap, model: ModelConfig) -> dict[str, _Whole]:
+    """Return our tensors that no name map describes, by their names: of MaxText's Qwen 3.5, whose
+    fused tensors have the parts of a head, of several sizes, side by side.
+    """
+    if family != "maxtext_qwen3_5":
+        return {}
+    whole: dict[str, _Whole] = {}
+    for i, layer in enumerate(model.layers):
+        above, ours = f"decoder.layers_{i}.attention", f"layers.{i}"
+        if isinstance(layer.mixer, DeltaConfig):
+            taps = _Whole((f"{above}.conv1d.kernel",), _taps, layer.mixer.key_dim)
+            whole[f"{ours}.delta.qkvz"] = _Whole((f"{above}.in_proj_qkvz.kernel",), _transposed)
+            whole[f"{ours}.delta.ba"] = _Whole((f"{above}.in_proj_ba.kernel",), _transposed)
+            whole[f"{ours}.delta.conv"] = taps
+        else:
+            paths = [f"{above}.attention.{name}.kernel" for name in ("query", "key", "value")]
+            whole[f"{ours}.attention.qkv"] = _Whole(tuple(paths), _gated_qkv)
+    return whole
+
+
+def _transposed(shape: tuple[int, ...], _: int, x: jax.Array) -> jax.Array:
+    """Return [E, rows] as [..., E]: the rows of a key head are together in both."""
+    return x.T.reshape(shape)
+
+
+def _taps(shape: tuple[int, ...], key_dim: int, x: jax.Array) -> jax.Array:
+    """Return the convolution [W, 1, channels] of all queries, then all keys, then all values as
+    [N, channels of a key head, 1, W].
+    """
+    heads, size = shape[0], shape[0] * key_dim
+    parts = jnp.split(x[:, 0].T, [size, 2 * size])
+    return jnp.concatenate([part.reshape(heads, -1, 1, shape[-1]) for part in parts], 1)
+
+
+def _gated_qkv(
+    shape: tuple[int, ...], _: int, q: jax.Array, k: jax.Array, v: jax.Array
+) -> jax.Array:
+    """Return queries [E, H, 2 D], each with its gate behind it, keys and values [E, K, D] as
+    [K, G queries and gates in turn, key and value, D, E].
+    """
+    heads, _, width, size = shape
+    q = q.reshape(size, heads, -1, width).transpose(1, 2, 3, 0)
+    parts = [x.transpose(1, 2, 0)[:, None] for x in (k, v)]
+    return jnp.concatenate([q, *parts], 1)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _made(
+    make: Callable[..., jax.Array], size: int, shape: tuple[int, ...], leaves: list[jax.Array]
+) -> jax.Array:
+    """Return a tensor of this shape that is made of others'."""
+    return make(shape, size, *leaves)
+
+
 def params_from(
     tree: Any, family: str | NameMap, *, config: Any, lora_scale: float | None = None
 ) -> Params:
@@ -237,17 +396,19 @@ def params_from(
     tree: an nnx Module or State, a linen {"params": ...} dict or a plain dict; arrays on one device
     or sharded. family: "tunix_qwen3" (dense or of experts), "tunix_qwen2", "tunix_llama3",
     "tunix_gemma3", "tunix_gemma4", "maxtext_qwen3" (dense or of experts, scanned or not),
-    "maxtext_gemma3" (unscanned), or a name map in the form that this module describes.
-    config: ModelConfig, Hugging Face dict or folder. lora_scale: alpha / rank of the tree's LoRA
-    parts (leaves named NAME_lora_a and NAME_lora_b beside NAME, as qwix has them), which are
-    merged: W + lora_scale * A @ B. Tensors that need no change are the tree's arrays. The rest is
-    made on the devices by functions that are compiled once for all weights of the same shapes.
-    Raises ConfigError that names the first path that does not fit, leaves that the map does not
-    take, and LoRA parts without a lora_scale.
+    "maxtext_qwen3_5" (of experts), "maxtext_gemma3", "maxtext_gemma4" (without per-layer
+    embeddings), "maxtext_gpt_oss" (all four unscanned), or a name map in the form that this
+    module describes. config: ModelConfig, Hugging Face dict or folder. lora_scale: alpha / rank of
+    the tree's LoRA parts (leaves named NAME_lora_a and NAME_lora_b beside NAME, as qwix has them),
+    which are merged: W + lora_scale * A @ B. Tensors that need no change are the tree's arrays. The
+    rest is made on the devices by functions that are compiled once for all weights of the same
+    shapes. Raises ConfigError that names the first path that does not fit, leaves that the map does
+    not take, and LoRA parts without a lora_scale.
     """
     model = ModelConfig.coerce(config)
     leaves = dict(find_leaves(tree))
-    source = _Source(model, name_map(family, leaves, model), leaves, lora_scale)
+    table, whole = name_map(family, leaves, model), _whole(family, model)
+    source = _Source(model, table, leaves, lora_scale, whole)
     out = {name: source.tensor(name, spec) for name, spec in param_table(model).items()}
     read = source.taken | _unread(family, model)
     if left := [path for path in leaves if path not in read]:
@@ -279,16 +440,21 @@ class _View:
 
 @dataclasses.dataclass(frozen=True)
 class _Source:
-    """The other project's leaves by path. taken: the paths that our tensors have used."""
+    """The other project's leaves by path. whole: see `_whole`. taken: the paths that our tensors
+    have used.
+    """
 
     model: ModelConfig
     table: NameMap
     leaves: Mapping[str, Any]
     lora_scale: float | None
+    whole: Mapping[str, _Whole]
     taken: set[str] = dataclasses.field(default_factory=set)
 
     def tensor(self, name: str, spec: ParamSpec) -> Any:
         """Return one tensor of ours."""
+        if name in self.whole:
+            return self._made(name, self.whole[name], spec.shape)
         parts = [self._part(spec, part) for part in spec.parts]
         views, arrays = zip(*parts, strict=True)
         if len(arrays) == len(arrays[0]) == 1 and _is_ours(views[0], arrays[0][0].shape):
@@ -321,6 +487,19 @@ class _Source:
             _check_lora(path, *(x.shape for x in leaves))
             view = dataclasses.replace(view, lora_scale=self.lora_scale)
         return view, tuple(leaves)
+
+    def _made(self, name: str, whole: _Whole, shape: tuple[int, ...]) -> Any:
+        """Return a tensor that a function makes; ConfigError where the leaves do not fit."""
+        leaves, cause = [self._leaf(path) for path in whole.paths], None
+        try:
+            made = _made(whole.make, whole.size, shape, leaves)
+        except (TypeError, ValueError) as e:
+            made, cause = None, e
+        if made is None or made.shape != shape:
+            theirs = ", ".join(str(tuple(leaf.shape)) for leaf in leaves)
+            said = f"{whole.paths[0]} is of shape {theirs}; {name} of this config is of {shape}"
+            raise ConfigError(said) from cause
+        return made
 
     def _leaf(self, path: str) -> Any:
         if path not in self.leaves:
@@ -428,10 +607,19 @@ def name_map(family: str | NameMap, leaves: Mapping[str, Any], model: ModelConfi
         return maxtext_qwen3(
             scanned=not any(path.startswith("decoder.layers_0.") for path in leaves)
         )
-    if family == "maxtext_gemma3":
+    if isinstance(family, str) and family.startswith("maxtext_") and family in BUILT:
+        is_scanned |= any(path.startswith("decoder.scanned_blocks.") for path in leaves)
         if is_scanned:
-            raise ConfigError("maxtext_gemma3: scanned layers; pass a tree with scan_layers=False")
+            raise ConfigError(f"{family}: scanned layers; pass a tree with scan_layers=False")
+    if family == "maxtext_gemma3":
         return maxtext_gemma3(model.hidden_size)
+    if family == "maxtext_gemma4":
+        has_experts = any(".moe_block." in path for path in leaves)
+        return maxtext_gemma4(model.hidden_size, has_experts=has_experts)
+    if family == "maxtext_gpt_oss":
+        return _maxtext(GPT_OSS, ("token_embedder.embedding", "V* E"))
+    if family == "maxtext_qwen3_5":
+        return _maxtext(QWEN3_5, ("token_embedder.embedding", "V* E"))
     built = ", ".join(map(repr, BUILT))
     raise ConfigError(f"family={family!r}: must be {built} or a name map")
 

@@ -19,6 +19,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Unpack
 
+import jax
+import numpy as np
+
 from jpaged.checks import check_choice, is_scalar
 from jpaged.config import ROWS, EngineFields
 from jpaged.errors import ConfigError, JpagedError, PeerError, ReplicaError, RequestError
@@ -33,6 +36,7 @@ from jpaged.integrations.seeds import stable_seed
 from jpaged.request.outputs import RequestOutput, failed
 from jpaged.sampling_params import SamplingParams
 from jpaged.session import OnUpdate
+from jpaged.types import PyTree
 
 # Entries of a replica's stats() that are not totals: values of now, or ratios.
 OF_NOW = ("blocks_in_use", "num_blocks", "host_blocks_in_use", "host_blocks")
@@ -201,33 +205,47 @@ class RayLLM:
                 else:
                     slot.aborted.append(request_id)
 
-    def update_params(self, folder: str | Path, *, mode: OnUpdate = "refuse") -> None:
-        """Have every replica serve the weights of a folder, which all nodes can read, from its next
-        step on, and those that start later too: see LLM.update_params. Returns once all have them.
+    def update_params(self, weights: str | Path | PyTree, *, mode: OnUpdate = "refuse") -> None:
+        """Have every replica serve these weights from its next step on, and those that start later
+        too: see LLM.update_params. Returns once all have them.
 
-        mode: as there; "refuse" raises RequestError if any request is unfinished. Requests that no
-        replica has yet run by the new weights. Versions of weights count the updates, from 1 on
-        for those that it began with. Raises what reading the folder raises.
+        weights: a folder that all nodes can read, of which each process reads what its devices
+        serve; or a tree in any form that LLM.update_params takes, or a Ray object of one, whose
+        leaves may be Ray objects of an array each. A tree is put into Ray's store once; replicas
+        read it where it lies. stats() has "weight_bytes_read" and "weight_read_s". mode: as there;
+        "refuse" raises RequestError if any request is unfinished. Requests that no replica has yet
+        run by the new weights. Versions of weights count the updates, from 1 on for those that it
+        began with. Raises what reading the weights raises; all replicas go on with the old ones
+        then.
         """
         check_choice("mode", mode, OnUpdate)
         if mode == "refuse" and self._unfinished:
             count = len(self._unfinished)
             raise RequestError(f"{count} requests are unfinished: finish them, or pass a mode")
-        before, place = self._launch, str(Path(folder).resolve())
-        self._launch = dataclasses.replace(before, model=place, updates=before.updates + 1)
+        before = self._launch
+        if isinstance(weights, str | Path):
+            passed: Any = str(Path(weights).resolve())
+            of_launch: dict[str, Any] = {"model": passed, "weights": None}
+        else:  # in a list, so that the replica reads it, and says what is wrong with it
+            is_object = isinstance(weights, ray.ObjectRef)
+            passed = [weights if is_object else ray.put(_on_host(weights))]
+            of_launch = {"weights": passed}
+        self._launch = dataclasses.replace(before, updates=before.updates + 1, **of_launch)
         # After a replica's exchanges in flight, since an actor takes its calls in turn.
-        asked = [(s, [a.update_params.remote(place, mode) for a in s.actors]) for s in self._slots]
-        for slot, refs in asked:
-            for ref in refs:
+        calls = [(s, [a.update_params.remote(passed, mode) for a in s.actors]) for s in self._slots]
+        for slot, refs in calls:
+            for number, ref in enumerate(refs):
                 try:
-                    ray.get(ref)
+                    stats = ray.get(ref)
                 except ray.exceptions.RayError as e:
                     cause = e.cause if isinstance(e, ray.exceptions.RayTaskError) else e
                     if isinstance(cause, JpagedError) and not isinstance(cause, PeerError):
-                        self._launch = before  # the folder is at fault, on every replica
+                        self._launch = before  # the weights are at fault, on every replica
                         raise cause from None
                     self._lost(slot, cause)
                     break
+                if number == 0:
+                    slot.stats = stats
 
     def pause(self) -> None:
         """Have no replica take a step until `resume`: returns once those in flight have ended.
@@ -337,6 +355,11 @@ def _priority(request: RayRequest) -> int:
     return int(value) if is_scalar(value) else 0
 
 
+def _on_host(weights: PyTree) -> PyTree:
+    """Return a tree with its arrays in host memory, as other processes can read them."""
+    return jax.tree.map(lambda x: np.asarray(x) if isinstance(x, jax.Array) else x, weights)
+
+
 def check_counts(**counts: tuple[int | None, int]) -> None:
     """Raise ConfigError for a count below its minimum. counts: name=(value, minimum)."""
     for name, (value, least) in counts.items():
@@ -396,9 +419,9 @@ def summed(past: Mapping[str, Any], slots: list[Slot]) -> dict[str, Any]:
     for stats in (slot.stats for slot in slots):
         for name in totals(stats) | {name: stats[name] for name in OF_NOW if name in stats}:
             total[name] = total.get(name, 0) + stats[name]
-    # Replicas compile side by side, so their times are not added.
-    compiled = (slot.stats.get("compile_time_s", 0.0) for slot in slots)
-    total["compile_time_s"] = max(compiled, default=0.0)
+    # Replicas compile, and read weights, side by side, so these times are not added.
+    for name in ("compile_time_s", "weight_read_s"):
+        total[name] = max((slot.stats.get(name, 0.0) for slot in slots), default=0.0)
     computed = total.get("prefill_tokens", 0) + total.get("decode_tokens", 0)
     padded, prompt = total.get("padded_tokens"), total.get("prompt_tokens")
     total["padding_waste"] = 1 - computed / padded if padded else 0.0

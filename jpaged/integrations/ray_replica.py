@@ -14,11 +14,12 @@ import jax
 
 from jpaged import gpu_share
 from jpaged.config import EngineConfig
-from jpaged.errors import ConfigError
+from jpaged.errors import CheckpointError, ConfigError
 from jpaged.llm import LLM
 from jpaged.request.outputs import RequestOutput, failed
 from jpaged.sampling_params import SamplingParams
 from jpaged.session import OnUpdate
+from jpaged.types import PyTree
 
 try:
     # For type checkers, `import ray` would be the module beside this one.
@@ -35,7 +36,8 @@ class Replica:
     """The code of an actor: one LLM, which it steps while the driver asks for it."""
 
     rank = 0  # its number among the actors of a replica; all do the same, and the first answers
-    updates = 0  # of the weights, before it was started
+    updates = 0  # of the weights, that its LLM does not know of
+    fetched_bytes, fetch_s = 0, 0.0  # of weights in Ray objects
 
     def address(self) -> str:
         """Return the address at which the other actors of a replica can reach this one."""
@@ -51,6 +53,7 @@ class Replica:
         adapters: Mapping[str, str],
         has_whole_gpus: bool,
         updates: int = 0,
+        weights: Any = None,
         coordinator: str | None = None,
         hosts: int = 1,
         rank: int = 0,
@@ -59,7 +62,8 @@ class Replica:
         SamplingParams.
 
         has_whole_gpus: whether nothing else runs on its GPUs. updates: how often the weights were
-        updated before. coordinator: the first actor's address, if the devices of several actors
+        updated before. weights: those that are served now, if they are not the model's: see
+        `update_params`. coordinator: the first actor's address, if the devices of several actors
         share the model.
         """
         if has_whole_gpus:
@@ -74,11 +78,42 @@ class Replica:
         self._llm = LLM(model, seed=seed, **engine_config)
         for name, folder in adapters.items():
             self._llm.add_adapter(name, folder)
+        if weights is not None:
+            self.updates -= 1  # the LLM counts this one
+            self.update_params(weights, "abort")
         return self._llm.default_sampling_params()
 
-    def update_params(self, folder: str, mode: OnUpdate) -> None:
-        """Serve the weights of a folder from now on: see LLM.update_params."""
-        self._llm.update_params(folder, mode=mode)
+    def update_params(self, weights: Any, mode: OnUpdate) -> dict[str, Any]:
+        """Serve these weights from now on: see LLM.update_params. Return the engine's stats.
+
+        weights: a folder, of which each process reads what its devices serve; or a list of one Ray
+        object, which holds a tree as LLM.update_params takes it, whose leaves may be Ray objects of
+        an array each. CheckpointError where an object is lost.
+        """
+        self._llm.update_params(self._fetched(weights), mode=mode)
+        return self._stats()
+
+    def _fetched(self, weights: Any) -> PyTree:
+        """Return weights with the values of Ray objects in their places; arrays of objects on this
+        node are read where they lie, in shared memory.
+        """
+        if isinstance(weights, str):
+            return weights
+        began = time.perf_counter()
+        try:
+            tree = jax.tree.map(_value, ray.get(weights[0]))
+        except ray.exceptions.RayError as e:
+            raise CheckpointError(f"the weights' Ray object cannot be read: {e}") from None
+        self.fetch_s += time.perf_counter() - began
+        self.fetched_bytes += sum(getattr(x, "nbytes", 0) for x in jax.tree.leaves(tree))
+        return tree
+
+    def _stats(self) -> dict[str, Any]:
+        """Return the LLM's stats, with what was read of Ray objects among what was read."""
+        stats: dict[str, Any] = dict(self._llm.stats())
+        stats["weight_bytes_read"] = stats.get("weight_bytes_read", 0) + self.fetched_bytes
+        stats["weight_read_s"] = stats.get("weight_read_s", 0.0) + self.fetch_s
+        return stats
 
     def exchange(
         self,
@@ -111,7 +146,11 @@ class Replica:
             return [], {}
         for output in ended if self.updates else ():
             _count_from(output, self.updates)
-        return ended, self._llm.stats()
+        return ended, self._stats()
+
+
+def _value(leaf: Any) -> Any:
+    return ray.get(leaf) if isinstance(leaf, ray.ObjectRef) else leaf
 
 
 def _count_from(output: RequestOutput, updates: int) -> None:
@@ -127,8 +166,8 @@ def _count_from(output: RequestOutput, updates: int) -> None:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Launch:
     """How every replica is started. hosts: actors of a replica, one on each host. resources: what
-    Ray reserves for each actor. adapters: the folder of each. updates: how often the weights, now
-    those of `model`, were updated.
+    Ray reserves for each actor. adapters: the folder of each. updates: how often the weights were
+    updated; they are those of `model` now, or `weights`, a list of one Ray object.
     """
 
     model: str | None
@@ -138,6 +177,7 @@ class Launch:
     hosts: int = 1
     adapters: Mapping[str, str] = dataclasses.field(default_factory=dict)
     updates: int = 0
+    weights: list[Any] | None = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -198,7 +238,7 @@ class Slot:
         has_whole_gpus = launch.resources.get("GPU", 0) >= 1  # of a part, others have the rest
         args = (
             *(launch.model, launch.seed, launch.engine_config, launch.adapters),
-            *(has_whole_gpus, launch.updates),
+            *(has_whole_gpus, launch.updates, launch.weights),
         )
         if launch.hosts == 1:
             self.actors = [ray.remote(Replica).options(**options).remote()]

@@ -2,12 +2,15 @@
 twice.
 """
 
+import dataclasses
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import jax
+import numpy as np
 import pytest
 
 import jpaged
@@ -220,6 +223,78 @@ def test_what_every_replica_would_say_is_raised_at_once(tmp_path: Any) -> None:
         ConfigError, match=r"no replica had started after 1 s: each asks for GPU=1; Ray has CPU=4"
     ):
         RayLLM(None, resources={"GPU": 1}, start_timeout_s=1)
+
+
+def begin(llm: RayLLM) -> None:
+    """Requests that both replicas have begun, and that take many exchanges."""
+    ray.get([slot.starting for slot in llm._slots if slot.starting is not None])
+    llm.add_request("def f(", PARAMS)
+    finish(llm)
+    asked = dataclasses.replace(PARAMS, max_tokens=60, temperature=0.0)
+    for i in range(8):
+        llm.add_request(f"def f{i}(", asked, request_id=f"r{i}")
+    assert not llm.step() and all(len(slot.requests) == 4 for slot in llm._slots)
+
+
+@pytest.mark.parametrize(("source", "devices"), [("folder", 1), ("object", 1), ("leaves", 2)])
+def test_new_weights_in_place(
+    source: str, devices: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a folder, from a tree in Ray's store and from a tree of objects, under requests on two
+    replicas and on meshes: each goes on by the mode, its spans say so, later ones are the new
+    model's, and the bytes that were read are those of the weights.
+    """
+    old = jpaged.load_params(MODEL_PATH, dtype="float32")
+    new = jax.tree.map(lambda x: x * 1.25 if x.ndim > 1 else x, old)
+    new = jpaged.Params(dict(new), old.config, old.source)
+    weights: Any = tmp_path
+    if source == "folder":
+        jpaged.save_params(new, tmp_path)
+    elif source == "object":
+        weights = new
+    else:
+        weights = ray.put(jax.tree.map(lambda x: ray.put(np.asarray(x)), new))
+
+    class Slow(ray_replica.Replica):
+        def exchange(
+            self, requests: list[Any], aborted: list[str], steps: int | None = None
+        ) -> Any:
+            return super().exchange(requests, aborted, 2)
+
+    monkeypatch.setattr(ray_replica, "Replica", Slow)
+    llm = RayLLM(MODEL_PATH, replicas=2, tensor_parallel_size=devices, **EXACT)
+    try:
+        begin(llm)
+        with pytest.raises(jpaged.RequestError, match="are unfinished"):
+            llm.update_params(weights)
+        with pytest.raises(CheckpointError):
+            llm.update_params(tmp_path / "none", mode="keep")
+        llm.update_params(weights, mode="recompute")
+        stats = llm.stats()
+        size = sum(x.nbytes for x in jax.tree.leaves(new))
+        assert stats["weight_bytes_read"] == 2 * size and stats["weight_read_s"] > 0
+        ended = finish(llm)
+        spans = [out.outputs[0].weight_versions for out in ended.values()]
+        assert all([span.version for span in of_one] == [1, 2] for of_one in spans)
+        assert all(of_one[-1].end == 60 for of_one in spans)
+        alone = jpaged.LLM(new, **EXACT)
+        greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+        (expected,) = alone.generate(["class A"], greedy, use_tqdm=False)
+        for out in ended.values():  # what followed is by the new weights over all tokens
+            ids, after = out.outputs[0].token_ids, out.outputs[0].weight_versions[-1].start
+            prompt = out.prompt_token_ids + ids[:after]
+            asked = dataclasses.replace(greedy, max_tokens=60 - after)
+            (rest,) = alone.generate([prompt], asked, use_tqdm=False)
+            assert rest.outputs[0].token_ids == ids[after:]
+        alone.close()
+        names = [llm.add_request("class A", greedy) for _ in range(4)]
+        ended = finish(llm)
+        assert {tuple(ended[n].outputs[0].token_ids) for n in names} == {
+            tuple(expected.outputs[0].token_ids)
+        }
+        assert {ended[n].weight_version for n in names} == {2}
+    finally:
+        llm.close()
 
 
 @pytest.mark.parametrize(("hosts", "devices"), [(None, 2), (2, 4)])

@@ -236,3 +236,23 @@ def test_a_mixture_learns_by_the_rollouts_routes(
     routes, without = (np.mean([x[name] for x in history]) for name in ("routes", "no_routes"))
     assert 0 < routes < without
     assert capsys.readouterr().out.count("|ratio - 1| with routes") == 6
+
+
+@pytest.mark.own_steps
+@pytest.mark.train
+def test_a_tool_over_several_turns(
+    example: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It learns to open the box that it was asked for, and to report what it saw there, which no
+    dialog did at first; nothing compiles once warm.
+    """
+    module = example("grpo_tool")
+    counts = counted(module, monkeypatch, "play")
+    with compiles() as names:
+        counts.names = names
+        history = module.main(["--updates", "90"])
+    assert 0 < counts[0] <= counts[2] == counts[-1] == len(names)
+    assert max(history[0][name] for name in ("opened", "told")) < 0.2
+    opened, told = (np.mean([x[name] for x in history[-10:]]) for name in ("opened", "told"))
+    assert opened > 0.8 and told > 0.5
+    assert capsys.readouterr().out.count("opened the right box") == 10

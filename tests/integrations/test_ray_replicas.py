@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 import jpaged.integrations
@@ -44,6 +45,10 @@ class Ref:
         self.value, self.error = value, error
 
 
+class ObjectRef(Ref):
+    """What is in Ray's store."""
+
+
 class Actor:
     """One that runs its calls as they come; `options` are what Ray was asked for it."""
 
@@ -71,6 +76,7 @@ class Ray(types.ModuleType):
         super().__init__("ray")
         self.hosts, self.actors, self.groups = nodes, list[Actor](), list[Any]()
         self.exceptions = types.SimpleNamespace(RayError=RayError, RayTaskError=RayTaskError)
+        self.ObjectRef, self.put = ObjectRef, ObjectRef
         self.util = types.SimpleNamespace(
             get_node_ip_address=lambda: "10.0.0.1",
             placement_group=self._group,
@@ -132,10 +138,10 @@ class EchoLLM:
     def add_adapter(self, name: str, folder: str) -> None:
         self.adapters[name] = folder
 
-    def update_params(self, folder: str, *, mode: str) -> None:
-        if folder.endswith("missing"):
-            raise CheckpointError(f"{folder}: no such folder")
-        self.weights, self.version = folder, self.version + 1
+    def update_params(self, weights: Any, *, mode: str) -> None:
+        if isinstance(weights, str) and weights.endswith("missing"):
+            raise CheckpointError(f"{weights}: no such folder")
+        self.weights, self.version = weights, self.version + 1
         self.modes.append(mode)
 
     def add_request(self, prompt: Any, params: SamplingParams, *, request_id: str) -> None:
@@ -311,6 +317,43 @@ def test_new_weights_on_every_replica(cluster: Any, tmp_path: Path) -> None:
         outs += llm.step()
     assert [out.weight_version for out in outs] == [3] * 4
     assert [out.outputs[0].weight_versions for out in outs] == [[WeightSpan(3, 0, 1)]] * 4
+    llm.close()
+
+
+def test_new_weights_from_rays_store(cluster: Any) -> None:
+    """A tree is put there once, and read by every replica, a later one too; objects may stand in
+    the place of its leaves. One that is lost changes nothing.
+    """
+    ray, kind = cluster(EIGHT)
+    llm = kind("old", replicas=2)
+    tree = {"a": jax.numpy.arange(4.0), "b": np.ones(2, np.float32)}
+    llm.update_params(tree)
+    first, second = (actor.made._llm.weights for actor in ray.actors)
+    assert first["a"].tolist() == [0, 1, 2, 3] and first["a"] is second["a"]
+    assert not isinstance(first["a"], jax.Array), "in host memory, for other processes"
+    stats = llm.stats()
+    assert stats["weight_bytes_read"] == 2 * 24 and stats["weight_read_s"] >= 0
+    lost = ObjectRef(None, RayError("its owner died"))
+    for weights in (lost, ray.put({"a": lost})):
+        with pytest.raises(CheckpointError, match="its owner died"):
+            llm.update_params(weights)
+    ref = ray.put({"a": ray.put(np.full(3, 7.0)), "b": np.zeros(2)})
+    llm.update_params(ref, mode="keep")
+    assert [actor.made._llm.weights["a"].tolist() for actor in ray.actors] == [[7.0] * 3] * 2
+    ray.actors[0].is_dead = True
+    for _ in range(4):
+        llm.add_request("a")
+    outs = list[RequestOutput]()
+    while llm.has_unfinished():
+        outs += llm.step()
+    assert ray.actors[2].made._llm.weights["a"].tolist() == [7.0] * 3
+    assert [out.weight_version for out in outs] == [3] * 4, "as replicas that had both updates"
+    llm.update_params("/newest", mode="keep")
+    ray.actors[2].is_dead = True
+    llm.add_request("a")
+    llm.add_request("a")
+    finish(llm)
+    assert ray.actors[3].made._llm.weights == "/newest", "a folder in its place"
     llm.close()
 
 

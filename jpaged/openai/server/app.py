@@ -21,6 +21,7 @@ from jpaged.openai.server.bodies import (
     Tokenize,
     TokenizeChat,
 )
+from jpaged.openai.server.control import Control
 from jpaged.openai.server.generation import Generation
 from jpaged.openai.server.metrics import Metrics
 from jpaged.openai.server.page import Page
@@ -28,6 +29,7 @@ from jpaged.openai.server.pooling import ROUTES as POOLED
 from jpaged.openai.server.pooling import Pooling
 from jpaged.openai.server.response_bodies import ServedResponse
 from jpaged.openai.server.settings import ServerSettings
+from jpaged.openai.server.token_bodies import ServedTokens
 from jpaged.openai.server.wire import ApiError, Exchange, Gone, encode
 
 log = logging.getLogger("jpaged")
@@ -50,11 +52,16 @@ class Server:
         self.llm, self.settings, self.metrics = llm, settings, Metrics()
         self._generation = Generation(llm, settings, self.metrics)
         self._pooling = Pooling(llm, settings, self._generation)
+        control = Control(llm, settings, self._generation.room)
         posts: dict[str, Handler] = {
             "/v1/chat/completions": lambda e: self._generation.serve(e, ServedChat),
             "/v1/completions": lambda e: self._generation.serve(e, ServedCompletion),
             "/v1/responses": lambda e: self._generation.serve(e, ServedResponse),
             **{url: self._pooled(kind) for url, kind in POOLED.items()},
+            "/inference/v1/generate": lambda e: self._generation.serve(e, ServedTokens),
+            "/pause": control.pause,
+            "/resume": control.resume,
+            "/update_weights": control.update_weights,
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
         }
@@ -62,6 +69,8 @@ class Server:
             "/v1/models": self._models,
             "/v1/models/{name:path}": self._one_model,
             "/metrics": self._metrics,
+            "/is_paused": control.is_paused,
+            "/weight_info": control.weight_info,
         }
         routes = [
             Route(path, self._endpoint(h, path), methods=["POST"]) for path, h in posts.items()

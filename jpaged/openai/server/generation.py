@@ -31,6 +31,8 @@ from jpaged.openai.server.parties import Parties, Party
 from jpaged.openai.server.response_bodies import ResponseBody, ServedResponse
 from jpaged.openai.server.response_items import ResponseEvents
 from jpaged.openai.server.settings import ServerSettings
+from jpaged.openai.server.token_answers import TokenEvents, WholeTokens
+from jpaged.openai.server.token_bodies import ServedTokens
 from jpaged.openai.server.wire import (
     EVENTS,
     JSON,
@@ -143,10 +145,12 @@ class Generation:
 
     def _read(self, llm: Any, kind: type[Served], text: str) -> Served:
         raw = json_object(text, max_depth=self._settings.max_json_depth)
-        biases, most = raw.get("logit_bias"), llm.engine_config.max_logit_bias
-        if isinstance(biases, dict) and len(biases) > most:  # checked before they are parsed
-            said = f"logit_bias has {len(biases)} entries, above max_logit_bias={most}"
-            raise BodyError(said, param="logit_bias")
+        most, within = llm.engine_config.max_logit_bias, raw.get("sampling_params")
+        for fields in (raw, within if isinstance(within, dict) else {}):
+            biases = fields.get("logit_bias")
+            if isinstance(biases, dict) and len(biases) > most:  # checked before they are parsed
+                said = f"logit_bias has {len(biases)} entries, above max_logit_bias={most}"
+                raise BodyError(said, param="logit_bias")
         return kind.read_known(raw)
 
     def report_ignored(self, exchange: Exchange, names: Sequence[str]) -> None:
@@ -219,7 +223,7 @@ class Generation:
         outputs: dict[int, RequestOutput] = {}
         while True:
             for prompt, item in news:
-                outputs[prompt] = watch.ended(_output(item))
+                outputs[prompt] = watch.ended(_output(item, asked.body))
             if len(outputs) == len(asked.prompts):
                 break
             news = await inbox.take()
@@ -227,7 +231,8 @@ class Generation:
         if isinstance(asked.body, ServedResponse):
             await exchange.answer(await self._llm.prepare(_whole_response, asked, in_order[0]))
             return
-        answer = WholeAnswer(asked, in_order)
+        is_tokens = isinstance(asked.body, ServedTokens)
+        answer = (WholeTokens if is_tokens else WholeAnswer)(asked, in_order)
         part = await self._llm.prepare(answer.next)
         if answer.is_ended:
             await exchange.answer(part)
@@ -256,7 +261,7 @@ class Generation:
                         worth = 0
                         await asyncio.sleep(0)
                 else:
-                    outputs.append(watch.ended(_output(item)))
+                    outputs.append(watch.ended(_output(item, asked.body)))
             # The answer begins with the first piece and not before: an error until then has its own
             # HTTP status.
             if exchange.status is None:
@@ -269,10 +274,12 @@ class Generation:
         await exchange.write(b"".join(written) + events.end(outputs), more=False)
 
 
-def _events(llm: Any, asked: Asked) -> Events | ResponseEvents:
+def _events(llm: Any, asked: Asked) -> Events | ResponseEvents | TokenEvents:
     """Return the object that makes events of the answer's pieces. llm: the LLM, whose tokenizer is
     needed.
     """
+    if isinstance(asked.body, ServedTokens):
+        return TokenEvents(asked)
     if isinstance(asked.body, ServedResponse):
         return _response(llm, asked, asked.body.asked)
     return Events(
@@ -422,13 +429,17 @@ def _whole_response(llm: Any, asked: Asked, output: RequestOutput) -> bytes:
     return encode(_response(llm, asked, asked.body.asked).whole(output))
 
 
-def _output(item: Any) -> RequestOutput:
-    """Return the output of a request, or raise its error."""
+def _output(item: Any, body: Served) -> RequestOutput:
+    """Return the output of a request, or raise its error. One that was cut is an error too, but for
+    a trainer's tokens, which are of use as far as they go.
+    """
     if isinstance(item, BaseException):
         raise item
     if item.error is not None:
         raise item.error
-    if any(done.finish_reason == "abort" for done in item.outputs):
+    if not isinstance(body, ServedTokens) and any(
+        done.finish_reason == "abort" for done in item.outputs
+    ):
         said = "the server's operator aborted this request"
         raise ApiError(503, said, kind="server_error", code="aborted")
     return item

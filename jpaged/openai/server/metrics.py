@@ -30,6 +30,7 @@ ENGINE = (
         "Prompt tokens that were found in the prefix cache.",
     ),
     ("generated_tokens", "counter", "generated_tokens", "Tokens of requests that have ended."),
+    ("weight_version", "gauge", "weight_version", "Weights that were served so far."),
     ("preemptions", "counter", "preemptions", "Sequences preempted because KV blocks were short."),
     ("steps", "counter", "steps", "Steps of the engine."),
     ("host_time_s", "counter", "host_seconds", "Time that the engine's thread worked on the host."),

@@ -52,6 +52,9 @@ class ServerSettings:
     enable_reasoning: bool = _knob(
         True, "separate <think>reasoning</think> from content, if the template has it"
     )
+    enable_control: bool = _knob(
+        False, "whether clients may pause and resume the server and change its weights"
+    )
     drain_s: float = _knob(30.0, "time after SIGTERM for running requests to finish")
 
     def __post_init__(self) -> None:
