@@ -25,12 +25,15 @@ from jpaged.openai.server.metrics import Metrics
 from jpaged.openai.server.page import Page
 from jpaged.openai.server.response_bodies import ServedResponse
 from jpaged.openai.server.settings import ServerSettings
+from jpaged.openai.server.status import version
 from jpaged.openai.server.wire import ApiError, Exchange, Gone, encode
+from jpaged.request.detokenizer import decode
 
 log = logging.getLogger("jpaged")
 
 HTML = b"text/html; charset=utf-8"
 PLAIN = b"text/plain; version=0.0.4; charset=utf-8"
+NO_PATH = "this server has no such path"
 LEFT = 499  # status in metrics: the client disconnected before there was an answer
 Handler = Callable[[Exchange], Awaitable[None]]
 Prepared = tuple[bytes, tuple[str, ...]]  # an answer, and the names of the fields that were ignored
@@ -57,6 +60,8 @@ class Server:
             "/v1/models": self._models,
             "/v1/models/{name:path}": self._one_model,
             "/metrics": self._metrics,
+            "/status": self._status,
+            "/version": self._version,
         }
         routes = [
             Route(path, self._endpoint(h, path), methods=["POST"]) for path, h in posts.items()
@@ -65,10 +70,15 @@ class Server:
             Route(path, self._endpoint(h, path), methods=["GET"]) for path, h in gets.items()
         ]
         self._page = Page()
-        for path, handle in (("/health", self._health), ("/", self._show)):
+        open_paths: dict[str, Handler] = {
+            "/health": self._health,
+            "/": self._show,
+            "/page/{name}": self._show_file,
+        }
+        for path, handle in open_paths.items():
             routes.append(Route(path, self._endpoint(handle, path, is_open=True), methods=["GET"]))
         missing: Any = {
-            404: self._told(404, "this server has no such path"),
+            404: self._told(404, NO_PATH),
             405: self._told(405, "this path does not support this method"),
         }
         self.app = Starlette(routes=routes, lifespan=self._lifespan, exception_handlers=missing)
@@ -97,7 +107,22 @@ class Server:
 
     async def _show(self, exchange: Exchange) -> None:
         policy = [(b"content-security-policy", self._page.policy)]
-        await exchange.answer(self._page.body, kind=HTML, headers=policy)
+        await exchange.answer(self._page.index, kind=HTML, headers=policy)
+
+    async def _show_file(self, exchange: Exchange) -> None:
+        found = self._page.files.get(exchange.scope["path_params"]["name"])
+        if found is None:
+            raise ApiError(404, NO_PATH)
+        await exchange.answer(found[0], kind=found[1])
+
+    async def _status(self, exchange: Exchange) -> None:
+        """Show what is served; a key sees its requests alone, where there are several keys."""
+        generation, party = self._generation, self._generation.party_of(exchange)
+        report = await generation.status.report(party.name if party.is_known else None)
+        await exchange.answer(encode(report))
+
+    async def _version(self, exchange: Exchange) -> None:
+        await exchange.answer(encode({"version": version()}))
 
     async def _metrics(self, exchange: Exchange) -> None:
         await exchange.answer(self.metrics.text(self.llm.stats()).encode(), kind=PLAIN)
@@ -196,7 +221,8 @@ class _Answer:
 def _tokenized(llm: Any, raw: dict[str, Any]) -> Prepared:
     if raw.get("messages") is not None:
         body = TokenizeChat.read_known(raw)
-        ids = body.given_prompt(llm)
+        prompt = llm.session.inputs.prompt(body.given_prompt(llm), must_fit=False)
+        ids = [*prompt.ids, *(body.answer_token_ids or ())]
     else:
         body = Tokenize.read_known(raw)
         ids = list(llm.session.inputs.prompt(body.prompt, must_fit=False).ids)
@@ -213,4 +239,7 @@ def _detokenized(llm: Any, raw: dict[str, Any]) -> Prepared:
         raise RequestError("tokens: this model has no tokenizer")
     if ids and max(ids) >= size:
         raise RequestError(f"tokens: {max(ids)} is outside the vocabulary of {size}")
-    return encode({"prompt": llm.tokenizer.decode(ids)}), body.ignored
+    answer: dict[str, Any] = {"prompt": llm.tokenizer.decode(ids)}
+    if body.return_token_strs:
+        answer["token_strs"] = [decode(llm.tokenizer, [token], False) for token in ids]
+    return b"".join(json_pieces(answer)), body.ignored

@@ -109,12 +109,22 @@ class ServedChat(Served, ChatCompletionRequest):
     """The body of POST /v1/chat/completions, in which tools may be called.
 
     tool_choice: "auto", "none", "required" (at least one call), or the function that must be called
-    once.
+    once. answer_token_ids: the answer begins with these tokens, and the model goes on after them as
+    if it had drawn them: the text has theirs, logprobs and token_ids have what was drawn.
     """
 
     within: ClassVar[Mapping[str, type[Body]]] = {**Served.within, **ChatCompletionRequest.within}
 
     parallel_tool_calls: bool = True
+    answer_token_ids: Tokens | None = None
+
+    @model_validator(mode="after")
+    def _begun_answers_are_plain(self) -> Self:
+        if self.answer_token_ids:
+            for name in ("prompt_logprobs", "sampling_mask"):
+                if getattr(self, name):
+                    refuse(f"answer_token_ids does not work with {name}", name)
+        return self
 
     def prompts_for(self, llm: Any, params: SamplingParams) -> list[Any]:
         if self.truncate_prompt_tokens is None:
@@ -254,7 +264,10 @@ class TokenizeChat(ServedChat):
 
 
 class Detokenize(Body):
-    """The body of POST /detokenize."""
+    """The body of POST /detokenize. return_token_strs: return the text of each token by itself
+    too.
+    """
 
     tokens: Annotated[list[Annotated[Integer, Field(ge=0)]], Field(max_length=1 << 20)]
     model: str | None = None
+    return_token_strs: bool = False

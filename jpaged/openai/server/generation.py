@@ -23,6 +23,7 @@ from jpaged.openai.protocol import BodyError
 from jpaged.openai.responses import AnswerForm
 from jpaged.openai.server.answers import WholeAnswer
 from jpaged.openai.server.asked import Asked
+from jpaged.openai.server.begun import begun
 from jpaged.openai.server.bodies import Served, ServedChat, ServedCompletion
 from jpaged.openai.server.echo import text_of
 from jpaged.openai.server.events import Events
@@ -31,6 +32,7 @@ from jpaged.openai.server.parties import Parties, Party
 from jpaged.openai.server.response_bodies import ResponseBody, ServedResponse
 from jpaged.openai.server.response_items import ResponseEvents
 from jpaged.openai.server.settings import ServerSettings
+from jpaged.openai.server.status import Running, Status
 from jpaged.openai.server.wire import (
     EVENTS,
     JSON,
@@ -69,6 +71,7 @@ class Generation:
         self._format = Format.of(
             llm.tokenizer, settings.tool_style, thinks=settings.enable_reasoning
         )
+        self.status = Status(llm, settings, self._format, metrics.started_at)
         self._choices = 0  # completions that were admitted and have not ended
         self._ignored: set[str] = set()  # unknown fields that were logged
         self._choices_of: Counter[str] = Counter()  # those completions by party
@@ -94,7 +97,7 @@ class Generation:
             self.report_ignored(exchange, body.ignored)
             model = self.check_model(body.model)
             params = self._params(body)
-            party = self._parties.of(exchange.key, exchange.address)
+            party = self.party_of(exchange)
             with self._admitted(_num_prompts(body) * params.n, party):
                 adapter = model if model in self._llm.adapters else None
                 told = (body, params, model, adapter, self._format, party.salt)
@@ -111,11 +114,21 @@ class Generation:
                     coming=coming,
                     origin=origin,
                 ) as inbox:
-                    news = await inbox.take()
-                    if body.stream:
-                        await self._stream(exchange, asked, inbox, news, watch)
-                    else:
-                        await self._answer(exchange, asked, inbox, news, watch)
+                    running = Running(
+                        name=asked.name,
+                        route=exchange.scope["path"],
+                        model=model,
+                        party=party.name,
+                        streams=body.stream,
+                        arrived=arrived,
+                        requests=inbox.requests,
+                    )
+                    with self.status.running(running):
+                        news = await inbox.take()
+                        if body.stream:
+                            await self._stream(exchange, asked, inbox, news, watch)
+                        else:
+                            await self._answer(exchange, asked, inbox, news, watch)
 
     async def prepare[T, *Args](
         self, length: int, function: Callable[[LLM, *Args], T], *args: *Args
@@ -125,6 +138,10 @@ class Generation:
         """
         async with self._reading_long if length > LONG_BODY else nullcontext():
             return await self._llm.prepare(function, *args)
+
+    def party_of(self, exchange: Exchange) -> Party:
+        """Return who asks."""
+        return self._parties.of(exchange.key, exchange.address)
 
     @property
     def models(self) -> list[str]:
@@ -280,6 +297,7 @@ def _events(llm: Any, asked: Asked) -> Events | ResponseEvents:
         prompt_sizes=asked.prompt_sizes,
         echo=asked.echo,
         reader=asked.reader,
+        begun=asked.begun,
     )
 
 
@@ -357,6 +375,11 @@ def _understood(
         prompts = [with_adapter(adapter, prompt) for prompt in prompts]
     if salt is not None:
         prompts = [with_salt(salt, prompt) for prompt in prompts]
+    begins = (body.answer_token_ids or []) if isinstance(body, ServedChat) else []
+    if begins:
+        most, size = llm.engine_config.max_model_len, llm.model_config.vocab_size
+        ready = (llm.session.inputs.prompt(prompt) for prompt in prompts)
+        prompts = [begun(prompt, begins, params, size, most) for prompt in ready]
     sizes = None
     if (
         body.wants_continuous_usage
@@ -373,6 +396,7 @@ def _understood(
         echo=echo,
         reader=reader,
         prompt_sizes=sizes,
+        begun=len(begins),
     )
 
 
