@@ -110,10 +110,11 @@ class Server:
         await exchange.answer(self._page.index, kind=HTML, headers=policy)
 
     async def _show_file(self, exchange: Exchange) -> None:
-        found = self._page.files.get(exchange.scope["path_params"]["name"])
-        if found is None:
+        name = exchange.scope["path_params"]["name"]
+        if name not in self._page.files:
             raise ApiError(404, NO_PATH)
-        await exchange.answer(found[0], kind=found[1])
+        body, kind = self._page.files[name]
+        await exchange.answer(body, kind=kind)
 
     async def _status(self, exchange: Exchange) -> None:
         """Show what is served; a key sees its requests alone, where there are several keys."""
