@@ -58,7 +58,8 @@ def write(
     async def run(
         prompts: Any, params: Any, *, streaming: bool, coming: Coming, origin: Any
     ) -> AsyncIterator[Inbox]:
-        given.append(live.server.llm.tokenizer.decode(prompts[0]))
+        ids = getattr(prompts[0], "ids", prompts[0])
+        given.append(live.server.llm.tokenizer.decode(list(ids)))
         inbox = Inbox()
         pieces = [text[i : i + size] for i in range(0, len(text), size)]
         news: list[News] = []

@@ -21,6 +21,8 @@ from jpaged.openai.server.bodies import (
     TokenizeChat,
 )
 from jpaged.openai.server.generation import Generation
+from jpaged.openai.server.message_bodies import CountedMessage, ServedMessage
+from jpaged.openai.server.message_events import error_body, error_event
 from jpaged.openai.server.metrics import Metrics
 from jpaged.openai.server.page import Page
 from jpaged.openai.server.response_bodies import ServedResponse
@@ -53,6 +55,8 @@ class Server:
             "/v1/chat/completions": lambda e: self._generation.serve(e, ServedChat),
             "/v1/completions": lambda e: self._generation.serve(e, ServedCompletion),
             "/v1/responses": lambda e: self._generation.serve(e, ServedResponse),
+            "/v1/messages": self._message,
+            "/v1/messages/count_tokens": self._count_message,
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
         }
@@ -149,6 +153,12 @@ class Server:
     def _json(self, llm: Any, text: str) -> dict[str, Any]:
         return json_object(text, max_depth=self.settings.max_json_depth)
 
+    async def _message(self, exchange: Exchange) -> None:
+        await self._generation.serve(exchange, ServedMessage)
+
+    async def _count_message(self, exchange: Exchange) -> None:
+        await exchange.answer(await self._prepared(exchange, _counted))
+
     async def _tokenize(self, exchange: Exchange) -> None:
         await exchange.answer(await self._prepared(exchange, _tokenized))
 
@@ -178,6 +188,8 @@ class Endpoint:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         exchange = Exchange(scope, receive, send, self._server.settings)
+        if self._path.startswith("/v1/messages"):
+            exchange.error_body, exchange.error_event = error_body, error_event
         try:
             if not self._is_open:
                 exchange.check_host()
@@ -231,6 +243,13 @@ def _tokenized(llm: Any, raw: dict[str, Any]) -> Prepared:
     if body.return_token_strs:
         answer["token_strs"] = llm.tokenizer.convert_ids_to_tokens(ids)
     return b"".join(json_pieces(answer)), body.ignored
+
+
+def _counted(llm: Any, raw: dict[str, Any]) -> Prepared:
+    """Return the tokens of a message's prompt."""
+    body = CountedMessage.read_known(raw)
+    prompt = llm.session.inputs.prompt(body.given_prompt(llm), must_fit=False)
+    return encode({"input_tokens": len(prompt.ids)}), body.ignored
 
 
 def _detokenized(llm: Any, raw: dict[str, Any]) -> Prepared:

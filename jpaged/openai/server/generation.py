@@ -24,9 +24,11 @@ from jpaged.openai.responses import AnswerForm
 from jpaged.openai.server.answers import WholeAnswer
 from jpaged.openai.server.asked import Asked
 from jpaged.openai.server.begun import begun
-from jpaged.openai.server.bodies import Served, ServedChat, ServedCompletion
+from jpaged.openai.server.bodies import Served, ServedChat, ServedCompletion, Translated
 from jpaged.openai.server.echo import text_of
 from jpaged.openai.server.events import Events
+from jpaged.openai.server.message_bodies import ServedMessage
+from jpaged.openai.server.message_events import MessageEvents
 from jpaged.openai.server.metrics import Metrics, Watch
 from jpaged.openai.server.parties import Parties, Party
 from jpaged.openai.server.response_bodies import ResponseBody, ServedResponse
@@ -237,8 +239,8 @@ class Generation:
                 break
             news = await inbox.take()
         in_order = [outputs[i] for i in range(len(asked.prompts))]
-        if isinstance(asked.body, ServedResponse):
-            await exchange.answer(await self._llm.prepare(_whole_response, asked, in_order[0]))
+        if isinstance(asked.body, Translated):
+            await exchange.answer(await self._llm.prepare(_whole, asked, in_order[0]))
             return
         answer = WholeAnswer(asked, in_order)
         part = await self._llm.prepare(answer.next)
@@ -282,12 +284,15 @@ class Generation:
         await exchange.write(b"".join(written) + events.end(outputs), more=False)
 
 
-def _events(llm: Any, asked: Asked) -> Events | ResponseEvents:
+def _events(llm: Any, asked: Asked) -> Events | ResponseEvents | MessageEvents:
     """Return the object that makes events of the answer's pieces. llm: the LLM, whose tokenizer is
     needed.
     """
     if isinstance(asked.body, ServedResponse):
         return _response(llm, asked, asked.body.asked)
+    if isinstance(asked.body, ServedMessage):
+        [size] = asked.prompt_sizes or [0]
+        return MessageEvents(**asked.how, reader=asked.reader(), prompt_tokens=size)
     return Events(
         **asked.how,
         is_chat=asked.body.is_chat,
@@ -381,9 +386,8 @@ def _understood(
         ready = (llm.session.inputs.prompt(prompt) for prompt in prompts)
         prompts = [begun(prompt, begins, params, size, most) for prompt in ready]
     sizes = None
-    if (
-        body.wants_continuous_usage
-    ):  # tokenized once, here, since every event reports the prompt's tokens
+    # Tokenized once, here, since events report the prompt's tokens before it has run.
+    if body.wants_continuous_usage or (isinstance(body, ServedMessage) and body.stream):
         tokenized = [llm.session.inputs.prompt(prompt) for prompt in prompts]
         prompts, sizes = tokenized, [len(prompt.ids) for prompt in tokenized]
     return Asked(
@@ -410,7 +414,7 @@ def _held_to_calls(
     tools, must = body.callable_tools, body.must_call
     if not tools:
         return params
-    demanded = must or not body.parallel_tool_calls
+    demanded = must or body.limits_tools or not body.parallel_tool_calls
     demanded |= any(tool["function"].get("strict") is True for tool in tools)
     grammar = tool_grammar(
         tools,
@@ -437,9 +441,11 @@ def _held_to_calls(
     return held
 
 
-def _whole_response(llm: Any, asked: Asked, output: RequestOutput) -> bytes:
-    assert isinstance(asked.body, ServedResponse)
-    return encode(_response(llm, asked, asked.body.asked).whole(output))
+def _whole(llm: Any, asked: Asked, output: RequestOutput) -> bytes:
+    """Return the answer to a body of another form than a chat's."""
+    events = _events(llm, asked)
+    assert not isinstance(events, Events)
+    return encode(events.whole(output))
 
 
 def _output(item: Any) -> RequestOutput:

@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, FailFast, Field, PrivateAttr, model_validator
+from pydantic import BeforeValidator, FailFast, Field, model_validator
 
 from jpaged.openai import protocol
 from jpaged.openai.fields import Integer, Number, short
 from jpaged.openai.forms import Strict
 from jpaged.openai.protocol import Body, BodyError, refuse
-from jpaged.openai.server.bodies import ROUTES, OfRoute, ServedChat
+from jpaged.openai.server.bodies import ROUTES, OfRoute, ServedChat, Translated
 
 # Fields that are not built, each with the values that ask for nothing (null always does).
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
@@ -179,30 +179,12 @@ class ResponseBody(OfRoute):
 ROUTES["/v1/responses"] = ResponseBody
 
 
-class ServedResponse(ServedChat):
+class ServedResponse(Translated):
     """A chat that was made from a body of /v1/responses. asked: that body."""
 
-    _asked: ResponseBody = PrivateAttr()
-
-    @property
-    def asked(self) -> ResponseBody:
-        return self._asked
-
-    @classmethod
-    def known(cls, data: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-        return ResponseBody.known(data)
-
-    @classmethod
-    def read(cls, data: Any) -> Self:
-        asked = ResponseBody.read(data)
-        passed = {name: data[name] for name in PASSED if name in data}
-        try:
-            body = super().read(passed | asked.chat)
-        except BodyError as e:
-            param = BLAMED.get(e.param or "", e.param)
-            raise BodyError(str(e), param=param, code=e.code) from None
-        body._asked = asked
-        return body
+    asked_kind: ClassVar[type[Body]] = ResponseBody
+    passed: ClassVar[tuple[str, ...]] = PASSED
+    blamed: ClassVar[Mapping[str, str]] = BLAMED
 
 
 def _message(role: str, content: str) -> dict[str, Any]:
@@ -267,4 +249,9 @@ def _choice(choice: Any) -> Any:
     """Return tool_choice in the form of a chat."""
     if isinstance(choice, dict) and choice.get("type") == "function":
         return {"type": "function", "function": {"name": choice.get("name")}}
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        tools = choice.get("tools")
+        named = [{"function": tool} for tool in tools] if isinstance(tools, list) else tools
+        allowed = {"mode": choice.get("mode"), "tools": named}
+        return {"type": "allowed_tools", "allowed_tools": allowed}
     return choice
