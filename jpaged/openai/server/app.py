@@ -25,7 +25,7 @@ from jpaged.openai.server.message_bodies import CountedMessage, ServedMessage
 from jpaged.openai.server.message_events import error_body, error_event
 from jpaged.openai.server.metrics import Metrics
 from jpaged.openai.server.page import Page
-from jpaged.openai.server.response_bodies import ServedResponse
+from jpaged.openai.server.response_bodies import ServedKeptResponse, ServedResponse
 from jpaged.openai.server.settings import ServerSettings
 from jpaged.openai.server.status import version
 from jpaged.openai.server.wire import ApiError, Exchange, Gone, encode
@@ -36,6 +36,7 @@ log = logging.getLogger("jpaged")
 HTML = b"text/html; charset=utf-8"
 PLAIN = b"text/plain; version=0.0.4; charset=utf-8"
 NO_PATH = "this server has no such path"
+PROBES = ("/health", "/ready")  # answered where all connections are busy
 LEFT = 499  # status in metrics: the client disconnected before there was an answer
 Handler = Callable[[Exchange], Awaitable[None]]
 Prepared = tuple[bytes, tuple[str, ...]]  # an answer, and the names of the fields that were ignored
@@ -51,10 +52,12 @@ class Server:
     def __init__(self, llm: AsyncLLM, settings: ServerSettings):
         self.llm, self.settings, self.metrics = llm, settings, Metrics()
         self._generation = Generation(llm, settings, self.metrics)
+        self.is_stopping = False  # set by who listens, once it takes no new connections
         posts: dict[str, Handler] = {
             "/v1/chat/completions": lambda e: self._generation.serve(e, ServedChat),
             "/v1/completions": lambda e: self._generation.serve(e, ServedCompletion),
-            "/v1/responses": lambda e: self._generation.serve(e, ServedResponse),
+            "/v1/responses": self._response,
+            "/v1/responses/input_tokens": self._count_response,
             "/v1/messages": self._message,
             "/v1/messages/count_tokens": self._count_message,
             "/tokenize": self._tokenize,
@@ -73,9 +76,13 @@ class Server:
         routes += [
             Route(path, self._endpoint(h, path), methods=["GET"]) for path, h in gets.items()
         ]
+        one = "/v1/responses/{name}"
+        shown = self._endpoint(self._kept_response, one)
+        routes.append(Route(one, shown, methods=["GET", "DELETE"]))
         self._page = Page()
         open_paths: dict[str, Handler] = {
             "/health": self._health,
+            "/ready": self._ready,
             "/": self._show,
             "/page/{name}": self._show_file,
         }
@@ -153,6 +160,38 @@ class Server:
     def _json(self, llm: Any, text: str) -> dict[str, Any]:
         return json_object(text, max_depth=self.settings.max_json_depth)
 
+    async def _ready(self, exchange: Exchange) -> None:
+        """Answer 200 if a request that came now would be taken, for who sends requests here."""
+        if self.is_stopping:
+            raise ApiError(503, "the server is stopping", kind="server_error", code="stopping")
+        if self._generation.is_full:
+            said = "as many completions are running or waiting as may"
+            raise ApiError(503, said, kind="server_error", code="overloaded")
+        await self._health(exchange)
+
+    async def _response(self, exchange: Exchange) -> None:
+        keeps = self._generation.kept is not None
+        kind = ServedKeptResponse if keeps else ServedResponse
+        await self._generation.serve(exchange, kind)
+
+    async def _count_response(self, exchange: Exchange) -> None:
+        await exchange.answer(await self._prepared(exchange, _counted_response))
+
+    async def _kept_response(self, exchange: Exchange) -> None:
+        """Show a response that is kept, or forget it."""
+        kept, name = self._generation.kept, exchange.scope["path_params"]["name"]
+        party = self._generation.party_of(exchange).shared
+        response = None if kept is None else kept.get(party, name)
+        if kept is None or response is None:
+            said = f"no response {name[:80]!r} is kept here"
+            raise ApiError(404, said, code="response_not_found")
+        if exchange.scope["method"] == "DELETE":
+            kept.delete(party, name)
+            deleted = {"id": name, "object": "response", "deleted": True}
+            await exchange.answer(encode(deleted))
+        else:
+            await exchange.answer(encode(response.response))
+
     async def _message(self, exchange: Exchange) -> None:
         await self._generation.serve(exchange, ServedMessage)
 
@@ -194,7 +233,7 @@ class Endpoint:
             if not self._is_open:
                 exchange.check_host()
                 exchange.check_key()
-            if self._path != "/health":
+            if self._path not in PROBES:
                 exchange.check_room()
             await self._handle(exchange)
         except Gone:
@@ -243,6 +282,14 @@ def _tokenized(llm: Any, raw: dict[str, Any]) -> Prepared:
     if body.return_token_strs:
         answer["token_strs"] = llm.tokenizer.convert_ids_to_tokens(ids)
     return b"".join(json_pieces(answer)), body.ignored
+
+
+def _counted_response(llm: Any, raw: dict[str, Any]) -> Prepared:
+    """Return the tokens of a response's prompt."""
+    body = ServedResponse.read_known(raw)
+    prompt = llm.session.inputs.prompt(body.given_prompt(llm), must_fit=False)
+    told = {"object": "response.input_tokens", "input_tokens": len(prompt.ids)}
+    return encode(told), body.ignored
 
 
 def _counted(llm: Any, raw: dict[str, Any]) -> Prepared:

@@ -201,7 +201,7 @@ class ServedChat(Served, ChatCompletionRequest):
         choice = self.tool_choice
         if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
             return None
-        allowed = choice.get("allowed_tools")
+        allowed: Any = choice.get("allowed_tools")
         tools = allowed.get("tools") if isinstance(allowed, dict) else None
         if not isinstance(tools, list) or allowed.get("mode") not in ("auto", "required"):
             said = 'tool_choice: allowed_tools needs a mode, "auto" or "required", and tools'

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeGuard
 
 from jpaged.async_llm import AsyncLLM
 from jpaged.engine.origin import Origin
@@ -27,11 +27,16 @@ from jpaged.openai.server.begun import begun
 from jpaged.openai.server.bodies import Served, ServedChat, ServedCompletion, Translated
 from jpaged.openai.server.echo import text_of
 from jpaged.openai.server.events import Events
+from jpaged.openai.server.kept_responses import KeptResponses
 from jpaged.openai.server.message_bodies import ServedMessage
 from jpaged.openai.server.message_events import MessageEvents
 from jpaged.openai.server.metrics import Metrics, Watch
 from jpaged.openai.server.parties import Parties, Party
-from jpaged.openai.server.response_bodies import ResponseBody, ServedResponse
+from jpaged.openai.server.response_bodies import (
+    ResponseBody,
+    ServedKeptResponse,
+    ServedResponse,
+)
 from jpaged.openai.server.response_items import ResponseEvents
 from jpaged.openai.server.settings import ServerSettings
 from jpaged.openai.server.status import Running, Status
@@ -74,6 +79,8 @@ class Generation:
             llm.tokenizer, settings.tool_style, thinks=settings.enable_reasoning
         )
         self.status = Status(llm, settings, self._format, metrics.started_at)
+        seconds, most = settings.keep_responses_s, settings.max_kept_responses
+        self.kept = None if seconds is None else KeptResponses(seconds, most)
         self._choices = 0  # completions that were admitted and have not ended
         self._ignored: set[str] = set()  # unknown fields that were logged
         self._choices_of: Counter[str] = Counter()  # those completions by party
@@ -95,16 +102,19 @@ class Generation:
         arrived = time.monotonic()
         async with asyncio.timeout(self._settings.request_timeout_s):
             length = len(exchange.text)
-            body = await self.prepare(length, self._read, kind, exchange.text)
+            party = self.party_of(exchange)
+            body = await self.prepare(length, self._read, kind, exchange.text, party.shared)
             self.report_ignored(exchange, body.ignored)
             model = self.check_model(body.model)
             params = self._params(body)
-            party = self.party_of(exchange)
             with self._admitted(_num_prompts(body) * params.n, party):
                 adapter = model if model in self._llm.adapters else None
                 told = (body, params, model, adapter, self._format, party.salt)
                 async with self._compiling if _has_form(body, params) else nullcontext():
                     asked = await self.prepare(length, _understood, *told)
+                if self.kept is not None and _is_to_be_kept(body):
+                    keep = partial(self.kept.put, party.shared, body.asked.items)
+                    asked = dataclasses.replace(asked, keep=keep)
                 exchange.text = ""
                 held.close()
                 watch = Watch(self._metrics, arrived)
@@ -141,6 +151,11 @@ class Generation:
         async with self._reading_long if length > LONG_BODY else nullcontext():
             return await self._llm.prepare(function, *args)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether one more completion would be refused."""
+        return self._choices >= self._llm.engine_config.all_rows + self._settings.max_waiting
+
     def party_of(self, exchange: Exchange) -> Party:
         """Return who asks."""
         return self._parties.of(exchange.key, exchange.address)
@@ -160,8 +175,10 @@ class Generation:
             raise ApiError(404, said, code="model_not_found", param="model")
         return name or names[0]
 
-    def _read(self, llm: Any, kind: type[Served], text: str) -> Served:
+    def _read(self, llm: Any, kind: type[Served], text: str, party: str) -> Served:
         raw = json_object(text, max_depth=self._settings.max_json_depth)
+        if self.kept is not None and kind is ServedKeptResponse:
+            raw = self.kept.continued(raw, party)
         biases, most = raw.get("logit_bias"), llm.engine_config.max_logit_bias
         if isinstance(biases, dict) and len(biases) > most:  # checked before they are parsed
             said = f"logit_bias has {len(biases)} entries, above max_logit_bias={most}"
@@ -311,7 +328,7 @@ def _response(llm: Any, asked: Asked, body: ResponseBody) -> ResponseEvents:
         return len(llm.tokenizer.encode(text, add_special_tokens=False))
 
     options = {"reader": asked.reader(), "count": count, **asked.how}
-    return ResponseEvents(asked=body, params=asked.params, **options)
+    return ResponseEvents(asked=body, params=asked.params, keep=asked.keep, **options)
 
 
 def _check_sizes(body: Served, params: SamplingParams) -> None:
@@ -333,6 +350,10 @@ def _has_form(body: Served, params: SamplingParams) -> bool:
     return params.structured is not None or (
         isinstance(body, ServedChat) and bool(body.callable_tools)
     )
+
+
+def _is_to_be_kept(body: Served) -> TypeGuard[ServedKeptResponse]:
+    return isinstance(body, ServedKeptResponse) and body.asked.store
 
 
 def _num_prompts(body: Served) -> int:

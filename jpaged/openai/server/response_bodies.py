@@ -111,6 +111,7 @@ class ResponseBody(OfRoute):
     harmless: ClassVar[frozenset[str]] = HARMLESS.union(PASSED)  # the chat's body has PASSED
     not_built: ClassVar[Mapping[str, tuple[Any, ...]]] = {**ServedChat.not_built, **NOT_BUILT}
     within: ClassVar[Mapping[str, type[Body]]] = {"stream_options": StreamOptions}
+    needs_state: ClassVar[tuple[str, ...]] = KEPT
 
     model: str | None = None
     input: str | Annotated[list[dict[str, Any]], FailFast(), Field(min_length=1)]
@@ -132,7 +133,7 @@ class ResponseBody(OfRoute):
     def _keeps_nothing(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        for name in KEPT:
+        for name in cls.needs_state:
             if data.get(name) not in (None, False):
                 said = "this server keeps no responses: send the whole conversation as input"
                 refuse(f"{name}={short(data[name])}: {said}", name)
@@ -162,6 +163,13 @@ class ResponseBody(OfRoute):
         return {name: value for name, value in body.items() if value is not None}
 
     @property
+    def items(self) -> list[dict[str, Any]]:
+        """The input as a list of items."""
+        if isinstance(self.input, str):
+            return [{"role": "user", "content": self.input}]
+        return self.input
+
+    @property
     def _messages(self) -> list[dict[str, Any]]:
         begin = [] if self.instructions is None else [_message("system", self.instructions)]
         if isinstance(self.input, str):
@@ -179,12 +187,29 @@ class ResponseBody(OfRoute):
 ROUTES["/v1/responses"] = ResponseBody
 
 
+class KeptResponseBody(ResponseBody):
+    """The body of POST /v1/responses on a server that keeps responses. previous_response_id: the
+    one whose items the input has begun with since the body was read.
+    """
+
+    needs_state: ClassVar[tuple[str, ...]] = ("conversation",)
+
+    previous_response_id: str | None = None
+    store: bool = True
+
+
 class ServedResponse(Translated):
     """A chat that was made from a body of /v1/responses. asked: that body."""
 
     asked_kind: ClassVar[type[Body]] = ResponseBody
     passed: ClassVar[tuple[str, ...]] = PASSED
     blamed: ClassVar[Mapping[str, str]] = BLAMED
+
+
+class ServedKeptResponse(ServedResponse):
+    """The same on a server that keeps responses."""
+
+    asked_kind: ClassVar[type[Body]] = KeptResponseBody
 
 
 def _message(role: str, content: str) -> dict[str, Any]:
