@@ -24,6 +24,7 @@ from jpaged.openai.server.generation import Generation
 from jpaged.openai.server.message_bodies import CountedMessage, ServedMessage
 from jpaged.openai.server.message_events import error_body, error_event
 from jpaged.openai.server.metrics import Metrics
+from jpaged.openai.server.openapi import describe
 from jpaged.openai.server.page import Page
 from jpaged.openai.server.response_bodies import ServedKeptResponse, ServedResponse
 from jpaged.openai.server.settings import ServerSettings
@@ -69,6 +70,7 @@ class Server:
             "/metrics": self._metrics,
             "/status": self._status,
             "/version": self._version,
+            "/openapi.json": self._describe,
         }
         routes = [
             Route(path, self._endpoint(h, path), methods=["POST"]) for path, h in posts.items()
@@ -107,7 +109,8 @@ class Server:
 
     def _told(self, status: int, message: str) -> Any:
         async def handler(request: Any, error: Any) -> Any:
-            return _Answer(ApiError(status, message), self)
+            headers = dict(error.headers or {})  # 405 says in Allow what the path supports
+            return _Answer(ApiError(status, message, headers=headers), self)
 
         return handler
 
@@ -132,6 +135,10 @@ class Server:
         generation, party = self._generation, self._generation.party_of(exchange)
         report = await generation.status.report(party.name if party.is_known else None)
         await exchange.answer(encode(report))
+
+    async def _describe(self, exchange: Exchange) -> None:
+        document = describe(self.settings, self._generation.models)
+        await exchange.answer(encode(document))
 
     async def _version(self, exchange: Exchange) -> None:
         await exchange.answer(encode({"version": version()}))

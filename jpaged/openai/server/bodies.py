@@ -288,7 +288,10 @@ class ServedCompletion(Served, CompletionRequest):
     """
 
     prompt: Annotated[  # pyright: ignore[reportIncompatibleVariableOverride]
-        list[str | Tokens], FailFast(), BeforeValidator(_many_prompts), Field(min_length=1)
+        list[str | Tokens],
+        FailFast(),
+        BeforeValidator(_many_prompts, json_schema_input_type=str | Tokens | list[str | Tokens]),
+        Field(min_length=1),
     ]
     echo: bool = False
 

@@ -115,7 +115,10 @@ class CountedMessages(Body):
 
     model: str | None = None
     messages: Annotated[list[dict[str, Any]], FailFast(), Field(min_length=1)]
-    system: Annotated[str | None, BeforeValidator(_system)] = None
+    system: Annotated[
+        str | None,
+        BeforeValidator(_system, json_schema_input_type=str | list[dict[str, Any]] | None),
+    ] = None
     tools: Functions = Field(default_factory=list)
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
@@ -211,7 +214,7 @@ class CountedMessage(Translated):
 
 def _messages(message: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the messages of a chat that say the same: the results of tools are messages of their
-    own. Raises KeyError, TypeError or ValueError for one that is wrong.
+    own. Raises KeyError or ValueError for one that is wrong.
     """
     role, content = message["role"], message["content"]
     if role not in ("user", "assistant", "system"):
@@ -219,7 +222,7 @@ def _messages(message: dict[str, Any]) -> list[dict[str, Any]]:
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     if not isinstance(content, list):
-        raise TypeError("content must be a text or a list of blocks")
+        raise ValueError("content must be a text or a list of blocks")
     blocks = [(_kind(block), block) for block in content]
     if role == "assistant":
         return [_of_model(blocks)]
@@ -232,7 +235,7 @@ def _messages(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _kind(block: Any) -> Any:
     if not isinstance(block, dict):
-        raise TypeError("a block of content must be an object")
+        raise ValueError("a block of content must be an object")
     return block.get("type")
 
 
@@ -249,7 +252,7 @@ def _of_model(blocks: list[tuple[Any, dict[str, Any]]]) -> dict[str, Any]:
             thoughts.append(_string(block["thinking"], "thinking"))
         elif kind == "tool_use":
             if not isinstance(block["input"], dict):
-                raise TypeError("the input of a tool must be an object")
+                raise ValueError("the input of a tool must be an object")
             function = {"name": _string(block["name"], "name"), "arguments": block["input"]}
             call = {"id": block["id"], "type": "function", "function": function}
             message.setdefault("tool_calls", []).append(call)
@@ -271,7 +274,7 @@ def _result(block: dict[str, Any]) -> dict[str, Any]:
 def _text(blocks: Any) -> str:
     """Return the text of a list of blocks."""
     if not isinstance(blocks, list):
-        raise TypeError("content must be a text or a list of blocks")
+        raise ValueError("content must be a text or a list of blocks")
     texts: list[str] = []
     for block in blocks:
         if (kind := _kind(block)) != "text":
@@ -282,5 +285,5 @@ def _text(blocks: Any) -> str:
 
 def _string(value: Any, name: str) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{name} must be a text")
+        raise ValueError(f"{name} must be a text")
     return value

@@ -97,7 +97,7 @@ def _few(metadata: Any) -> Any:
 Functions = Annotated[list[Annotated[dict[str, Any], BeforeValidator(_function)]], FailFast()]
 
 
-class StreamOptions(Body):
+class ResponseStreamOptions(Body):
     """OpenAI's stream_options. include_obfuscation: accepted; nothing is obfuscated."""
 
     include_obfuscation: bool = False
@@ -110,7 +110,7 @@ class ResponseBody(OfRoute):
 
     harmless: ClassVar[frozenset[str]] = HARMLESS.union(PASSED)  # the chat's body has PASSED
     not_built: ClassVar[Mapping[str, tuple[Any, ...]]] = {**ServedChat.not_built, **NOT_BUILT}
-    within: ClassVar[Mapping[str, type[Body]]] = {"stream_options": StreamOptions}
+    within: ClassVar[Mapping[str, type[Body]]] = {"stream_options": ResponseStreamOptions}
     needs_state: ClassVar[tuple[str, ...]] = KEPT
 
     model: str | None = None
@@ -120,7 +120,7 @@ class ResponseBody(OfRoute):
     temperature: Number | None = None
     top_p: Number | None = None
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: ResponseStreamOptions | None = None
     text: Text = Text()
     tools: Functions = Field(default_factory=list)
     tool_choice: Any = "auto"
