@@ -77,10 +77,10 @@ class KeptResponses:
                 param="previous_response_id",
                 code="previous_response_not_found",
             )
-        given = raw.get("input")
-        if isinstance(given, str):
-            given = [{"role": "user", "content": given}]
-        return raw | {"input": [*kept.items, *given]} if isinstance(given, list) else raw
+        more = raw.get("input")
+        if isinstance(more, str):
+            more = [{"role": "user", "content": more}]
+        return raw | {"input": [*kept.items, *more]} if isinstance(more, list) else raw
 
     def _trim(self) -> None:
         """Drop what is old, and the oldest while there is too much. The caller holds the lock."""
