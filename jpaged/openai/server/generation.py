@@ -65,6 +65,7 @@ MOST_LONG = 2  # long bodies that are read at once
 MOST_A_TURN = 256  # tokens and alternatives of a stream that one turn of the event loop writes
 MOST_COMPILING = 2  # forms compiled at once; the other threads prepare requests without a form
 PLACES_A_RESERVED_ONE = 8  # with several keys, each key leaves one place in so many to the others
+MOST_WORDS, MOST_WORD_CHARACTERS = 256, 8192  # a step looks at each of them
 MOST_STOPS, MOST_STOP_CHARACTERS, MOST_STOP_IDS, MOST_OF_A_SALT = 64, 4096, 1024, 256
 
 
@@ -339,6 +340,10 @@ def _check_sizes(body: Served, params: SamplingParams) -> None:
     if len(stops) > MOST_STOPS or sum(map(len, stops)) > MOST_STOP_CHARACTERS:
         most = f"{MOST_STOPS} of {MOST_STOP_CHARACTERS} characters in all"
         raise RequestError(f"stop: {len(stops)} strings; this server accepts {most}")
+    words = params.bad_words or ()
+    if len(words) > MOST_WORDS or sum(map(len, words)) > MOST_WORD_CHARACTERS:
+        most = f"{MOST_WORDS} of {MOST_WORD_CHARACTERS} characters in all"
+        raise RequestError(f"bad_words: {len(words)} texts; this server accepts {most}")
     if (count := len(params.stop_token_ids or ())) > MOST_STOP_IDS:
         raise RequestError(f"stop_token_ids: {count} ids; this server accepts {MOST_STOP_IDS}")
     if len(body.cache_salt or "") > MOST_OF_A_SALT:
