@@ -6,7 +6,18 @@ vocab, R device slots, X experts, A choices of a token, I width of an expert: `q
 `block_table_SM`.
 """
 
-from jpaged.api import beam_search, generate, hidden, logits, release, score, warmup
+from jpaged.api import (
+    beam_search,
+    classify,
+    embed,
+    generate,
+    hidden,
+    logits,
+    pool,
+    release,
+    score,
+    warmup,
+)
 from jpaged.async_llm import AsyncLLM
 from jpaged.checkpoint import load_params, lora_from, params_from, save_params
 from jpaged.config import EngineConfig
@@ -72,7 +83,9 @@ __all__ = [
     "WeightSpan",
     "beam_search",
     "broadcast",
+    "classify",
     "dialog_arrays",
+    "embed",
     "generate",
     "hidden",
     "initial_lora",
@@ -84,6 +97,7 @@ __all__ = [
     "merged",
     "params_from",
     "plan_memory",
+    "pool",
     "release",
     "save_params",
     "score",

@@ -14,8 +14,10 @@ from jpaged import kept
 from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError
 from jpaged.models.forward import bind
+from jpaged.models.pooling import Pooled
 from jpaged.request.inputs import CallKeys, PromptsLike, SamplingParamsLike
 from jpaged.request.outputs import RequestOutput
+from jpaged.request.pooled import PoolHead, PoolOptions, States
 from jpaged.request.scores import ScoreCalls, ScoreOptions, ScoreResult, Scores
 from jpaged.search.beam import EarlyStopping
 from jpaged.session import OnError
@@ -244,10 +246,83 @@ def hidden(
         return s.hidden(token_lists, max_len, lora=lora)
 
 
+def pool(
+    params: PyTree,
+    token_lists: PromptsLike,
+    *,
+    head: PoolHead | None = None,
+    at: States = "last",
+    config: ModelLike | None = None,
+    mesh: Mesh | None = None,
+    engine_config: EngineConfig | None = None,
+    lora: PyTree = None,
+) -> list[np.ndarray]:
+    """Return what a head makes of the hidden states of each sequence, float32: one row of it, or
+    one for each token with at="all".
+
+    head: an array [E, Y], of which each row [Y] is a product, accumulated in float32; an array [E]
+    or [E, 1], which gives a number (a value head: [T] a sequence with at="all"); or a function that
+    takes hidden states [R, E], padded to 32 rows or to a power of two, and returns R rows, such as
+    a jitted one. None returns the hidden states themselves. at: "last" or "first", the state of
+    that token; "mean" of all, in float32; "all". What comes before the last token may be found in
+    the prefix cache. lora: as in generate. Raises RequestError.
+    """
+    with kept.session(params, config, mesh, engine_config, None, any_tokenizer=True) as s:
+        return s.pooled(token_lists, PoolOptions(head=head, at=at), lora=lora)
+
+
+def embed(
+    params: PyTree,
+    prompts: PromptsLike,
+    *,
+    pooling: Pooled | None = None,
+    normalize: bool | None = None,
+    dimensions: int | None = None,
+    config: ModelLike | None = None,
+    mesh: Mesh | None = None,
+    engine_config: EngineConfig | None = None,
+    tokenizer: Tokenizer | None = None,
+    lora: PyTree = None,
+) -> np.ndarray:
+    """Return one vector of each prompt, float32 [N, E].
+
+    Where the params' folder has the files of sentence-transformers (modules.json), its pooling,
+    dense layers and normalisation are the model's (ModelConfig.pooling); else it is the hidden
+    state of the last token, of length 1. pooling, normalize: others than these. dimensions: the
+    first so many numbers of each vector, which is normalised afterwards (arXiv:2205.13147). lora:
+    as in generate. Raises RequestError.
+    """
+    with kept.session(
+        params, config, mesh, engine_config, tokenizer, any_tokenizer=tokenizer is None
+    ) as s:
+        return s.embed(prompts, pooling, normalize, dimensions, lora=lora)
+
+
+def classify(
+    params: PyTree,
+    prompts: PromptsLike,
+    *,
+    config: ModelLike | None = None,
+    mesh: Mesh | None = None,
+    engine_config: EngineConfig | None = None,
+    tokenizer: Tokenizer | None = None,
+    lora: PyTree = None,
+) -> np.ndarray:
+    """Return the logits of each prompt's labels, float32 [N, labels], of a model with a head of
+    labels (*ForSequenceClassification): the reward itself, of a reward model. They are made of the
+    hidden state of the last token. lora: as in generate. Raises RequestError.
+    """
+    with kept.session(
+        params, config, mesh, engine_config, tokenizer, any_tokenizer=tokenizer is None
+    ) as s:
+        return s.classify(prompts, lora=lora)
+
+
 def logits(params: PyTree, hidden: jax.Array, *, config: ModelLike | None = None) -> jax.Array:
     """Return the logits, float32 [..., V], of hidden states [..., E]: what a draw sees, without
-    temperature and filters. A pure function of jax, differentiable and to be called under jit, on
-    as many states at a time as the logits have room for. An adapter of the head is not in it.
+    temperature and filters; of a classifier, those of its labels. A pure function of jax,
+    differentiable and to be called under jit, on as many states at a time as the logits have room
+    for. An adapter of the head is not in it.
 
     params: Params, or any other tree with config= as in generate; under jit Params alone, which
     params_from makes. Raises ConfigError.

@@ -19,6 +19,7 @@ from jpaged.engine.types import Report
 from jpaged.engine_thread import Coming, Delivery, Inbox
 from jpaged.errors import ConfigError
 from jpaged.llm import LLM
+from jpaged.models.pooling import Pooled
 from jpaged.request.inputs import (
     Chat,
     PromptLike,
@@ -27,6 +28,7 @@ from jpaged.request.inputs import (
     match_sampling_params,
 )
 from jpaged.request.outputs import CompletionChunk, LiveCompletions, RequestOutput
+from jpaged.request.pooled import PoolHead, PoolOptions, States
 from jpaged.request.scores import ScoreOptions, ScoreResult
 from jpaged.rollout import AsyncRollout
 from jpaged.sampling_params import SamplingParams
@@ -258,6 +260,33 @@ class AsyncLLM:
     ) -> list[jax.Array]:
         """Return the final hidden states of each sequence, on the device: see LLM.hidden."""
         return await self._beside(self._llm.session.hidden, token_lists, max_len)
+
+    async def pool(
+        self,
+        token_lists: PromptsLike,
+        *,
+        head: PoolHead | None = None,
+        at: States = "last",
+    ) -> list[np.ndarray]:
+        """Return what a head makes of the hidden states of each sequence: see jpaged.pool."""
+        options = PoolOptions(head=head, at=at)
+        return await self._beside(self._llm.session.pooled, token_lists, options)
+
+    async def embed(
+        self,
+        prompts: PromptsLike,
+        *,
+        pooling: Pooled | None = None,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+    ) -> np.ndarray:
+        """Return one vector of each prompt, float32 [N, E]: see jpaged.embed."""
+        embed = self._llm.session.embed
+        return await self._beside(embed, prompts, pooling, normalize, dimensions)
+
+    async def classify(self, prompts: PromptsLike) -> np.ndarray:
+        """Return the logits of each prompt's labels, float32 [N, labels]: see jpaged.classify."""
+        return await self._beside(self._llm.session.classify, prompts)
 
     async def add_adapter(self, name: str, source: PyTree) -> int:
         """Serve an adapter to prompts that name it; return its version: see LLM.add_adapter."""

@@ -24,6 +24,7 @@ from jpaged.engine.types import Report
 from jpaged.engine_thread import Answer, EngineThread
 from jpaged.errors import RequestError
 from jpaged.models.params import Params
+from jpaged.models.pooling import Pooled
 from jpaged.request.inputs import (
     CallKeys,
     Chat,
@@ -33,6 +34,7 @@ from jpaged.request.inputs import (
     as_chats,
 )
 from jpaged.request.outputs import CompletionChunk, RequestOutput
+from jpaged.request.pooled import PoolHead, PoolOptions, States
 from jpaged.request.scores import ScoreCalls, ScoreOptions, ScoreResult, Scores
 from jpaged.rollout import Rollout
 from jpaged.runtime.mesh import serving_mesh
@@ -343,6 +345,31 @@ class LLM:
     def hidden(self, token_lists: PromptsLike, *, max_len: int | None = None) -> list[jax.Array]:
         """Return the final hidden states of each sequence, on the device: see jpaged.hidden."""
         return self.session.hidden(token_lists, max_len)
+
+    def pool(
+        self,
+        token_lists: PromptsLike,
+        *,
+        head: PoolHead | None = None,
+        at: States = "last",
+    ) -> list[np.ndarray]:
+        """Return what a head makes of the hidden states of each sequence: see jpaged.pool."""
+        return self.session.pooled(token_lists, PoolOptions(head=head, at=at))
+
+    def embed(
+        self,
+        prompts: PromptsLike,
+        *,
+        pooling: Pooled | None = None,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+    ) -> np.ndarray:
+        """Return one vector of each prompt, float32 [N, E]: see jpaged.embed."""
+        return self.session.embed(prompts, pooling, normalize, dimensions)
+
+    def classify(self, prompts: PromptsLike) -> np.ndarray:
+        """Return the logits of each prompt's labels, float32 [N, labels]: see jpaged.classify."""
+        return self.session.classify(prompts)
 
     def add_request(
         self,

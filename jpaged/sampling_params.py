@@ -45,9 +45,10 @@ class SamplingParams:
     not written, as they stand or after a space: their last token is not drawn after the others.
     allowed_token_ids: the only ids that are drawn, EOS only if it is one. sampling_mask: return
     which tokens each one was drawn from, for a trainer that draws from these alone; top_k says how
-    many at most, and of equal logits at its end only the lowest ids are kept then. structured: the form
-    of the answer, one of {"json_schema": dict, JSON text or pydantic model}, {"json_object": True},
-    {"regex": str}, {"choice": list of str}, {"grammar": Lark or GBNF}; see docs/structured.md.
+    many at most, and of equal logits at its end only the lowest ids are kept then. structured: the
+    form of the answer, one of {"json_schema": dict, JSON text or pydantic model}, {"json_object":
+    True}, {"regex": str}, {"choice": list of str}, {"grammar": Lark or GBNF}; see
+    docs/structured.md.
     priority: a request of a lower value runs sooner, and is preempted later, than others of the
     same party (all that share an engine, or of a server one key); it changes no token.
     """

@@ -21,12 +21,12 @@ from jpaged.engine.types import Report
 from jpaged.errors import ConfigError
 from jpaged.models.params import DONATED, Params
 from jpaged.models.quantized import experts_are_plain
-from jpaged.pool import Pool, Served
 from jpaged.request.inputs import match_adapters
 from jpaged.runtime.compiled_steps import use_compilation_cache
 from jpaged.runtime.footprint import with_rows_beside
 from jpaged.runtime.resolve import resolve
 from jpaged.runtime.weights import ServingWeights, as_params, is_deleted, place_params
+from jpaged.served_pool import Pool, Served
 from jpaged.types import PyTree
 
 

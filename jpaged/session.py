@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, Protocol
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 from tqdm import tqdm
 
@@ -29,7 +30,7 @@ from jpaged.engine.sequence import Request
 from jpaged.engine.types import Report
 from jpaged.errors import CapacityError, ConfigError, GenerationError, RequestError
 from jpaged.models.params import Params
-from jpaged.pool import Pool
+from jpaged.models.pooling import Pooled
 from jpaged.request.build import Builder
 from jpaged.request.inputs import (
     Inputs,
@@ -47,6 +48,14 @@ from jpaged.request.outputs import (
     collect,
     failed,
 )
+from jpaged.request.pooled import (
+    PoolOptions,
+    embedding_options,
+    mean_of,
+    padded_len,
+    rows_of,
+    through,
+)
 from jpaged.request.scores import ScoreCalls, ScoreOptions, ScoreResult, scores_of, scoring_of
 from jpaged.runtime.runner import Runner
 from jpaged.runtime.step_table import BucketReport, bucket_reports
@@ -54,6 +63,7 @@ from jpaged.runtime.step_table import warmup as compile_steps
 from jpaged.sampling_params import SamplingParams
 from jpaged.search.beam import EarlyStopping
 from jpaged.served_model import ServedModel
+from jpaged.served_pool import Pool
 from jpaged.turns import LOOK_S, FairLock, Stepping, Turns
 from jpaged.types import PyTree, Structured, Tokenizer
 
@@ -61,6 +71,7 @@ OnError = Literal["raise", "return"]
 OnUnfinished = Literal["refuse", "abort"]
 OnPause = Literal["keep", "wait", "abort"]
 OnUpdate = Literal["refuse", "abort", "wait", "keep", "recompute"]
+WAVE_STEPS = 16  # of full steps, whose hidden states are held at once
 WHOLE_CALLS = "whole calls"  # the group of Turns in which they are
 RESTORED = "the requests of this call are gone: the LLM was restored to a snapshot"
 Job = Request | RequestOutput  # the output is that of a request which cannot run
@@ -357,6 +368,83 @@ class Session:
                     states.append(self.runner.join_states(scored.states, length))
                     scored.states.clear()  # a step's states go with the last sequence it read
         return states
+
+    def pooled(
+        self, token_lists: PromptsLike, options: PoolOptions, *, lora: PyTree = None
+    ) -> list[np.ndarray]:
+        """Return what is made of the hidden states of each sequence: see jpaged.pool."""
+        options.check(self.inputs.model.hidden_size)
+        made: list[np.ndarray] = []
+        with self.whole_call():
+            prompts = self._sequences(token_lists, lora)
+            requests = self.builder.hidden(prompts, last=options.at == "last")
+            self._fitting(requests, "raise")
+            for some in self._waves(requests):
+                self.run(some)
+                with self.at_rest():
+                    made += self._made_of_states(some, options)
+        return made
+
+    def embed(
+        self,
+        prompts: PromptsLike,
+        pooling: Pooled | None,
+        normalize: bool | None,
+        dimensions: int | None,
+        *,
+        lora: PyTree = None,
+    ) -> np.ndarray:
+        """Return one vector of each prompt, [N, E]: see jpaged.embed."""
+        config, size = self.inputs.model.pooling, self.inputs.model.hidden_size
+        options = embedding_options(config, size, pooling, normalize, dimensions)
+        vectors = self.pooled(prompts, options, lora=lora)
+        return np.stack(vectors) if vectors else np.zeros((0, size), np.float32)
+
+    def classify(self, prompts: PromptsLike, *, lora: PyTree = None) -> np.ndarray:
+        """Return the logits of the labels of each prompt, [N, Y]: see jpaged.classify."""
+        if not (labels := self.inputs.model.num_labels):
+            raise RequestError(
+                "classify: this model has no head of labels (*ForSequenceClassification); "
+                "pool(..., head=) takes one of yours"
+            )
+        rows = self.pooled(prompts, PoolOptions(of_model="score"), lora=lora)
+        return np.stack(rows) if rows else np.zeros((0, labels), np.float32)
+
+    def _waves(self, requests: list[Request]) -> Iterator[list[Request]]:
+        """Split requests so that the hidden states of each part have room: as many tokens as a few
+        steps compute.
+        """
+        most = WAVE_STEPS * (self.engine_config.max_num_batched_tokens or 1)
+        some, tokens = list[Request](), 0
+        for request in requests:
+            some.append(request)
+            tokens += request.sequences[0].prompt_len
+            if tokens >= most:
+                yield some
+                some, tokens = [], 0
+        if some:
+            yield some
+
+    def _made_of_states(self, requests: list[Request], options: PoolOptions) -> list[np.ndarray]:
+        """Return what is made of the hidden states of requests that have ended, and drop these."""
+        states: list[tuple[jax.Array, int]] = []
+        for request in requests:
+            sequence = request.sequences[0]
+            assert sequence.scored is not None
+            length = sequence.scored.count
+            joined = self.runner.join_states(sequence.scored.states, padded_len(length))
+            sequence.scored.states.clear()
+            if options.at == "mean":
+                joined = mean_of(joined, length)
+            elif options.at != "all":
+                joined = joined[length - 1 if options.at == "last" else 0]
+            states.append((joined, length))
+        model = self.runner.params
+        assert model is not None, "weights are bound during a call"
+        if options.at == "all":
+            return [rows_of(joined, length, options, model) for joined, length in states]
+        vectors = [np.asarray(vector, np.float32) for vector, _ in states]
+        return list(through(vectors, options, model))
 
     def _sequences(self, token_lists: PromptsLike, lora: PyTree) -> list[Prompt]:
         """Return the Prompts of sequences that are read and not continued."""

@@ -17,8 +17,8 @@ class Case:
     """One call of `prefill`, or of `decode` if `queries` is None.
 
     Row r has `contexts[r]` tokens, and its last `queries[r]` tokens are the queries. A context of 0
-    is a padding row. V: where it is not D. latent: as of AttentionOptions. kv_dtype: int8 or
-    float8_e4m3fn for a pool with scales.
+    is a padding row. V: where it is not D. latent, causal: as of AttentionOptions. kv_dtype: int8
+    or float8_e4m3fn for a pool with scales.
     extra_tokens, extra_blocks: padding of the packed tokens and of the block table.
     """
 
@@ -35,6 +35,7 @@ class Case:
     soft_cap: float | None = None
     sinks: bool = False
     latent: bool = False
+    causal: bool = True
     kv_dtype: str | None = None
     num_layers: int = 2
     layer: int = 1
@@ -58,6 +59,7 @@ class Case:
             value_dim=self.V,
             sinks=self.sinks,
             latent=self.latent,
+            causal=self.causal,
         )
         return Options(attention=attention, num_layers=self.num_layers)
 

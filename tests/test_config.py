@@ -307,8 +307,8 @@ def test_coerce(tmp_path: Path) -> None:
         (hf("gpt_oss", swiglu_limit=5.0), r"swiglu_limit=\(1.702, 5.0\)"),
         (hf("mixtral", num_local_experts=1), "experts_per_token=2 of num_experts=1"),
         (
-            hf("qwen3", architectures=["Qwen3ForSequenceClassification"]),
-            "'Qwen3ForSequenceClassification'",
+            hf("qwen3", architectures=["Qwen3ForTokenClassification"]),
+            "'Qwen3ForTokenClassification'",
         ),
         (hf("qwen3", architectures=5), "architecture 5"),
         (BASE | {"model_type": ["qwen3"]}, "not supported"),

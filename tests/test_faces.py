@@ -47,13 +47,20 @@ def imports_of(file: str) -> set[str]:
     return plain | modules
 
 
-FACES = ("api", "kept", "llm", "async_llm", "session", "served_model", "pool")
+FACES = ("api", "kept", "llm", "async_llm", "session", "served_model", "served_pool")
 
 
 def test_faces_know_nothing_of_each_other() -> None:
     for one, other in (("api", "llm"), ("llm", "api")):
         assert f"jpaged.{other}" not in imports_of(f"jpaged/{one}.py")
-    below = ("session", "served_model", "pool", "request/build", "request/outputs", "engine/engine")
+    below = (
+        "session",
+        "served_model",
+        "served_pool",
+        "request/build",
+        "request/outputs",
+        "engine/engine",
+    )
     for file in below:
         assert not imports_of(f"jpaged/{file}.py") & {"jpaged", "jpaged.api", "jpaged.llm"}, file
 

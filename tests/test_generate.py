@@ -325,7 +325,7 @@ def test_scenario_15_while_the_pool_grows(monkeypatch: pytest.MonkeyPatch) -> No
     expected = tokens_of(generate(params, PROMPTS[:1], engine_config=settings))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(
-            "jpaged.pool.Engine",
+            "jpaged.served_pool.Engine",
             lambda *args, **options: (_ for _ in ()).throw(KeyboardInterrupt()),
         )
         generate(params, PROMPTS, engine_config=settings)

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from jpaged.errors import ConfigError
-from jpaged.pool import Size
 from jpaged.runtime.weights import ServingWeights
 from jpaged.served_model import ServedModel
+from jpaged.served_pool import Size
 from tests.tiny import ENGINE, config, make_params
 
 MODEL = config(num_layers=1)

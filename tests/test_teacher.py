@@ -98,6 +98,7 @@ def test_equals_the_dense_model(params: Params) -> None:
     """One to four chunks each, packed together. Another K, temperature or start compiles nothing,
     no token is drawn, and rows are the same bits from whatever token they begin.
     """
+    jpaged.release()  # the session of another test has run other steps
     at = candidates(0)
     first = jpaged.score(
         params, LISTS, start=STARTS, top_k=K, at=at, entropy=True, engine_config=ENGINE

@@ -31,6 +31,7 @@ from jpaged.models.hf_config import format_of
 from jpaged.models.layers.attention import AttentionConfig
 from jpaged.models.param_spec import ParamSpec
 from jpaged.models.params import param_table
+from jpaged.models.sentence import dense_folders
 from jpaged.models.weight import Index, Piece, Weight, store
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -84,6 +85,7 @@ def hf_weights(folder: Path, config: ModelConfig) -> dict[str, Weight]:
     elif FAMILIES[config.family].text_of is not None:
         entries = _text_entries(entries)
     entries = {plain_name(name, config): entry for name, entry in entries.items()}
+    entries = _of_a_base_model(entries) | _dense_entries(folder, config)
     family, unread = FAMILIES[config.family], _unread(config)
     if unread is not None and head is None:
         entries = {name: e for name, e in entries.items() if not unread.match(name)}
@@ -139,6 +141,27 @@ def hf_weights(folder: Path, config: ModelConfig) -> dict[str, Weight]:
     return {
         name: Weight(spec=spec, source=tuple(pieces[name]), folder=folder)
         for name, spec in param_table(config).items()
+    }
+
+
+def _of_a_base_model(entries: dict[str, Entry]) -> dict[str, Entry]:
+    """Return tensors under their names in a model with a head, where a file was written of the
+    model without one.
+    """
+    if "embed_tokens.weight" not in entries:
+        return entries
+    heads = ("score.", "lm_head.")
+    return {n if n.startswith(heads) else f"model.{n}": entry for n, entry in entries.items()}
+
+
+def _dense_entries(folder: Path, config: ModelConfig) -> dict[str, Entry]:
+    """Return the tensors of the dense layers after pooling, which have files of their own."""
+    if config.pooling is None or not config.pooling.dense:
+        return {}
+    return {
+        f"dense.{i}.{name}": entry
+        for i, dense in enumerate(dense_folders(folder))
+        for name, entry in read_header(dense / SINGLE).items()
     }
 
 

@@ -11,9 +11,12 @@ from jpaged.demo import MODELS
 from jpaged.errors import CheckpointError
 
 HUB_ID = re.compile(r"(?P<id>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?")
-FILES = ("config.json", GENERATION_CONFIG, *TOKENIZER_FILES, "additional_chat_templates/*")
+FILES = (
+    *("config.json", GENERATION_CONFIG, *TOKENIZER_FILES, "additional_chat_templates/*"),
+    *("modules.json", "*_Pooling/config.json", "*_Dense/config.json"),  # of sentence-transformers
+)
 # Only these names: a repository may hold the same weights in other layouts as well.
-WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
+WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "*_Dense/model.safetensors")
 
 
 def local_folder(name: str | os.PathLike[str], *, weights: bool = True) -> Path:

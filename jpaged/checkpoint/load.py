@@ -21,6 +21,7 @@ from jpaged.models.mtp import mtp_config
 from jpaged.models.param_spec import ParamSpec
 from jpaged.models.params import Params, choose_tensor_axis, nest, param_specs
 from jpaged.models.quantized import is_quantized
+from jpaged.models.sentence import read_pooling
 from jpaged.models.served import served_form
 from jpaged.models.weight import Weight
 from jpaged.runtime.placing import Placer
@@ -108,7 +109,9 @@ def read_config(folder: Path) -> ModelConfig:
         )
     raw = read_json(folder / "config.json", CheckpointError)
     try:
-        return read_head(folder, raw) if is_head(raw) else ModelConfig.from_hf(raw)
+        if is_head(raw):
+            return read_head(folder, raw)
+        return replace(ModelConfig.from_hf(raw), pooling=read_pooling(folder))
     except ConfigError as e:
         raise type(e)(f"{folder}: {e}") from e
 

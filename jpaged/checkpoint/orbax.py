@@ -3,6 +3,7 @@ checkpoint.
 """
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import json
@@ -23,6 +24,7 @@ from jpaged.errors import CheckpointError, ConfigError
 from jpaged.models.config import ModelConfig
 from jpaged.models.params import Params, param_shapes, param_table
 from jpaged.models.quantized import is_quantized
+from jpaged.models.sentence import write_pooling
 from jpaged.models.weight import Piece, Weight, store
 
 MARK = "_METADATA"  # the file that every finished Orbax tree has
@@ -73,6 +75,8 @@ def save_params(params: Params, path: str | os.PathLike[str]) -> None:
         for name in (*TOKENIZER_FILES, GENERATION_CONFIG):
             if params.source and (file := params.source / name).exists():
                 (shutil.copytree if file.is_dir() else shutil.copyfile)(file, folder / name)
+        if params.config.pooling is not None:
+            write_pooling(folder, params.config.pooling)
         # Last: without it the folder does not load.
         (folder / "config.json").write_text(config_json, encoding="utf-8")
     # Orbax and tensorstore raise many types for a disk that is full or not writable
@@ -207,10 +211,11 @@ def _config_json(params: Params) -> str:
     config.
     """
     raw = params.config.to_hf()
+    config = dataclasses.replace(params.config, pooling=None)  # which other files say
     if params.source is not None:
         with contextlib.suppress(ConfigError):  # the folder has gone or changed since
             theirs = read_json(params.source / "config.json")
-            raw = theirs if ModelConfig.from_hf(theirs) == params.config else raw
-    if ModelConfig.from_hf(raw) != params.config:
+            raw = theirs if ModelConfig.from_hf(theirs) == config else raw
+    if ModelConfig.from_hf(raw) != config:
         raise ConfigError(f"no {params.config.family} config.json can express {params.config}")
     return json.dumps(raw, indent=2) + "\n"

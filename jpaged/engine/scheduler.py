@@ -314,6 +314,8 @@ class PrefillPlanner:
             return True
         if not self.budget:
             return False
+        if seq.scoring is not None and seq.scoring.at_once and len(seq) > self.budget:
+            return False
         end = min(len(seq), match.num_blocks * self.blocks.block_size + self.budget)
         if reserve and not self.blocks.has_room(seq, match, end, reserve=reserve):
             return False

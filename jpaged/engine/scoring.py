@@ -20,6 +20,7 @@ class Scoring:
     tokens whose logprobs are returned. entropy: whether that of each distribution is. hidden: the
     hidden states of all R positions are returned, the last one's too, and no logits are computed.
     routed: int16 [tokens, layers, experts], the experts that tokens take, -1 where routers choose.
+    at_once: one step computes the whole sequence, whose tokens see those after them.
     """
 
     first: int = 0
@@ -28,6 +29,7 @@ class Scoring:
     entropy: bool = False
     hidden: bool = False
     routed: np.ndarray | None = None
+    at_once: bool = False
 
     @property
     def salt(self) -> bytes:

@@ -25,11 +25,14 @@ from jpaged.models.layers.norm import PLAIN_NORM, NormConfig
 from jpaged.models.layers.rope import RopeConfig
 from jpaged.models.layers.scratch import Scratch, StepSizes
 from jpaged.models.param_spec import ParamSpec
+from jpaged.models.pooling import PoolingConfig
 from jpaged.models.record import Record
 from jpaged.models.rope_scaling import RopeScaling
+from jpaged.models.sentence import read_pooling
 
 UNSET: Any = object()  # of a switch that nobody named
 LM_HEAD = ParamSpec("lm_head.weight", "V, E", "lm_head.weight", "normal", "V")
+SCORE_HEAD = ParamSpec("score.weight", "Y, E", "score.weight")
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -58,6 +61,8 @@ class ModelConfig:
     logits_scaling: float = 1.0  # logits are divided by it
     final_logit_softcapping: float | None = None  # c: a logit z becomes c * tanh(z / c)
     draft_head: HeadConfig | MTPConfig | None = None  # a head, which guesses for another model
+    num_labels: int | None = None  # Y: of a classifier; 0: no head; None: a vocabulary
+    pooling: PoolingConfig | None = None  # what `embed` does to hidden states; None: the last one
     eos_token_ids: tuple[int, ...] = dataclasses.field(default=(), compare=False)
 
     def __init__(
@@ -75,6 +80,8 @@ class ModelConfig:
         logits_scaling: float = 1.0,
         final_logit_softcapping: float | None = None,
         draft_head: HeadConfig | MTPConfig | None = None,
+        num_labels: int | None = None,
+        pooling: PoolingConfig | None = None,
         eos_token_ids: tuple[int, ...] = (),
         intermediate_size: int = UNSET,
         num_layers: int = UNSET,
@@ -112,7 +119,9 @@ class ModelConfig:
         sliding_windows: tuple[int | None, ...] = UNSET,
     ):
         """layers: None is what the switches describe; switches beside them change every layer.
-        norm: None is that of the layers. ConfigError names the first value that cannot be.
+        norm: None is that of the layers. num_labels: a model without a vocabulary has no output
+        matrix, so tie_word_embeddings says nothing. ConfigError names the first value that cannot
+        be.
         """
         named = dict(locals())
         switches = {name: named[name] for name in SWITCHES if named[name] is not UNSET}
@@ -136,6 +145,11 @@ class ModelConfig:
         for name, value in values.items():
             object.__setattr__(self, name, value)
         at_least(1, self, "vocab_size", "hidden_size", "max_position_embeddings")
+        if num_labels is not None:
+            at_least(0, self, "num_labels")
+            object.__setattr__(self, "tie_word_embeddings", False)
+        if pooling is not None:
+            pooling.check(hidden_size)
         positive(
             embedding_multiplier=embedding_multiplier,
             logits_scaling=logits_scaling,
@@ -293,7 +307,7 @@ class ModelConfig:
     @property
     def sizes(self) -> dict[str, int]:
         """The sizes of the model's own axes by their letters."""
-        sizes = {"V": self.vocab_size, "E": self.hidden_size}
+        sizes = {"V": self.vocab_size, "E": self.hidden_size, "Y": self.num_labels or 0}
         return sizes if self.draft_head is None else sizes | self.draft_head.sizes
 
     def params(self) -> Iterator[ParamSpec]:
@@ -307,8 +321,12 @@ class ModelConfig:
             yield from (spec.placed(sizes) for spec in per_layer.model_params())
         yield from self.layer_params()
         yield ParamSpec("norm.scale", "E", "model.norm.weight", self.norm.init).placed(self.sizes)
-        if not self.tie_word_embeddings:
+        if self.num_labels is None and not self.tie_word_embeddings:
             yield LM_HEAD.placed(self.sizes)
+        if self.num_labels:
+            yield SCORE_HEAD.placed(self.sizes)
+        if self.pooling is not None:
+            yield from self.pooling.params()
 
     def layer_params(self) -> Iterator[ParamSpec]:
         """The parameters of its layers."""
@@ -344,6 +362,12 @@ class ModelConfig:
         """Whether the cache holds a state a sequence for some layer."""
         return any(record.per == "block" for records in self.keeps() for record in records)
 
+    @property
+    def is_causal(self) -> bool:
+        """Whether no token of a sequence changes what comes before it."""
+        mixers = [mixer for layer in self.layers for mixer in layer.mixers]
+        return all(not isinstance(x, AttentionConfig) or x.is_causal for x in mixers)
+
     def scratch(self, step: StepSizes) -> Scratch:
         """Return what a step allocates for all layers."""
         layers = [layer.scratch(step) for layer in self.layers]
@@ -363,7 +387,8 @@ class ModelConfig:
         if isinstance(config, Mapping):
             return cls.from_hf(config)
         if isinstance(config, str | os.PathLike):
-            return cls.from_hf(read_json(Path(config) / "config.json"))
+            read = cls.from_hf(read_json(Path(config) / "config.json"))
+            return dataclasses.replace(read, pooling=read_pooling(Path(config)))
         raise ConfigError(
             f"config={config!r}: pass a ModelConfig, a Hugging Face config dict or a "
             "checkpoint folder"

@@ -40,8 +40,9 @@ class Decoder(nnx.Module):
         layers = held["layers"]
         self.layers = nnx.List([_hold(layers[str(i)]) for i in range(config.num_layers)])
         self.norm = _hold(held["norm"])
-        if not config.tie_word_embeddings:
-            self.lm_head = _hold(held["lm_head"])
+        for name in ("lm_head", "score", "dense"):
+            if name in held:
+                setattr(self, name, _hold(held[name]))
 
     def __call__(
         self, tokens: Array, positions: Array | None = None, kv: KVView | None = None
@@ -52,7 +53,7 @@ class Decoder(nnx.Module):
         return self._forward()(tokens, positions, kv)
 
     def logits(self, x: Array) -> Array:
-        """f32 logits [..., V] of final hidden states [..., E]."""
+        """f32 logits [..., V] of final hidden states [..., E]; [..., Y] of a classifier."""
         return self._forward().logits(x)
 
     def _forward(self) -> Forward:

@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from jpaged.models.config import LM_HEAD, ModelConfig
+from jpaged.models.config import LM_HEAD, SCORE_HEAD, ModelConfig
 from jpaged.models.kv_groups import dense_view, kv_places
 from jpaged.models.kv_view import KVView, Place
 from jpaged.models.layers.embedding import EMBED, Embedding
@@ -27,6 +27,7 @@ from jpaged.models.layers.per_layer import PerLayerInputs
 from jpaged.models.layers.rope import RopeConfig, Rotary
 from jpaged.models.param_spec import Parameter
 from jpaged.models.params import parameters
+from jpaged.models.pooling import Dense
 from jpaged.models.trees import to_tree
 
 IN_TRAINING = StepContext()
@@ -51,7 +52,8 @@ class Forward:
     """The language model: its modules, a pytree of their arrays. `bind` makes it.
 
     per_layer: what tokens have for each layer, where the model has per-layer embeddings. head: its
-    weight is None where the model ties it to the embedding.
+    weight is None where the model ties it to the embedding. score: the head of a classifier, which
+    has no vocabulary. dense: the layers after pooling of a model of embeddings.
     """
 
     embed: Embedding
@@ -59,6 +61,8 @@ class Forward:
     layers: tuple[Layer, ...]
     norm: RMSNorm
     head: Linear
+    score: Linear | None = None
+    dense: tuple[Dense, ...] = ()
     config: ModelConfig = dataclasses.field(metadata={"static": True})
 
     @property
@@ -137,8 +141,8 @@ class Forward:
         }
 
     def logits(self, x: Array, step: StepContext = IN_TRAINING) -> Array:
-        """f32 logits [..., V] of final hidden states [..., E]."""
-        return self.unembedding(x, step)
+        """f32 logits [..., V] of final hidden states [..., E]; [..., Y] of a classifier."""
+        return self.unembedding(x, step) if self.score is None else self.score(x, step, jnp.float32)
 
     @property
     def unembedding(self) -> "Unembedding":
@@ -196,10 +200,11 @@ def bind(config: ModelConfig, tree: Mapping[str, Any]) -> Forward:
     take the modules as an argument.
     """
     weights = parameters(config, to_tree(tree))
-    if config.tie_word_embeddings:
+    if config.tie_word_embeddings or config.num_labels is not None:
         head = Linear(weight=None, name=LM_HEAD.name)
     else:
         head = Linear.of(weights[LM_HEAD.name])
+    score = Linear.of(weights[SCORE_HEAD.name]) if config.num_labels else None
     norm, per_layer = RMSNorm.of(config.norm, weights["norm.scale"]), config.layers[0].per_layer
     assert norm is not None
     return Forward(
@@ -208,6 +213,8 @@ def bind(config: ModelConfig, tree: Mapping[str, Any]) -> Forward:
         layers=bind_layers(config, weights),
         norm=norm,
         head=head,
+        score=score,
+        dense=() if config.pooling is None else config.pooling.build(weights),
         config=config,
     )
 

@@ -1,14 +1,20 @@
 """A Hugging Face config.json to the arguments of ModelConfig, and back."""
 
 import copy
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from jpaged.errors import ConfigError
 from jpaged.models.families import FAMILIES
+from jpaged.models.families.family import Family
 from jpaged.models.hf_defaults import filled
 from jpaged.models.hf_quantization import Format, read_format
+from jpaged.models.layers.attention import AttentionConfig
+from jpaged.models.layers.layer import LayerConfig
 
+BOTH_WAYS = "use_bidirectional_attention"
 HF_NAMES = {  # of what every family has, in a config.json
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -31,11 +37,15 @@ def read_hf(raw: Mapping[str, Any]) -> dict[str, Any]:
     model_type = str(raw["model_type"])
     family = FAMILIES.get(model_type)
     architecture = architecture or (family.architecture if family else model_type)
-    if family is None or architecture not in (family.architecture, *family.named_also):
+    heads = {} if family is None else _headless(family)
+    if family is None or architecture not in (family.architecture, *family.named_also, *heads):
         named = [(f.architecture, *f.named_also, *(f.text_of or ())[1:]) for f in FAMILIES.values()]
         built = ", ".join(sorted({name for names in named for name in names}))
         asked = f"architecture {architecture!r} (model_type {model_type!r})"
-        raise ConfigError(f"{asked} is not supported; supported are {built}")
+        raise ConfigError(
+            f"{asked} is not supported; supported are {built}, and the same with "
+            "ForSequenceClassification or Model in place of ForCausalLM"
+        )
     format_of(raw)
     try:  # of a copy: the config classes write into nested dicts
         known = copy.deepcopy({k: v for k, v in raw.items() if k != "transformers_version"})
@@ -44,10 +54,11 @@ def read_hf(raw: Mapping[str, Any]) -> dict[str, Any]:
         hf = filled(model_type, known)
     except Exception as e:  # the config classes validate with errors of many types
         raise ConfigError(f"config.json of {architecture}: {' '.join(str(e).split())}") from e
-    if (kind := hf.get("use_bidirectional_attention")) not in (None, False, "vision"):
+    is_causal = (kind := hf.get(BOTH_WAYS)) in (None, False, "vision")
+    if not is_causal and (kind is not True or model_type != "gemma3_text"):
         raise ConfigError(
-            f"use_bidirectional_attention={kind!r}: only causal attention is supported, and "
-            "'vision', which is causal in text"
+            f"{BOTH_WAYS}={kind!r}: only causal attention is supported, 'vision', which is causal "
+            "in text, and True of gemma3_text"
         )
     # Not hf: some families default to an id that the file never named.
     eos = raw.get("eos_token_id")
@@ -56,13 +67,51 @@ def read_hf(raw: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"eos_token_id={raw['eos_token_id']!r}: must be an integer or a list of integers"
         )
+    num_labels = None
+    if architecture in heads:
+        num_labels = _num_labels(raw) if heads[architecture] else 0
+    read = family.description.read(hf)
+    if not is_causal:
+        read["layers"] = tuple(map(_seeing_both_ways, read["layers"]))
     return {
         **{ours: hf[theirs] for ours, theirs in HF_NAMES.items()},
-        **family.description.read(hf),
+        **read,
+        "num_labels": num_labels,
         "family": model_type,
         "tie_word_embeddings": bool(hf["tie_word_embeddings"]),
         "eos_token_ids": eos,
     }
+
+
+def _seeing_both_ways(layer: LayerConfig) -> LayerConfig:
+    """Return a layer whose tokens see those after them too. The window of a file counts both sides
+    of a token.
+    """
+    mixer = layer.mixer
+    assert isinstance(mixer, AttentionConfig)
+    window = None if mixer.window is None else mixer.window // 2 + 1
+    return replace(layer, mixer=replace(mixer, is_causal=False, window=window))
+
+
+def _headless(family: Family) -> dict[str, bool]:
+    """Return the architectures of a family that have no vocabulary, and whether each has a head of
+    labels. transformers puts Text before the end of some.
+    """
+    base = re.sub(r"For[A-Z][A-Za-z]*$", "", family.architecture)
+    return {
+        f"{base}{text}{end}": end != "Model"
+        for text in ("", "Text")
+        for end in ("ForSequenceClassification", "Model")
+    }
+
+
+def _num_labels(raw: Mapping[str, Any]) -> int:
+    """Return how many labels a classifier has, as transformers counts them."""
+    names = raw.get("id2label")
+    count = raw.get("num_labels", 2) if names is None else len(names)
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ConfigError(f"num_labels={count!r}: must be an integer of at least 1")
+    return count
 
 
 def format_of(raw: Mapping[str, Any]) -> Format | None:
@@ -110,11 +159,22 @@ def write_hf(config: Any) -> dict[str, Any]:
     config: the ModelConfig.
     """
     family = FAMILIES[config.family]
+    architecture, head = family.architecture, dict[str, Any]()
+    written = family.description.write(config)
+    if not config.is_causal:
+        written[BOTH_WAYS] = True
+        if (window := written.get("sliding_window")) is not None:
+            written["sliding_window"] = 2 * (window - 1)
+    if config.num_labels is not None:
+        architecture = next(x for x, y in _headless(family).items() if y == bool(config.num_labels))
+    if config.num_labels:
+        head = {"id2label": {str(i): f"LABEL_{i}" for i in range(config.num_labels)}}
     return {
-        "architectures": [family.architecture],
+        "architectures": [architecture],
         "model_type": config.family,
         **{theirs: getattr(config, ours) for ours, theirs in HF_NAMES.items()},
         "tie_word_embeddings": config.tie_word_embeddings,
         "eos_token_id": list(config.eos_token_ids) or None,
-        **family.description.write(config),
+        **head,
+        **written,
     }

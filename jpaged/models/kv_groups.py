@@ -77,6 +77,8 @@ def _reach_of(layer: LayerConfig, record: Record) -> tuple[int | None, int | Non
         return None, None
     mixers = [x for x in layer.mixers if isinstance(x, AttentionConfig | LatentConfig)]
     (mixer,) = mixers  # what is kept is attended to
+    if isinstance(mixer, AttentionConfig) and not mixer.is_causal:
+        return None, mixer.num_heads  # a step has whole sequences: none leaves tokens behind
     return mixer.window, mixer.num_heads
 
 

@@ -14,7 +14,7 @@ from kernels_pallas.paged_attention.interface import AttentionOptions, unknown_o
 from kernels_pallas.sparse_attention import index_scores
 
 # Those that dense attention has.
-OPTIONS = ("scale", "soft_cap", "window", "value_dim", "sinks", "latent")
+OPTIONS = ("scale", "soft_cap", "window", "value_dim", "sinks", "latent", "causal")
 
 
 @jax.tree_util.register_dataclass
@@ -124,8 +124,8 @@ class FirstState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DenseKV:
-    """The keys and values of the tokens at hand and no others, for training: causal by index. Every
-    sequence begins at its first token, and no state outlives the call.
+    """The keys and values of the tokens at hand and no others, for training: causal by index, where
+    the layer is. Every sequence begins at its first token, and no state outlives the call.
 
     newest: by group, the keys and values [..., T, K, D] that were last written, or latents and
     rotated keys, or the first state of a mixer with one; None of a group that keeps neither.
@@ -166,7 +166,8 @@ class DenseKV:
             k, v = jnp.concatenate([k, v], axis=-1), k
         if reason := unknown_options(options, OPTIONS):
             raise UnsupportedError(f"dense attention: {reason}")
-        if options.soft_cap is not None or sinks is not None or k.shape != v.shape:
+        is_plain = options.causal and k.shape == v.shape
+        if options.soft_cap is not None or sinks is not None or not is_plain:
             return _attention(q, k, v, options, sinks)
         local = None if options.window is None else (options.window - 1, 0)
         with jax.numpy_dtype_promotion("standard"):  # it mixes bf16 with f32
@@ -251,9 +252,10 @@ def _attention(
     if options.soft_cap is not None:
         scores = options.soft_cap * jnp.tanh(scores / options.soft_cap)
     position = jnp.arange(tokens)
-    seen = position[None, :] <= position[:, None]
+    away = position[None, :] - position[:, None]  # of each token from each query
+    seen = away <= 0 if options.causal else jnp.ones(away.shape, jnp.bool_)
     if options.window is not None:
-        seen &= position[None, :] > position[:, None] - options.window
+        seen &= (away > -options.window) & (away < options.window)
     seen = seen.reshape((1,) * (scores.ndim - 2) + seen.shape)
     if chosen is not None:  # by no head apart
         seen &= chosen[..., None, None, :, :]

@@ -56,6 +56,8 @@ class Builder:
         goes on with its own. streaming: its text is wanted as its tokens come. origin: who shares
         the engine with others. Raises RequestError.
         """
+        if (reason := self.inputs.no_tokens) is not None:
+            raise RequestError(f"generate: {reason}")
         asked, inputs = sampling_params, self.inputs
         if not isinstance(asked, SamplingParams):
             kind = type(asked).__name__
@@ -131,6 +133,8 @@ class Builder:
         structured: Structured | None = None,
     ) -> BeamSearch:
         """Return the request of a beam search: see jpaged.beam_search. Raises RequestError."""
+        if (reason := self.inputs.no_tokens) is not None:
+            raise RequestError(f"beam_search: {reason}")
         _refuse_begun(prompt, "beam_search takes")
         wanted = _num_candidates(beam_width, len(self.inputs.eos_ids), self.config)
         check_real("length_penalty", length_penalty, -20.0, 20.0)
@@ -167,6 +171,8 @@ class Builder:
         """Return a request for each sequence whose tokens are to be scored. See jpaged.score.
         Raises RequestError.
         """
+        if (reason := self.inputs.no_tokens) is not None:
+            raise RequestError(f"score: {reason}")
         lengths, vocab_size = [len(prompt.ids) for prompt in prompts], self.inputs.model.vocab_size
         scorings = options.scorings(lengths, vocab_size, self._experts())
         if options.wants_scores or options.routed is not None:
@@ -194,14 +200,29 @@ class Builder:
         mixtures = self.inputs.model.mixtures
         return Experts(len(mixtures), mixtures[0].experts_per_token, mixtures[0].num_experts)
 
-    def hidden(self, prompts: list[Prompt]) -> list[Request]:
-        """Return a request for each sequence whose hidden states are wanted: see jpaged.hidden.
-        Raises RequestError.
+    def hidden(self, prompts: list[Prompt], *, last: bool = False) -> list[Request]:
+        """Return a request for each sequence whose hidden states are wanted, or the last of them
+        alone: see jpaged.hidden. Raises RequestError.
         """
         check_combination(Facts(config=self.config, scores_more=True))
-        self._check_lengths([len(prompt.ids) for prompt in prompts])
-        scoring = Scoring(hidden=True)
-        return [self._reading(prompt, SamplingParams(), scoring) for prompt in prompts]
+        lengths = [len(prompt.ids) for prompt in prompts]
+        self._check_lengths(lengths)
+        at_once, most = not self.inputs.model.is_causal, self.config.max_num_batched_tokens
+        if at_once and (longest := max(lengths, default=0)) > most:
+            raise CapacityError(
+                f"sequence {lengths.index(longest)} of {longest} tokens is longer than "
+                f"max_num_batched_tokens={most}: one step computes a whole sequence of a model "
+                "that is not causal"
+            )
+        last = last and not at_once  # what comes before is part of every state
+        scorings = [
+            Scoring(hidden=True, first=length - 1 if last else 0, at_once=at_once)
+            for length in lengths
+        ]
+        return [
+            self._reading(prompt, SamplingParams(), scoring)
+            for prompt, scoring in zip(prompts, scorings, strict=True)
+        ]
 
     def _check_lengths(self, lengths: list[int]) -> None:
         for i, length in enumerate(lengths):

@@ -72,6 +72,17 @@ PromptsLike = PromptLike | Sequence[PromptLike]
 SamplingParamsLike = SamplingParams | Sequence[SamplingParams] | None
 
 
+def _why_no_tokens(model: ModelConfig) -> str | None:
+    """Return why a model has no logits of next tokens, None where it has."""
+    serves = "classify, embed, pool and hidden are what it serves"
+    if not model.is_causal:
+        return f"tokens of this model see those after them; {serves}"
+    if model.num_labels is None:
+        return None
+    head = f"a head of {model.num_labels} labels" if model.num_labels else "no head"
+    return f"this model has {head} and no vocabulary; {serves}"
+
+
 class Inputs:
     """Checks and tokenizes the prompts of one model. Any thread may call.
 
@@ -88,6 +99,7 @@ class Inputs:
         adapters: Mapping[str, AdapterVersion] | None = None,
     ):
         self.model, self.max_model_len = model, max_model_len
+        self.no_tokens = _why_no_tokens(model)  # are drawn or scored; None where they are
         self._tokenizer, self._source = tokenizer, source
         self._adapters = {} if adapters is None else adapters
         self._generation_config = {} if source is None else load_generation_config(source)

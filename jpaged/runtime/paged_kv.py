@@ -90,7 +90,8 @@ class PagedKV:
         """See models.kv_view.KVView."""
         spec, view = self._keys_at(place)
         assert spec.kernel is not None
-        assert options.window == spec.group.window, "what was prepared is for the group's window"
+        is_prepared = options.causal  # for the group's window; layers that are not causal share one
+        assert not is_prepared or options.window == spec.group.window
         assert options.sinks == (sinks is not None)
         kernel, pool = spec.kernel, spec.operand(self.pools[place.group])
         rows = (view.block_table_SM, self.context_lens_S)
@@ -98,7 +99,7 @@ class PagedKV:
         with jax.named_scope("paged_attention"):
             if self.is_decode:
                 return kernel.module.decode(q, pool, place.index, *rows, **call)
-            rows = (*rows, self.query_start_loc_S1, view.prepared)
+            rows = (*rows, self.query_start_loc_S1, view.prepared if is_prepared else None)
             return kernel.module.prefill(q, pool, place.index, *rows, **call)
 
     def choose(self, place: Place, queries: IndexQueries) -> Self:

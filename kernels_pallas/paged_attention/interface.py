@@ -45,7 +45,9 @@ class AttentionOptions:
     tokens that a query sees, itself included; None for the whole context. value_dim: Dv, the width
     of a value where it is not D. sinks: each head has one more score, the operand sinks_H. latent:
     what the pool holds of a KV head is a latent of value_dim numbers and a rotated key: both
-    together are its key, of D numbers, and the latent is its value (arXiv:2405.04434).
+    together are its key, of D numbers, and the latent is its value (arXiv:2405.04434). causal: a
+    query sees nothing after itself; otherwise all of its context, or, with a window w, what is less
+    than w tokens away on either side.
 
     `unknown_options` names those that an implementation does not have: it is never called with one.
     """
@@ -56,6 +58,7 @@ class AttentionOptions:
     value_dim: int | None = None
     sinks: bool = False
     latent: bool = False
+    causal: bool = True
 
     def value_width(self, head_dim: int) -> int:
         """Return the width of a value beside keys of head_dim."""

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 from kernels_pallas.paged_attention.interface import Options, kv_heads_of, unknown_options
 from kernels_pallas.paged_attention.pool_layout import ScaledPool
 
-OPTIONS = ("scale", "soft_cap", "window", "value_dim", "sinks", "latent")
+OPTIONS = ("scale", "soft_cap", "window", "value_dim", "sinks", "latent", "causal")
 QUERIES = 256  # computed together; bounds the memory of their scores
 
 
@@ -29,7 +29,7 @@ def prefill(
     sinks_H: ArrayLike | None = None,
     exact: bool = False,
 ) -> np.ndarray:
-    """Causal attention of packed queries over paged keys and values, [T, H, V] in q's dtype.
+    """Attention of packed queries over paged keys and values, [T, H, V] in q's dtype.
 
     pool [L*N, P, 2K, D]: row layer*N + b is block b of a layer, axis 2 is K0, V0, K1, V1, ...;
     [L*N, P, K, D + V], a head's key and then its value, where their widths differ; [L*N, P, K, D],
@@ -40,9 +40,10 @@ def prefill(
     query_start_loc_S1 is cumulative: row r owns the packed tokens query_start_loc[r] up to
     query_start_loc[r+1] - 1, the last of which sits at position context_lens[r] - 1. Padding gives
     zeros: tokens past query_start_loc[S]; a row without queries is skipped. A query sees itself and
-    all before it, or, with a window w, itself and the w - 1 before it. soft_cap c turns a
-    score s into c * tanh(s / c). sinks_H: one more score of each head, which takes its share of the
-    softmax and adds nothing. Slots that no query sees may hold anything, NaN too.
+    all before it, or, with a window w, itself and the w - 1 before it; where it is not causal, as
+    many after it too. soft_cap c turns a score s into c * tanh(s / c). sinks_H: one more score of
+    each head, which takes its share of the softmax and adds nothing. Slots that no
+    query sees may hold anything, NaN too.
 
     exact: compute and return in float64. Otherwise as a plain implementation would: f32 scores and
     softmax, probabilities (times V's scales) rounded to the pool's dtype (to q's for a
@@ -74,7 +75,10 @@ def prefill(
             first_Q = np.zeros_like(position_Q)
             if window is not None:
                 first_Q = np.maximum(0, position_Q - window + 1)
-            seen_C = np.arange(first_Q[0], position_Q[-1] + 1)
+            last_Q = position_Q if attention.causal else np.full_like(position_Q, context - 1)
+            if window is not None and not attention.causal:
+                last_Q = np.minimum(last_Q, position_Q + window - 1)
+            seen_C = np.arange(first_Q[0], last_Q[-1] + 1)
             slots = (first_block + tables[row, seen_C // P], seen_C % P)
             kv = kv_pool[slots].astype(dtype).reshape(len(seen_C), K, E)
             k_CKD, v_CKV = kv[..., :D], kv[..., of_value]
@@ -92,7 +96,7 @@ def prefill(
             if attention.soft_cap is not None:
                 soft_cap = dtype.type(attention.soft_cap)
                 score_KNC = soft_cap * np.tanh(score_KNC / soft_cap)
-            sees_QC = (seen_C <= position_Q[:, None]) & (seen_C >= first_Q[:, None])
+            sees_QC = (seen_C <= last_Q[:, None]) & (seen_C >= first_Q[:, None])
             sees_NC = np.repeat(sees_QC, H // K, axis=0)
             score_KNC = np.where(sees_NC, score_KNC, dtype.type(-np.inf))
             sinks_KG = np.full((K, H // K), -np.inf) if sinks_H is None else np.asarray(sinks_H)

@@ -50,7 +50,7 @@ _barrier = lax.optimization_barrier
 # layer.
 _jit = functools.partial(jax.jit, static_argnames="options")
 
-OPTIONS = ("scale", "soft_cap", "window", "value_dim", "sinks", "latent")
+OPTIONS = ("scale", "soft_cap", "window", "value_dim", "sinks", "latent", "causal")
 
 pool_layout = plain_pool_layout
 
@@ -236,6 +236,7 @@ class _QueryTiles(NamedTuple):
     token: Array  # the first one's place among the packed tokens
     position: Array  # and its position in the row
     begin: Array  # first position that any query sees
+    end: Array  # and the one after the last
     need: Array  # KV tiles
 
 
@@ -255,6 +256,7 @@ def prepare(
     num_tokens: int,
     shapes: Shapes,
     window: int | None,
+    causal: bool = True,
 ) -> Prepared:
     """Return the query tiles of a step, the same for all layers of a window. num_tokens is T."""
     S, T = context_lens_S.shape[0], num_tokens
@@ -272,9 +274,14 @@ def prepare(
     begin_A = jnp.zeros_like(position_A)
     if window is not None:
         begin_A = jnp.maximum(position_A - (window - 1), 0)
-    need_A = jnp.where(count_A > 0, (position_A + count_A + C - 1) // C - begin_A // C, 0)
+    stop_A = position_A + count_A
+    if not causal:
+        within_A = context_lens_S[row_A]
+        stop_A = within_A if window is None else jnp.minimum(stop_A + window - 1, within_A)
+    need_A = jnp.where(count_A > 0, (stop_A + C - 1) // C - begin_A // C, 0)
     order_A = jnp.argsort(need_A, descending=True)
-    tiles = _QueryTiles(row_A, count_A, starts_S[row_A] + skip_A, position_A, begin_A, need_A)
+    token_A = starts_S[row_A] + skip_A
+    tiles = _QueryTiles(row_A, count_A, token_A, position_A, begin_A, stop_A, need_A)
 
     row_T = jnp.minimum(
         jnp.sum(query_start_loc_S1[None, 1:] <= token_T[:, None], axis=1, dtype=jnp.int32), S - 1
@@ -299,7 +306,7 @@ def prefill(
     options: Options,
     sinks_H: Array | None = None,
 ) -> Array:
-    """Causal attention of packed queries, any number a row; see `reference.prefill`."""
+    """Attention of packed queries, any number a row; see `reference.prefill`."""
     T, H, D = q_THD.shape
     attention, window = options.attention, options.attention.window
     K, V = kv_heads_of(pool, attention), attention.value_width(D)
@@ -315,6 +322,7 @@ def prefill(
             num_tokens=T,
             shapes=shapes_of(q_THD, pool, block_table_SM, options),
             window=window,
+            causal=attention.causal,
         )
     queries, at_T = prepared.tiles, prepared.at_T
     flat_q, kv_pool = q_THD.reshape(T, H * D), tiles.rows.reshape(-1, C // tiles.units, K, E)
@@ -343,14 +351,16 @@ def prefill(
                 kv = _latents(kv, V, *columns)
                 of_keys = of_values = None
             kv = kv.transpose(0, 2, 1, 3)  # [W, K, C, E].
-            seen_WC = (pos_WC >= mine.begin[:, None]) & (
-                pos_WC < (mine.position + mine.size)[:, None]
-            )
+            seen_WC = (pos_WC >= mine.begin[:, None]) & (pos_WC < mine.end[:, None])
             kv = kv.astype(dtype)
             v = jnp.where(seen_WC[:, None, :, None], kv[..., of_value], jnp.zeros((), dtype))
             k, v = _barrier(kv[..., :D].reshape(W * K, C, D)), _barrier(v.reshape(W * K, C, V))
             s = _times(_einsum("wqd,wcd->wqc", q, k).reshape(W, K, -1, C), of_keys)
-            mask = pos_WC[:, None, :] <= pos_WQ[:, :, None]
+            mask = seen_WC[:, None, :]
+            if attention.causal:
+                mask = pos_WC[:, None, :] <= pos_WQ[:, :, None]
+            elif window is not None:
+                mask &= pos_WC[:, None, :] < pos_WQ[:, :, None] + window
             if window is not None:
                 mask &= pos_WC[:, None, :] > pos_WQ[:, :, None] - window
             s = jnp.where(mask[:, None], _capped(s * attention.scale, attention.soft_cap), NEG)

@@ -97,7 +97,7 @@ def test_the_device_side_knows_nothing_of_the_api(file: Path):
         "jpaged.kept",
         "jpaged.session",
         "jpaged.served_model",
-        "jpaged.pool",
+        "jpaged.served_pool",
         "jpaged.request",
         "jpaged.engine.engine",
         "jpaged.engine.scheduler",

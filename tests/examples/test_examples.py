@@ -170,6 +170,14 @@ def test_best_of_n(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert said is not None and int(said[1]) < int(said[2]) // 2
 
 
+@pytest.mark.train
+def test_reward_model(example: Any) -> None:
+    """Its head tells samples apart that it has not seen; a toss of a coin would tell a half."""
+    shares = example("reward_model").main(["-n", "8", "--labelled", "24"])
+    assert 0.1 < shares["an average sample"] < 0.7
+    assert shares["pairs told apart"] > 0.65
+
+
 def test_tree_search(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
     tree = example("tree_search")
     assert (

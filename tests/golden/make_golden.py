@@ -50,9 +50,9 @@ GRANITE = {  # parts of names in Granite 4's files, and in transformers
 }
 VARIETY = 8  # distinct tokens in a continuation
 TRIES = 100
-# What make_golden_beams.py, _seeds.py, _mtp.py and _routes.py make, as names on the
+# What make_golden_beams.py, _seeds.py, _mtp.py, _routes.py and _heads.py make, as names on the
 # command line.
-BEAMS, SEEDED, MTP, ROUTES = "beams", "seeds", "mtp", "routes"
+BEAMS, SEEDED, MTP, ROUTES, HEADS = "beams", "seeds", "mtp", "routes", "heads"
 
 
 def main() -> int:
@@ -62,7 +62,7 @@ def main() -> int:
     parser.add_argument(
         "names",
         nargs="*",
-        help="configs to make, beams, seeds, mtp, routes; all when none is named",
+        help="configs to make, beams, seeds, mtp, routes, heads; all when none is named",
     )
     parser.add_argument("--here", action="store_true", help="run in this interpreter")
     parser.add_argument(
@@ -75,11 +75,13 @@ def main() -> int:
     sys.path.insert(0, str(ROOT))
     from tests.golden.configs import CONFIGS
     from tests.golden.make_golden_beams import make_beams
+    from tests.golden.make_golden_heads import make_heads
     from tests.golden.make_golden_mtp import make_mtp
     from tests.golden.make_golden_routes import make_routes
     from tests.golden.make_golden_seeds import make_seeds
 
     special = {BEAMS: make_beams, SEEDED: make_seeds, MTP: make_mtp, ROUTES: make_routes}
+    special |= {HEADS: make_heads}
     if unknown := set(args.names) - {*CONFIGS, *special}:
         print(f"no such config: {', '.join(sorted(unknown))}", file=sys.stderr)
         return 1

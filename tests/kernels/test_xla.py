@@ -32,6 +32,32 @@ class TestScaled(PagedAttentionSuite):
     plain_cases = (SCALED[0], SCALED[3])
 
 
+@pytest.mark.parametrize(
+    ("contexts", "queries", "window", "dtype"),
+    [
+        ((1, 0, 65, 130, 8), (1, 0, 65, 130, 8), None, "float32"),
+        ((1, 0, 65, 230, 8), (1, 0, 65, 230, 8), 21, "float32"),
+        ((70, 9, 200), (3, 9, 65), None, "float32"),  # the ends of sequences
+        ((70, 9, 200), (3, 9, 65), 33, "bfloat16"),
+    ],
+)
+def test_queries_that_see_both_ways(
+    contexts: tuple[int, ...], queries: tuple[int, ...], window: int | None, dtype: str
+) -> None:
+    check(
+        xla,
+        Case(
+            name="both ways",
+            contexts=contexts,
+            queries=queries,
+            sliding_window=window,
+            causal=False,
+            extra_tokens=5,
+            dtype=dtype,
+        ),
+    )
+
+
 @pytest.mark.parametrize("case", [DECODE[0], PREFILL[0]], ids=str)
 def test_nothing_to_do(case: Case) -> None:
     """Padding rows only: no work item exists, zeros come out."""

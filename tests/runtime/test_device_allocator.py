@@ -18,7 +18,7 @@ import pytest
 
 import jpaged
 from jpaged import ConfigError, EngineConfig, SamplingParams, gpu_share
-from jpaged import pool as pools
+from jpaged import served_pool as pools
 from jpaged.llm import LLM
 from jpaged.models.forward import bind
 from jpaged.models.params import param_shapes

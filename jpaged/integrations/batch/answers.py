@@ -7,8 +7,10 @@ of `id`.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
+
+import numpy as np
 
 from jpaged.integrations.batch.lines import BatchRequest
 from jpaged.openai import responses
@@ -38,6 +40,18 @@ def answer_line(request: BatchRequest, output: RequestOutput) -> Mapping[str, An
     if output.prompt_logprobs is not None:
         line["prompt_logprobs"] = responses.prompt_logprobs(output)
     return line | {"usage": responses.usage(output)}
+
+
+def pooled_line(
+    request: BatchRequest, made: np.ndarray, lists: Sequence[Sequence[int]]
+) -> Mapping[str, Any]:
+    """Return the output line of a request for embeddings, scores or ranks. made: of the tokens of
+    its texts.
+    """
+    assert request.pooled is not None
+    body = request.pooled.answer(made, lists, request.model)
+    body["id"] = f"{body['id'].partition('-')[0]}-{request.number}"  # the same in each run
+    return _batch_line(request, 200, body)
 
 
 def error_line(

@@ -110,6 +110,9 @@ class Checker:
         """Return the tokens of the prompt, and the most that its completions can have. Raises
         RequestError.
         """
+        if request.pooled is not None:
+            request.pooled.task(self.model)
+            return sum(map(len, request.pooled.token_lists(self._inputs))), 0
         params = request.params
         params.validate(self.engine_config, self.model.vocab_size)
         one = dataclasses.replace(params, n=1)

@@ -4,6 +4,7 @@ later run resumes and which is intact after any kill; or a stream.
 
 import collections
 import fcntl
+import json
 import os
 import stat
 import sys
@@ -154,6 +155,9 @@ def to_read(request: BatchRequest, line: Mapping[str, Any]) -> bytes:
     if error := body.get("error") or line.get("error"):
         parts.append(f"--- error\n{error.get('error', error)['message']}\n")
         choices = []
+    elif request.pooled is not None:
+        parts.append(f"--- answer\n{_short_answer(body)}\n")
+        choices = []
     else:
         choices = body.get("choices", [body])
     for choice in choices:
@@ -166,6 +170,12 @@ def to_read(request: BatchRequest, line: Mapping[str, Any]) -> bytes:
         text = f"token ids {choice['token_ids']}" if text is None else text
         parts.append(f"--- answer ({ending})\n{text.rstrip()}\n")
     return ("".join(parts) + "\n").encode(errors="replace")
+
+
+def _short_answer(body: Mapping[str, Any]) -> str:
+    """Return the beginning of an answer with vectors, scores or ranks."""
+    text = json.dumps(body.get("data", body.get("results")))
+    return text if len(text) <= 300 else f"{text[:300]} ..."
 
 
 def _asked(request: BatchRequest) -> str:

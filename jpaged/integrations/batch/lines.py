@@ -16,6 +16,7 @@ from pydantic_core import PydanticCustomError
 from jpaged.integrations.batch.source import LineError
 from jpaged.integrations.seeds import stable_seed
 from jpaged.openai.json_text import json_object
+from jpaged.openai.pooled import POOLED_URLS, PooledRequest
 from jpaged.openai.protocol import (
     URLS,
     Body,
@@ -32,12 +33,16 @@ from jpaged.openai.responses import AnswerForm
 from jpaged.request.inputs import with_adapter
 from jpaged.sampling_params import SamplingParams
 
+FORMS: dict[str, Literal["chat", "pooled"]] = {
+    "/v1/chat/completions": "chat",
+    **dict.fromkeys(POOLED_URLS, "pooled"),
+}
 PROMPTS = ("prompt", "prompt_token_ids", "messages")  # a bare line has one of these
 
 
 def _served(url: Any) -> Any:
-    if not isinstance(url, str) or url not in URLS:
-        said = {"urls": ", ".join(URLS)}
+    if not isinstance(url, str) or url not in (*URLS, *POOLED_URLS):
+        said = {"urls": ", ".join((*URLS, *POOLED_URLS))}
         raise PydanticCustomError("unsupported_url", "must be one of {urls}", said)
     return url
 
@@ -83,15 +88,17 @@ class BatchRequest:
     """The request of one line. At first only `number` is known; `parse` fills in the rest as far as
     it gets, and error lines use that.
 
-    number: of the line, from 1; blank lines count. id: custom_id, or a bare line's id. ignored:
+    number: of the line, from 1; blank lines count. id: custom_id, or a bare line's id. body: of a
+    line that generates; pooled: that of one that asks for embeddings, scores or ranks. ignored:
     unknown fields that the run leaves out.
     """
 
     number: int
-    form: Literal["chat", "completion", "bare", "unknown"] = "unknown"
+    form: Literal["chat", "completion", "pooled", "bare", "unknown"] = "unknown"
     id: str | int | None = None
     model: str = ""
     body: GenerationRequest | None = None
+    pooled: PooledRequest | None = None
     params: SamplingParams = dataclasses.field(default_factory=SamplingParams)
     ignored: tuple[str, ...] = ()
     adapter: str | None = None
@@ -106,10 +113,14 @@ class BatchRequest:
             self.form, kind, fields = "bare", BarePrompt, {"prompt": text}
         else:
             kind, fields = self._read(json_object(text), settings)
-        body = self.body = kind.read(self._known(kind, fields, settings))
+        body = kind.read(self._known(kind, fields, settings))
         if body.model is not None:
             self.model = body.model
             self.adapter = body.model if body.model in settings.adapters else None
+        if isinstance(body, PooledRequest):
+            self.pooled = body
+            return
+        self.body = body
         more = {"seed": self._seed(settings.seed), **settings.overrides}
         self.params = body.params(settings.defaults, **more)
 
@@ -133,19 +144,19 @@ class BatchRequest:
 
     def _read(
         self, line: dict[str, Any], settings: Settings
-    ) -> tuple[type[GenerationRequest], dict[str, Any]]:
+    ) -> tuple[type[GenerationRequest] | type[PooledRequest], dict[str, Any]]:
         """Return the type of the request and its fields: the body of a batch request, or the bare
         object itself.
         """
         reason = id_of(line)
         if {"body", "url", "method"} & set(line):
-            self.form = "chat" if line.get("url") == "/v1/chat/completions" else "completion"
+            self.form = FORMS.get(str(line.get("url")), "completion")
             self.id = reason
             _, unknown = BatchLine.known(line)
             if unknown and not settings.ignore_unknown:
                 raise unknown_fields([*unknown], " beside 'body'")
             batch = BatchLine.read(self._known(BatchLine, line, settings))
-            return URLS[batch.url], batch.body
+            return POOLED_URLS.get(batch.url) or URLS[batch.url], batch.body
         name = "custom_id" if "custom_id" in line else "id"
         if reason is None and line.get(name) is not None:
             raise LineError(f"{name}={short(line[name])}: must be a string", param=name)

@@ -11,10 +11,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, NamedTuple
 
-from jpaged.errors import JpagedError
-from jpaged.integrations.batch.answers import ErrorStyle, answer_line, error_line
+import numpy as np
+
+from jpaged.errors import JpagedError, RequestError, UnsupportedError
+from jpaged.integrations.batch.answers import ErrorStyle, answer_line, error_line, pooled_line
 from jpaged.integrations.batch.intake import Intake, Line, ReadAhead
 from jpaged.integrations.batch.journal import Existing, Journal, to_read
 from jpaged.integrations.batch.lines import BatchRequest, Settings
@@ -22,6 +24,8 @@ from jpaged.integrations.batch.manifest import write_json
 from jpaged.integrations.batch.progress import Progress
 from jpaged.integrations.batch.source import BatchError, Source
 from jpaged.integrations.batch.stats import SAMPLES, BatchStats, CutBy
+from jpaged.openai.pooled import POOLED_URLS, Embedding, PooledRequest, Task
+from jpaged.request.inputs import with_adapter
 from jpaged.request.outputs import RequestOutput
 
 # Exit statuses. After a signal it is 128 + the signal's number.
@@ -97,6 +101,16 @@ class Interrupts:
         self._timer.start()
 
 
+class Pooled(NamedTuple):
+    """A line of embeddings, scores or ranks that waits for the next call. began: when it came."""
+
+    request: BatchRequest
+    body: PooledRequest
+    task: Task
+    lists: list[list[int]]
+    began: float
+
+
 class Run:
     """The loop of a run whose engine has been made. Its counters are in `stats`."""
 
@@ -110,6 +124,7 @@ class Run:
         # A step that does not return is abandoned: the file has all finished answers.
         self.interrupts = Interrupts(options.grace, lambda: os._exit(self.stopped()))
         self._pending: dict[str, tuple[BatchRequest, float]] = {}
+        self._pooled: list[Pooled] = []
 
     def serve(self) -> Ending:
         """Answer lines until there are no more, or until the run must stop: then requests in the
@@ -120,11 +135,17 @@ class Run:
         """
         pending, window, stats = self._pending, self.options.window, self.stats
         while True:
-            while len(pending) < window and self.journal.held < 8 * window and not self._must_stop:
-                line = self.reader.next(wait=None if pending else POLL_S)
+            while (
+                len(pending) + len(self._pooled) < window
+                and self.journal.held < 8 * window
+                and not self._must_stop
+            ):
+                line = self.reader.next(wait=None if pending or self._pooled else POLL_S)
                 if line is None:
                     break
                 self._admit(line)
+            if self._pooled:
+                self._pool()
             if pending and self.interrupts.is_late:
                 for request_id in pending:  # running requests are not answered
                     self.llm.abort(request_id)
@@ -171,6 +192,9 @@ class Run:
         if line.error is not None:
             self._fail(request, line.error)
             return
+        if request.pooled is not None:
+            self._admit_pooled(request, request.pooled)
+            return
         # The process of a remote engine makes the prompt.
         is_remote = getattr(self.llm, "is_remote", False)
         try:
@@ -181,6 +205,58 @@ class Run:
             self._pending[request_id] = request, began
         except Exception as e:  # an error of one line must not end the run
             self._fail(request, e)
+
+    def _admit_pooled(self, request: BatchRequest, body: PooledRequest) -> None:
+        """Keep a line of embeddings, scores or ranks for the next call, or fail it."""
+        if getattr(self.llm, "is_remote", False):
+            url = next(url for url, kind in POOLED_URLS.items() if isinstance(body, kind))
+            self._fail(request, UnsupportedError(f"{url}: replicas on Ray do not answer it"))
+            return
+        try:
+            began, inputs = time.perf_counter(), self.llm.session.inputs
+            lists = body.token_lists(inputs)
+            self._pooled.append(Pooled(request, body, body.task(inputs.model), lists, began))
+        except Exception as e:  # an error of one line must not end the run
+            self._fail(request, e)
+
+    def _pool(self) -> None:
+        """Answer the lines of embeddings, scores and ranks that are here, equal calls in one."""
+        waiting, self._pooled = self._pooled, []
+        calls: dict[tuple[Task, Embedding], list[Pooled]] = {}
+        for one in waiting:
+            calls.setdefault((one.task, one.body.asked), []).append(one)
+        for (task, asked), members in calls.items():
+            try:
+                self._write_pooled(members, self._made(task, asked, members))
+            except RequestError as e:
+                if len(members) == 1:
+                    self._fail(members[0].request, e)
+                    continue
+                for member in members:  # one of them is to blame, and is told so
+                    self._pooled = [member]
+                    self._pool()
+
+    def _made(self, task: Task, asked: Embedding, members: list[Pooled]) -> np.ndarray:
+        """Return what the model makes of the texts of lines."""
+        prompts: list[Any] = []
+        for member in members:
+            texts: list[Any] = [{"prompt_token_ids": ids} for ids in member.lists]
+            if (adapter := member.request.adapter) is not None:
+                texts = [with_adapter(adapter, text) for text in texts]
+            prompts += texts
+        if task == "classify":
+            return self.llm.classify(prompts)
+        return self.llm.embed(prompts, dimensions=asked.dimensions, normalize=asked.normalize)
+
+    def _write_pooled(self, members: list[Pooled], made: np.ndarray) -> None:
+        first = 0
+        for member in members:
+            end = first + len(member.lists)
+            line = pooled_line(member.request, made[first:end], member.lists)
+            first = end
+            tokens, latency = sum(map(len, member.lists)), time.perf_counter() - member.began
+            self.stats.add_pooled(tokens, latency)
+            self.journal.write(member.request, line)
 
     def _step(self) -> None:
         finished = self.llm.step()

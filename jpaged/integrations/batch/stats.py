@@ -148,6 +148,15 @@ class BatchStats:
         self.answered.prompt_tokens.append(prompt)
         self.answered.completion_tokens.append(completion)
 
+    def add_pooled(self, tokens: int, latency: float) -> None:
+        """Count an answered line of embeddings, scores or ranks. latency: in seconds."""
+        self.ok += 1
+        self.tokens_in += tokens
+        self.answered.latency.append(latency)
+        self.answered.finished.append(time.perf_counter() - self.began)
+        self.answered.prompt_tokens.append(tokens)
+        self.answered.completion_tokens.append(0)
+
     def fail(self, number: int, error: BaseException | str) -> None:
         """Count a failed line."""
         code = Failure.of(error).code

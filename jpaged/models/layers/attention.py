@@ -50,6 +50,8 @@ class AttentionConfig:
     keys, before their norm and rotation, and no product is theirs. value_norm: values of each head
     are normed, without a scale. value_scale: what values are multiplied by. keys_of: the index of
     an earlier layer of the model whose keys and values it attends to; None: it has some of its own.
+    is_causal: a query sees nothing after itself; otherwise the whole sequence, or, with a window,
+    as many tokens after itself as before.
     """
 
     num_heads: int
@@ -72,6 +74,7 @@ class AttentionConfig:
     value_norm: bool = False
     value_scale: float = 1.0
     keys_of: int | None = None
+    is_causal: bool = True
 
     def __post_init__(self) -> None:
         at_least(1, self, "num_heads", "num_kv_heads")
@@ -121,6 +124,7 @@ class AttentionConfig:
             window=self.window,
             value_dim=None if self.value_width == self.head_dim else self.value_width,
             sinks=self.sinks,
+            causal=self.is_causal,
         )
 
     @property

@@ -12,6 +12,7 @@ from starlette.routing import Route
 from jpaged.async_llm import AsyncLLM
 from jpaged.errors import RequestError
 from jpaged.openai.json_text import json_object
+from jpaged.openai.pooled import PooledRequest
 from jpaged.openai.server.answers import json_pieces
 from jpaged.openai.server.bodies import (
     Detokenize,
@@ -26,6 +27,8 @@ from jpaged.openai.server.message_events import error_body, error_event
 from jpaged.openai.server.metrics import Metrics
 from jpaged.openai.server.openapi import describe
 from jpaged.openai.server.page import Page
+from jpaged.openai.server.pooling import ROUTES as POOLED
+from jpaged.openai.server.pooling import Pooling
 from jpaged.openai.server.response_bodies import ServedKeptResponse, ServedResponse
 from jpaged.openai.server.settings import ServerSettings
 from jpaged.openai.server.status import version
@@ -53,6 +56,7 @@ class Server:
     def __init__(self, llm: AsyncLLM, settings: ServerSettings):
         self.llm, self.settings, self.metrics = llm, settings, Metrics()
         self._generation = Generation(llm, settings, self.metrics)
+        self._pooling = Pooling(llm, settings, self._generation)
         self.is_stopping = False  # set by who listens, once it takes no new connections
         posts: dict[str, Handler] = {
             "/v1/chat/completions": lambda e: self._generation.serve(e, ServedChat),
@@ -61,6 +65,7 @@ class Server:
             "/v1/responses/input_tokens": self._count_response,
             "/v1/messages": self._message,
             "/v1/messages/count_tokens": self._count_message,
+            **{url: self._pooled(kind) for url, kind in POOLED.items()},
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
         }
@@ -106,6 +111,9 @@ class Server:
     def _endpoint(self, handle: Handler, path: str, *, is_open: bool = False) -> Any:
         """Return an ASGI application for one path. is_open: whether it needs no API key."""
         return Endpoint(self, handle, path, is_open)
+
+    def _pooled(self, kind: type[PooledRequest]) -> Handler:
+        return lambda exchange: self._pooling.serve(exchange, kind)
 
     def _told(self, status: int, message: str) -> Any:
         async def handler(request: Any, error: Any) -> Any:

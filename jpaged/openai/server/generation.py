@@ -108,7 +108,7 @@ class Generation:
             self.report_ignored(exchange, body.ignored)
             model = self.check_model(body.model)
             params = self._params(body)
-            with self._admitted(_num_prompts(body) * params.n, party):
+            with self.admitted(_num_prompts(body) * params.n, party):
                 adapter = model if model in self._llm.adapters else None
                 told = (body, params, model, adapter, self._format, party.salt)
                 async with self._compiling if _has_form(body, params) else nullcontext():
@@ -156,10 +156,6 @@ class Generation:
     def is_full(self) -> bool:
         """Whether one more completion would be refused."""
         return self._choices >= self._llm.engine_config.all_rows + self._settings.max_waiting
-
-    def party_of(self, exchange: Exchange) -> Party:
-        """Return who asks."""
-        return self._parties.of(exchange.key, exchange.address)
 
     @property
     def models(self) -> list[str]:
@@ -213,8 +209,12 @@ class Generation:
             raise RequestError(f"n={params.n}: must be from 1 to {config.max_n}")
         return params
 
+    def party_of(self, exchange: Exchange) -> Party:
+        """Return whose request it is."""
+        return self._parties.of(exchange.key, exchange.address)
+
     @contextmanager
-    def _admitted(self, count: int, party: Party) -> Iterator[None]:
+    def admitted(self, count: int, party: Party) -> Iterator[None]:
         """Hold places for so many completions. Raises ApiError if they are not free. With several
         keys, each key leaves some places to the others.
         """

@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import BaseModel, TypeAdapter
 
 from jpaged.openai import responses
+from jpaged.openai.server import pooling
 from jpaged.openai.server.bodies import (
     Detokenize,
     ServedChat,
@@ -102,6 +103,10 @@ DETOKENIZED: Schema = {
     "type": "object",
     "required": ["prompt"],
     "properties": {"prompt": TEXT, "token_strs": {"type": "array", "items": TEXT}},
+}
+POOLED: Schema = {
+    "type": "object",
+    "anyOf": [{"required": ["data"]}, {"required": ["results"]}],
 }
 COUNT: Schema = {
     "type": "object",
@@ -229,6 +234,9 @@ def describe(settings: ServerSettings, names: list[str]) -> Schema:
             False,
         ),
     }
+    listed = made.answer("Pooled", POOLED)
+    for path, kind in pooling.ROUTES.items():
+        posts[path] = ("Return embeddings, scores, ranks or labels.", [kind], listed, False)
     gets: dict[str, tuple[str, Schema, bool]] = {
         "/v1/models": ("List what is served.", made.answer("Models", MODELS), False),
         "/v1/models/{name}": (

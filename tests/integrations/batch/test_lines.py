@@ -375,7 +375,7 @@ class TestRefusals:
             (openai(add_generation_prompt=True, continue_final_message=True), None),
             (completion(logprobs=True), "logprobs"),
             (completion(messages=[]), "messages"),
-            (openai("/v1/embeddings"), "url"),
+            (openai("/v1/moderations"), "url"),
             (openai() | {"url": 3}, "url"),
             (openai() | {"method": "GET"}, "method"),
             (openai() | {"body": [1]}, "body"),
