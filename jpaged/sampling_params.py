@@ -101,11 +101,6 @@ class SamplingParams:
         )
 
     @property
-    def has_token_rules(self) -> bool:
-        """Whether there are tokens that must not be drawn, in general or after others."""
-        return bool(self.bad_words) or self.allowed_token_ids is not None
-
-    @property
     def sampler(self) -> Literal["plain", "filtered", "full"]:
         """The least of the steps that can serve the request; see engine.shapes.Sampler."""
         has_lists = self.logprobs is not None or self.sampling_mask

@@ -73,7 +73,10 @@ class Builder:
         if asked.stop_strings:
             inputs.need_tokenizer("stop strings")
         watched = bool(asked.stop_strings) or streaming
-        matcher = self._constraint(asked)
+        # Asked in place, since nearly every request answers no.
+        is_limited = asked.structured is not None or asked.bad_words
+        is_limited = is_limited or asked.allowed_token_ids is not None
+        matcher = self._constraint(asked) if is_limited else None
         if not asked.ignore_eos:
             self._warn_of_eos()
         # One sample scores the prompt for all.
@@ -107,9 +110,9 @@ class Builder:
         return request
 
     def _constraint(self, asked: SamplingParams) -> Matcher | RuledTokens | None:
-        """Return what limits the tokens of a request; None where all may come."""
+        """Return what limits the tokens of a request: its form, its rules, or both."""
         matcher = None if asked.structured is None else self.matcher(asked.structured)
-        if not asked.has_token_rules:
+        if not asked.bad_words and asked.allowed_token_ids is None:
             return matcher
         check_served(self.config)
         banned: list[tuple[int, ...]] = []

@@ -4,19 +4,25 @@ are a mask for each draw, as a form of the answer is, and stand beside one.
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 
 
-def word_tokens(tokenizer: Any, words: Iterable[str]) -> list[tuple[int, ...]]:
+class Encoder(Protocol):
+    """What makes tokens of a text: a tokenizer of transformers."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+
+
+def word_tokens(tokenizer: Encoder, words: Iterable[str]) -> list[tuple[int, ...]]:
     """Return the sequences of tokens that these words are, at the beginning of a text and after a
     space, as vLLM takes them.
     """
     sequences: dict[tuple[int, ...], None] = {}
     for word in words:
         for text in (word, f" {word.lstrip()}"):
-            ids: Any = tokenizer.encode(text, add_special_tokens=False)
+            ids = tokenizer.encode(text, add_special_tokens=False)
             if ids:
                 sequences[tuple(int(t) for t in ids)] = None
     return list(sequences)

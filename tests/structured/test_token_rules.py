@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import jpaged
 from jpaged import LLM, SamplingParams
 from jpaged.demo import MODEL_PATH
 from jpaged.errors import GenerationError, RequestError
@@ -187,8 +186,3 @@ def test_words_are_sequences_at_the_beginning_and_after_a_space() -> None:
         (ids("a"), ids("b")),
         (ids(" "), ids("a"), ids("b")),
     ]
-
-
-def test_the_library_takes_them(llm: LLM) -> None:
-    assert jpaged.SamplingParams(bad_words=["x"]).has_token_rules
-    assert not LONG.has_token_rules
