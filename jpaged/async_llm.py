@@ -139,6 +139,7 @@ class AsyncLLM:
                 request = await loop.run_in_executor(self._prompts, build, prompt, one, drawn)
                 live = LiveCompletions([request], self.tokenizer) if streaming else None
                 jobs.append(Delivery(request, inbox, index, live))
+                inbox.requests.append(request)
             self._thread.add(jobs)
         try:
             yield inbox

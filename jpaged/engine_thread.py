@@ -39,10 +39,13 @@ Command = Callable[[BaseException | None], None]
 
 
 class Inbox:
-    """What one task of an event loop waits for. Made and used in that loop."""
+    """What one task of an event loop waits for. Made and used in that loop. requests: those whose
+    results come here.
+    """
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
+        self.requests: list[Request] = []
         self._results: list[News] = []
         self._arrival: asyncio.Future[None] | None = None
 

@@ -41,11 +41,14 @@ class SamplingParams:
     presence_penalty, frequency_penalty: subtracted for tokens of the output. repetition_penalty:
     divides positive logits of tokens seen in prompt or output, and multiplies the others
     (arXiv:1909.05858); 1e-6 to 1e6. logit_bias: added to the logits of these ids, -1e30 to 1e30;
-    beyond about 1e8 nothing is left of the logit, and equal biases tie. sampling_mask: return which
-    tokens each one was drawn from, for a trainer that draws from these alone; top_k says how many
-    at most, and of equal logits at its end only the lowest ids are kept then. structured: the form
-    of the answer, one of {"json_schema": dict, JSON text or pydantic model}, {"json_object": True},
-    {"regex": str}, {"choice": list of str}, {"grammar": Lark or GBNF}; see docs/structured.md.
+    beyond about 1e8 nothing is left of the logit, and equal biases tie. bad_words: texts that are
+    not written, as they stand or after a space: their last token is not drawn after the others.
+    allowed_token_ids: the only ids that are drawn, EOS only if it is one. sampling_mask: return
+    which tokens each one was drawn from, for a trainer that draws from these alone; top_k says how
+    many at most, and of equal logits at its end only the lowest ids are kept then. structured: the
+    form of the answer, one of {"json_schema": dict, JSON text or pydantic model}, {"json_object":
+    True}, {"regex": str}, {"choice": list of str}, {"grammar": Lark or GBNF}; see
+    docs/structured.md.
     priority: a request of a lower value runs sooner, and is preempted later, than others of the
     same party (all that share an engine, or of a server one key); it changes no token.
     """
@@ -68,6 +71,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = None
+    bad_words: Sequence[str] | None = None
+    allowed_token_ids: Sequence[int] | None = None
     sampling_mask: bool = False
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
@@ -157,6 +162,16 @@ class SamplingParams:
             raise RequestError(f"stop_token_ids={ids!r}: must be a list of token ids")
         for token in ids:
             check_whole("stop_token_ids", token, 0, vocab_size - 1)
+        words = () if self.bad_words is None else self.bad_words
+        is_list = isinstance(words, Sequence) and not isinstance(words, str)
+        if not is_list or [w for w in words if not isinstance(w, str) or not w.strip()]:
+            raise RequestError(f"bad_words={words!r}: must be a list of texts that are not blank")
+        allowed = self.allowed_token_ids
+        if allowed is not None:
+            if isinstance(allowed, str) or not isinstance(allowed, Sequence) or not allowed:
+                raise RequestError(f"allowed_token_ids={allowed!r}: must be a list of token ids")
+            for token in allowed:
+                check_whole("allowed_token_ids", token, 0, vocab_size - 1)
         if self.structured is not None:
             check_structured(self.structured)
         biases = {} if self.logit_bias is None else self.logit_bias

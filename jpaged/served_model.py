@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jpaged.adapters import Adapters, check_fits, grown
@@ -54,6 +55,7 @@ class ServedModel:
         use_compilation_cache(config.compilation_cache_dir)
         self.placement = placement = place_params(params, config, mesh)
         dtype, is_plain = config.dtype or params["embed"]["weight"].dtype, experts_are_plain(params)
+        self.dtype = np.dtype(dtype)  # of what is computed; quantized weights are made into it
         config = with_rows_beside(params, config, placement, dtype, is_plain)
         resolved, choices = resolve(params.config, config, placement, dtype, is_plain)
         self.draft = draft_model(draft, params.config, resolved, placement, dtype, params.source)

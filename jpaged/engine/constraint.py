@@ -6,9 +6,13 @@ from typing import Any, Protocol, Self
 
 
 class Constraint(Protocol):
-    """Where a completion stands in its form: jpaged.structured.grammars.Matcher."""
+    """Where a completion stands in its form (jpaged.structured.grammars.Matcher), or by what its
+    tokens are limited (jpaged.structured.token_rules.RuledTokens). grammars: what makes its masks.
+    name: the fields of SamplingParams to blame where it cannot go on.
+    """
 
     grammars: Any
+    name: str
 
     def push(self, token: int) -> None: ...
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from jpaged.engine.constraint import Constraint
 from jpaged.engine.plan import Plan, PlanEntry
 from jpaged.engine.queues import Queues
 from jpaged.engine.sequence import Sequence, Status
@@ -44,7 +45,7 @@ def masks_of(work: list[tuple[Plan, Queues]], rows: int) -> np.ndarray:
             masks_SW[row - before] = 0
             masks_SW.view(np.uint32)[row - before, token >> 5] = 1 << (token & 31)
         entry.seq.structured.advance(entry.run[1:])
-    grammars.fill([(entry.seq.structured, row) for row, entry, _ in live], masks_SW)
+    _fill([(entry.seq.structured, row) for row, entry, _ in live], masks_SW)
     for row, entry, _ in live:
         _renew(entry.seq, entry.run[1:], masks_SW[row])
     allowed_S = np.bitwise_count(masks_SW).sum(axis=1)
@@ -58,6 +59,15 @@ def masks_of(work: list[tuple[Plan, Queues]], rows: int) -> np.ndarray:
             seq.ahead = len(seq) + extra, _certain(seq) if allowed == 1 else []
             seq.structured.go_back(extra)
     return masks_SW
+
+
+def _fill(pairs: list[tuple[Constraint, int]], masks_SW: np.ndarray) -> None:
+    """Set rows to what may come next there; those of one maker of masks in one call."""
+    makers: dict[int, list[tuple[Constraint, int]]] = {}
+    for pair in pairs:
+        makers.setdefault(id(pair[0].grammars), []).append(pair)
+    for alike in makers.values():
+        alike[0][0].grammars.fill(alike, masks_SW)
 
 
 def _mask_guesses(entry: PlanEntry, masks_SW: np.ndarray) -> RequestError | None:
@@ -137,7 +147,7 @@ def _error(seq: Sequence, allowed: int) -> RequestError | None:
     if said is None and allowed:
         return None
     said = said or "no token of the vocabulary goes on from here"
-    return RequestError(f"structured: after {seq.num_generated} tokens: {said}")
+    return RequestError(f"{seq.structured.name}: after {seq.num_generated} tokens: {said}")
 
 
 def _keep_open(seq: Sequence, mask_W: np.ndarray, allowed: int, num_generated: int) -> int:

@@ -125,9 +125,19 @@ Tools = Annotated[
     FailFast(),
     Field(max_length=MOST_TOOLS),
 ]
-Prompt = Annotated[str | Tokens, BeforeValidator(_one_prompt)]
-Biases = Annotated[dict[int, float], BeforeValidator(_biases)]
+Prompt = Annotated[
+    str | Tokens,
+    BeforeValidator(_one_prompt, json_schema_input_type=str | Tokens | list[str | Tokens]),
+]
+Biases = Annotated[
+    dict[int, float], BeforeValidator(_biases, json_schema_input_type=dict[str, float])
+]
 Truncation = Annotated[Integer, AfterValidator(_truncation)]
-Arguments = Annotated[dict[str, Any] | str, BeforeValidator(_arguments)]
-Content = Annotated[str, BeforeValidator(_joined)]
+Arguments = Annotated[
+    dict[str, Any] | str,
+    BeforeValidator(_arguments, json_schema_input_type=dict[str, Any] | str | None),
+]
+Content = Annotated[
+    str, BeforeValidator(_joined, json_schema_input_type=str | list[dict[str, Any]])
+]
 Variables = Annotated[dict[str, Any], AfterValidator(_variables)]

@@ -101,11 +101,14 @@ def _many(value: Any) -> Any:
 Texts = Annotated[
     list[str | Tokens],
     FailFast(),
-    BeforeValidator(_many),
+    BeforeValidator(_many, json_schema_input_type=str | Tokens | list[str | Tokens]),
     Field(min_length=1, max_length=MOST_TEXTS),
 ]
 Strings = Annotated[
-    list[str], FailFast(), BeforeValidator(_many), Field(min_length=1, max_length=MOST_TEXTS)
+    list[str],
+    FailFast(),
+    BeforeValidator(_many, json_schema_input_type=str | list[str]),
+    Field(min_length=1, max_length=MOST_TEXTS),
 ]
 
 

@@ -68,7 +68,6 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True, False),
     "modalities": (["text"],),
     "length_penalty": (1, 1.0),
-    "bad_words": ([],),
     "include_reasoning": (True,),
     "vllm_xargs": ({},),
     "kv_transfer_params": ({},),
@@ -81,7 +80,6 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "verbosity": ("medium",),
     "web_search_options": (),
-    "allowed_token_ids": (),
     "guided_whitespace_pattern": (),
     "chat_template": (),
     "documents": ([],),
@@ -270,6 +268,8 @@ class SamplingFields(Body):
     frequency_penalty: Number | None = None
     repetition_penalty: Number | None = None
     logit_bias: Biases | None = None
+    bad_words: Annotated[list[str], FailFast()] | None = None
+    allowed_token_ids: Tokens | None = None
     sampling_mask: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None

@@ -23,6 +23,7 @@ from jpaged.request.scores import Experts, ScoreOptions
 from jpaged.sampling_params import SamplingParams
 from jpaged.search.beam import BeamSearch, EarlyStopping, num_candidates
 from jpaged.structured.grammars import Grammars, Matcher, check_served, form_begins
+from jpaged.structured.token_rules import RuledTokens, TokenRules, word_tokens
 from jpaged.types import Structured
 
 HERE = os.path.dirname(os.path.dirname(__file__))
@@ -73,7 +74,10 @@ class Builder:
         if asked.stop_strings:
             inputs.need_tokenizer("stop strings")
         watched = bool(asked.stop_strings) or streaming
-        matcher = None if asked.structured is None else self.matcher(asked.structured)
+        # Asked in place, since nearly every request answers no.
+        is_limited = asked.structured is not None or asked.bad_words
+        is_limited = is_limited or asked.allowed_token_ids is not None
+        matcher = self._constraint(asked) if is_limited else None
         if not asked.ignore_eos:
             self._warn_of_eos()
         # One sample scores the prompt for all.
@@ -107,6 +111,23 @@ class Builder:
         if begun is not None:
             resume(request, begun)
         return request
+
+    def _constraint(self, asked: SamplingParams) -> Matcher | RuledTokens | None:
+        """Return what limits the tokens of a request: its form, its rules, or both."""
+        matcher = None if asked.structured is None else self.matcher(asked.structured)
+        if not asked.bad_words and asked.allowed_token_ids is None:
+            return matcher
+        check_served(self.config)
+        banned: list[tuple[int, ...]] = []
+        if asked.bad_words:
+            tokenizer = whole(self.inputs.need_tokenizer("bad_words"))
+            with self.inputs.first_use():
+                banned = word_tokens(tokenizer, asked.bad_words)
+        eos_ids = frozenset() if asked.ignore_eos else self.inputs.eos_ids
+        if matcher is not None:  # a form ends by these, whatever is ignored
+            eos_ids = matcher.grammars.eos_ids
+        size = self.inputs.model.vocab_size
+        return RuledTokens(TokenRules(size, asked.allowed_token_ids, banned, eos_ids), matcher)
 
     def beam_search(
         self,

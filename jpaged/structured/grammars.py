@@ -250,6 +250,7 @@ class Matcher:
     state: Any
     begins: int = 0
     is_renewed: bool = False
+    name = "structured"
 
     def copy(self) -> Self:
         return dataclasses.replace(self, state=self.state.deep_copy())

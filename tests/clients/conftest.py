@@ -26,6 +26,7 @@ MODULES = {
     "test_tunix_sampler.py": ("tunix.experimental.rollout.sampler", "qwix"),
     "test_lm_eval.py": ("lm_eval.evaluator", "lm_eval.tasks"),
     "test_openai.py": ("openai", "starlette", "uvicorn"),
+    "test_anthropic.py": ("anthropic", "starlette", "uvicorn"),
     "test_local_completions.py": ("lm_eval.models.api_models", "aiohttp", "starlette", "uvicorn"),
 }
 

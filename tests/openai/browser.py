@@ -49,6 +49,50 @@ class Browser:
             time.sleep(0.05)
         return value
 
+    def size(self, width: int, height: int, *, scale: int = 1, is_phone: bool = False) -> None:
+        """Be a screen of so many pixels."""
+        self._ask(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=scale,
+            mobile=is_phone,
+        )
+
+    def scheme(self, name: str) -> None:
+        """Prefer the colours "light" or "dark"."""
+        features = [{"name": "prefers-color-scheme", "value": name}]
+        self._ask("Emulation.setEmulatedMedia", features=features)
+
+    def write(self, text: str) -> None:
+        """Type a text into what has the focus."""
+        self._ask("Input.insertText", text=text)
+
+    def press(self, key: str, *, shift: bool = False, control: bool = False) -> None:
+        """Press a key, such as Enter or Escape."""
+        codes = {"Enter": 13, "Escape": 27, "ArrowRight": 39, "ArrowDown": 40, "/": 191}
+        event = {
+            "key": key,
+            "code": key,
+            "modifiers": 8 * shift + 2 * control,
+            "windowsVirtualKeyCode": codes[key],
+        }
+        text = {"Enter": "\r", "/": "/"}.get(key)
+        begins = {"type": "keyDown", "text": text} if text else {"type": "rawKeyDown"}
+        self._ask("Input.dispatchKeyEvent", **event, **begins)
+        self._ask("Input.dispatchKeyEvent", **event, type="keyUp")
+
+    def point(self, x: float, y: float) -> None:
+        """Move the pointer to a place."""
+        self._ask("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
+    def wait(self, script: str) -> Any:
+        """Return what a promise comes to."""
+        options = {"returnByValue": True, "awaitPromise": True}
+        found = self._ask("Runtime.evaluate", expression=script, **options)
+        assert "exceptionDetails" not in found, found
+        return found["result"].get("value")
+
     def picture(self, file: Path) -> None:
         file.write_bytes(base64.b64decode(self._ask("Page.captureScreenshot")["data"]))
 

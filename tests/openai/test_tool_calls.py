@@ -68,6 +68,31 @@ def live(request: pytest.FixtureRequest) -> Iterator[Live]:
         live.assert_nothing_left()
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    """OpenAI's tool_choice by which only these tools may be called."""
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def test_allowed_tools(live: Live) -> None:
+    """The model sees all tools, and calls those that are allowed; in a response too."""
+    sizes = set[int]()
+    for name in ("stop", "weather"):
+        for seed in range(3):
+            body = ASK | {"seed": seed, "tool_choice": allowed("required", name)}
+            answer = live.post(CHAT, body)
+            [choice] = answer["choices"]
+            calls = choice["message"]["tool_calls"]
+            assert {call["function"]["name"] for call in calls} == {name}
+            sizes.add(answer["usage"]["prompt_tokens"])
+    assert len(sizes) == 1
+    flat = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [{"name": "stop"}]}
+    body = {"input": "Will it rain?", "tools": flat, "tool_choice": choice}
+    items = live.post("/v1/responses", body | {"max_output_tokens": 60})["output"]
+    assert {item["name"] for item in items if item["type"] == "function_call"} == {"stop"}
+
+
 def check_call(call: dict[str, Any]) -> None:
     """Of a tool that was offered, with arguments of its schema."""
     name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
@@ -149,6 +174,10 @@ def test_what_cannot_be_demanded(live: Live):
         ({"tool_choice": "required", "tools": None}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
         ({"tool_choice": {"function": 3}}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"tool_choice": allowed("auto")}, "tool_choice"),
+        ({"tool_choice": allowed("auto", "other")}, "tool_choice"),
+        ({"tool_choice": allowed("many", "stop")}, "tool_choice"),
         (
             {"tool_choice": "required", "response_format": {"type": "json_object"}},
             "tool_choice",

@@ -58,7 +58,10 @@ def write(
     async def run(
         prompts: Any, params: Any, *, streaming: bool, coming: Coming, origin: Any
     ) -> AsyncIterator[Inbox]:
-        given.append(live.server.llm.tokenizer.decode(prompts[0]))
+        [prompt] = prompts
+        is_salted = isinstance(prompt, dict)  # where a server has several keys
+        ids = prompt["prompt_token_ids"] if is_salted else getattr(prompt, "ids", prompt)
+        given.append(live.server.llm.tokenizer.decode(list(ids)))
         inbox = Inbox()
         pieces = [text[i : i + size] for i in range(0, len(text), size)]
         news: list[News] = []

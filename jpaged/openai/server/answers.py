@@ -10,6 +10,7 @@ from typing import Any
 from jpaged.openai import responses
 from jpaged.openai.parts import Reader, folded
 from jpaged.openai.server.asked import Asked
+from jpaged.openai.server.begun import drawn_alone
 from jpaged.openai.server.bodies import ServedCompletion
 from jpaged.openai.server.echo import put_prompt
 from jpaged.openai.server.events import total_usage
@@ -47,6 +48,9 @@ class WholeAnswer:
 
     def _body(self, llm: Any) -> Iterator[bytes]:
         asked, outputs = self._asked, self._outputs
+        usage = total_usage(outputs)
+        if asked.begun:
+            outputs = self._outputs = [drawn_alone(output, asked.begun) for output in outputs]
         make: Any = responses.chat_completion if asked.body.is_chat else responses.completion
         only_prompt = isinstance(asked.body, ServedCompletion) and asked.body.only_prompt
         head = make(
@@ -54,7 +58,7 @@ class WholeAnswer:
             asked.form,
             **asked.how,
         )
-        head["usage"] = total_usage(outputs, generated=not only_prompt)
+        head["usage"] = total_usage(outputs, generated=False) if only_prompt else usage
         # The fields of a single prompt stand beside the choices; of several prompts, in the first
         # choice of each.
         of_prompt = [self._of_prompt(output) for output in outputs]

@@ -23,19 +23,26 @@ from jpaged.openai.server.bodies import (
 )
 from jpaged.openai.server.control import Control
 from jpaged.openai.server.generation import Generation
+from jpaged.openai.server.message_bodies import CountedMessage, ServedMessage
+from jpaged.openai.server.message_events import error_body, error_event
 from jpaged.openai.server.metrics import Metrics
+from jpaged.openai.server.openapi import describe
 from jpaged.openai.server.page import Page
 from jpaged.openai.server.pooling import ROUTES as POOLED
 from jpaged.openai.server.pooling import Pooling
-from jpaged.openai.server.response_bodies import ServedResponse
+from jpaged.openai.server.response_bodies import ServedKeptResponse, ServedResponse
 from jpaged.openai.server.settings import ServerSettings
+from jpaged.openai.server.status import version
 from jpaged.openai.server.token_bodies import ServedTokens
 from jpaged.openai.server.wire import ApiError, Exchange, Gone, encode
+from jpaged.request.detokenizer import decode
 
 log = logging.getLogger("jpaged")
 
 HTML = b"text/html; charset=utf-8"
 PLAIN = b"text/plain; version=0.0.4; charset=utf-8"
+NO_PATH = "this server has no such path"
+PROBES = ("/health", "/ready")  # answered where all connections are busy
 LEFT = 499  # status in metrics: the client disconnected before there was an answer
 Handler = Callable[[Exchange], Awaitable[None]]
 Prepared = tuple[bytes, tuple[str, ...]]  # an answer, and the names of the fields that were ignored
@@ -53,10 +60,14 @@ class Server:
         self._generation = Generation(llm, settings, self.metrics)
         self._pooling = Pooling(llm, settings, self._generation)
         control = Control(llm, settings, self._generation.room)
+        self.is_stopping = False  # set by who listens, once it takes no new connections
         posts: dict[str, Handler] = {
             "/v1/chat/completions": lambda e: self._generation.serve(e, ServedChat),
             "/v1/completions": lambda e: self._generation.serve(e, ServedCompletion),
-            "/v1/responses": lambda e: self._generation.serve(e, ServedResponse),
+            "/v1/responses": self._response,
+            "/v1/responses/input_tokens": self._count_response,
+            "/v1/messages": self._message,
+            "/v1/messages/count_tokens": self._count_message,
             **{url: self._pooled(kind) for url, kind in POOLED.items()},
             "/inference/v1/generate": lambda e: self._generation.serve(e, ServedTokens),
             "/pause": control.pause,
@@ -71,6 +82,9 @@ class Server:
             "/metrics": self._metrics,
             "/is_paused": control.is_paused,
             "/weight_info": control.weight_info,
+            "/status": self._status,
+            "/version": self._version,
+            "/openapi.json": self._describe,
         }
         routes = [
             Route(path, self._endpoint(h, path), methods=["POST"]) for path, h in posts.items()
@@ -78,11 +92,20 @@ class Server:
         routes += [
             Route(path, self._endpoint(h, path), methods=["GET"]) for path, h in gets.items()
         ]
+        one = "/v1/responses/{name}"
+        shown = self._endpoint(self._kept_response, one)
+        routes.append(Route(one, shown, methods=["GET", "DELETE"]))
         self._page = Page()
-        for path, handle in (("/health", self._health), ("/", self._show)):
+        open_paths: dict[str, Handler] = {
+            "/health": self._health,
+            "/ready": self._ready,
+            "/": self._show,
+            "/page/{name}": self._show_file,
+        }
+        for path, handle in open_paths.items():
             routes.append(Route(path, self._endpoint(handle, path, is_open=True), methods=["GET"]))
         missing: Any = {
-            404: self._told(404, "this server has no such path"),
+            404: self._told(404, NO_PATH),
             405: self._told(405, "this path does not support this method"),
         }
         self.app = Starlette(routes=routes, lifespan=self._lifespan, exception_handlers=missing)
@@ -103,7 +126,8 @@ class Server:
 
     def _told(self, status: int, message: str) -> Any:
         async def handler(request: Any, error: Any) -> Any:
-            return _Answer(ApiError(status, message), self)
+            headers = dict(error.headers or {})  # 405 says in Allow what the path supports
+            return _Answer(ApiError(status, message, headers=headers), self)
 
         return handler
 
@@ -114,7 +138,27 @@ class Server:
 
     async def _show(self, exchange: Exchange) -> None:
         policy = [(b"content-security-policy", self._page.policy)]
-        await exchange.answer(self._page.body, kind=HTML, headers=policy)
+        await exchange.answer(self._page.index, kind=HTML, headers=policy)
+
+    async def _show_file(self, exchange: Exchange) -> None:
+        name = exchange.scope["path_params"]["name"]
+        if name not in self._page.files:
+            raise ApiError(404, NO_PATH)
+        body, kind = self._page.files[name]
+        await exchange.answer(body, kind=kind)
+
+    async def _status(self, exchange: Exchange) -> None:
+        """Show what is served; a key sees its requests alone, where there are several keys."""
+        generation, party = self._generation, self._generation.party_of(exchange)
+        report = await generation.status.report(party.name if party.is_known else None)
+        await exchange.answer(encode(report))
+
+    async def _describe(self, exchange: Exchange) -> None:
+        document = describe(self.settings, self._generation.models)
+        await exchange.answer(encode(document))
+
+    async def _version(self, exchange: Exchange) -> None:
+        await exchange.answer(encode({"version": version()}))
 
     async def _metrics(self, exchange: Exchange) -> None:
         await exchange.answer(self.metrics.text(self.llm.stats()).encode(), kind=PLAIN)
@@ -139,6 +183,44 @@ class Server:
 
     def _json(self, llm: Any, text: str) -> dict[str, Any]:
         return json_object(text, max_depth=self.settings.max_json_depth)
+
+    async def _ready(self, exchange: Exchange) -> None:
+        """Answer 200 if a request that came now would be taken, for who sends requests here."""
+        if self.is_stopping:
+            raise ApiError(503, "the server is stopping", kind="server_error", code="stopping")
+        if self._generation.is_full:
+            said = "as many completions are running or waiting as may"
+            raise ApiError(503, said, kind="server_error", code="overloaded")
+        await self._health(exchange)
+
+    async def _response(self, exchange: Exchange) -> None:
+        keeps = self._generation.kept is not None
+        kind = ServedKeptResponse if keeps else ServedResponse
+        await self._generation.serve(exchange, kind)
+
+    async def _count_response(self, exchange: Exchange) -> None:
+        await exchange.answer(await self._prepared(exchange, _counted_response))
+
+    async def _kept_response(self, exchange: Exchange) -> None:
+        """Show a response that is kept, or forget it."""
+        kept, name = self._generation.kept, exchange.scope["path_params"]["name"]
+        party = self._generation.party_of(exchange).shared
+        response = None if kept is None else kept.get(party, name)
+        if kept is None or response is None:
+            said = f"no response {name[:80]!r} is kept here"
+            raise ApiError(404, said, code="response_not_found")
+        if exchange.scope["method"] == "DELETE":
+            kept.delete(party, name)
+            deleted = {"id": name, "object": "response", "deleted": True}
+            await exchange.answer(encode(deleted))
+        else:
+            await exchange.answer(encode(response.response))
+
+    async def _message(self, exchange: Exchange) -> None:
+        await self._generation.serve(exchange, ServedMessage)
+
+    async def _count_message(self, exchange: Exchange) -> None:
+        await exchange.answer(await self._prepared(exchange, _counted))
 
     async def _tokenize(self, exchange: Exchange) -> None:
         await exchange.answer(await self._prepared(exchange, _tokenized))
@@ -169,11 +251,13 @@ class Endpoint:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         exchange = Exchange(scope, receive, send, self._server.settings)
+        if self._path.startswith("/v1/messages"):
+            exchange.error_body, exchange.error_event = error_body, error_event
         try:
             if not self._is_open:
                 exchange.check_host()
                 exchange.check_key()
-            if self._path != "/health":
+            if self._path not in PROBES:
                 exchange.check_room()
             await self._handle(exchange)
         except Gone:
@@ -213,7 +297,8 @@ class _Answer:
 def _tokenized(llm: Any, raw: dict[str, Any]) -> Prepared:
     if raw.get("messages") is not None:
         body = TokenizeChat.read_known(raw)
-        ids = body.given_prompt(llm)
+        prompt = llm.session.inputs.prompt(body.given_prompt(llm), must_fit=False)
+        ids = [*prompt.ids, *(body.answer_token_ids or ())]
     else:
         body = Tokenize.read_known(raw)
         ids = list(llm.session.inputs.prompt(body.prompt, must_fit=False).ids)
@@ -223,6 +308,21 @@ def _tokenized(llm: Any, raw: dict[str, Any]) -> Prepared:
     return b"".join(json_pieces(answer)), body.ignored
 
 
+def _counted_response(llm: Any, raw: dict[str, Any]) -> Prepared:
+    """Return the tokens of a response's prompt."""
+    body = ServedResponse.read_known(raw)
+    prompt = llm.session.inputs.prompt(body.given_prompt(llm), must_fit=False)
+    told = {"object": "response.input_tokens", "input_tokens": len(prompt.ids)}
+    return encode(told), body.ignored
+
+
+def _counted(llm: Any, raw: dict[str, Any]) -> Prepared:
+    """Return the tokens of a message's prompt."""
+    body = CountedMessage.read_known(raw)
+    prompt = llm.session.inputs.prompt(body.given_prompt(llm), must_fit=False)
+    return encode({"input_tokens": len(prompt.ids)}), body.ignored
+
+
 def _detokenized(llm: Any, raw: dict[str, Any]) -> Prepared:
     body = Detokenize.read_known(raw)
     ids, size = body.tokens, llm.model_config.vocab_size
@@ -230,4 +330,7 @@ def _detokenized(llm: Any, raw: dict[str, Any]) -> Prepared:
         raise RequestError("tokens: this model has no tokenizer")
     if ids and max(ids) >= size:
         raise RequestError(f"tokens: {max(ids)} is outside the vocabulary of {size}")
-    return encode({"prompt": llm.tokenizer.decode(ids)}), body.ignored
+    answer: dict[str, Any] = {"prompt": llm.tokenizer.decode(ids)}
+    if body.return_token_strs:
+        answer["token_strs"] = [decode(llm.tokenizer, [token], False) for token in ids]
+    return b"".join(json_pieces(answer)), body.ignored

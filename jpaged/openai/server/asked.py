@@ -16,7 +16,8 @@ class Asked:
 
     echo: the texts of the prompts, if they are to be repeated. reader: makes the reader of a chat's
     answer. prompt_sizes: tokens of the prompts, if every event of a stream reports the usage so
-    far.
+    far. begun: tokens that the request gave for the answer to begin
+    with. keep: gets the answer of /v1/responses once it has ended, if it is to be kept.
     """
 
     body: Served
@@ -28,6 +29,8 @@ class Asked:
     echo: list[str] | None
     reader: Callable[[], Reader]
     prompt_sizes: list[int] | None = None
+    begun: int = 0
+    keep: Callable[[dict[str, Any]], None] | None = None
 
     @property
     def how(self) -> dict[str, Any]:

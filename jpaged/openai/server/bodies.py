@@ -7,11 +7,12 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BeforeValidator, FailFast, Field, model_validator
+from pydantic import BeforeValidator, FailFast, Field, PrivateAttr, model_validator
 
 from jpaged.openai.fields import Integer, Tokens, short
 from jpaged.openai.protocol import (
     Body,
+    BodyError,
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,
@@ -108,13 +109,24 @@ class Served(OfRoute, GenerationRequest):
 class ServedChat(Served, ChatCompletionRequest):
     """The body of POST /v1/chat/completions, in which tools may be called.
 
-    tool_choice: "auto", "none", "required" (at least one call), or the function that must be called
-    once.
+    tool_choice: "auto", "none", "required" (at least one call), the function that must be called
+    once, or OpenAI's allowed_tools: some of the tools that the model sees. answer_token_ids: the
+    answer begins with these tokens, and the model goes on after them as if it had drawn them: the
+    text has theirs, logprobs and token_ids have what was drawn.
     """
 
     within: ClassVar[Mapping[str, type[Body]]] = {**Served.within, **ChatCompletionRequest.within}
 
     parallel_tool_calls: bool = True
+    answer_token_ids: Tokens | None = None
+
+    @model_validator(mode="after")
+    def _begun_answers_are_plain(self) -> Self:
+        if self.answer_token_ids:
+            for name in ("prompt_logprobs", "sampling_mask"):
+                if getattr(self, name):
+                    refuse(f"answer_token_ids does not work with {name}", name)
+        return self
 
     def prompts_for(self, llm: Any, params: SamplingParams) -> list[Any]:
         if self.truncate_prompt_tokens is None:
@@ -148,6 +160,11 @@ class ServedChat(Served, ChatCompletionRequest):
             if self._chosen not in names:
                 said = f"tool_choice={short(choice)}: there is no such tool"
                 refuse(said, "tool_choice", "invalid_value")
+        elif (allowed := self._allowed) is not None:
+            if not allowed or not set(allowed) <= set(names):
+                unknown = next((n for n in allowed if n not in names), None)
+                what = "names no tool" if unknown is None else f"names {short(unknown)}, no tool"
+                refuse(f"tool_choice: allowed_tools {what}", "tool_choice", "invalid_value")
         elif choice not in (None, "none", "auto", "required"):
             refuse(f"tool_choice={short(choice)} is not supported", "tool_choice")
         elif choice == "required" and not names:
@@ -172,11 +189,35 @@ class ServedChat(Served, ChatCompletionRequest):
         """Return the tools that the answer may call."""
         if self.tool_choice == "none":
             return []
-        chosen = self._chosen
-        return [t for t in self.tools or () if chosen in (None, t["function"]["name"])]
+        chosen, allowed = self._chosen, self._allowed
+        named = [t for t in self.tools or () if chosen in (None, t["function"]["name"])]
+        return [t for t in named if allowed is None or t["function"]["name"] in allowed]
+
+    @property
+    def _allowed(self) -> list[Any] | None:
+        """Return the names of OpenAI's allowed_tools, to which calls are held although the model
+        sees all tools; None if tool_choice is no such object.
+        """
+        choice = self.tool_choice
+        if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+            return None
+        allowed: Any = choice.get("allowed_tools")
+        tools = allowed.get("tools") if isinstance(allowed, dict) else None
+        if not isinstance(tools, list) or allowed.get("mode") not in ("auto", "required"):
+            said = 'tool_choice: allowed_tools needs a mode, "auto" or "required", and tools'
+            refuse(said, "tool_choice", "invalid_value")
+        functions = [tool.get("function") if isinstance(tool, dict) else tool for tool in tools]
+        return [str(f.get("name") if isinstance(f, dict) else f) for f in functions]
+
+    @property
+    def limits_tools(self) -> bool:
+        """Whether calls are held to some of the tools that the model sees."""
+        return self._allowed is not None
 
     @property
     def must_call(self) -> bool:
+        if self.limits_tools:
+            return self.tool_choice["allowed_tools"]["mode"] == "required"
         return self.tool_choice == "required" or self._chosen is not None
 
     @property
@@ -185,6 +226,49 @@ class ServedChat(Served, ChatCompletionRequest):
         called once.
         """
         return self.parallel_tool_calls and self._chosen is None
+
+
+class Translated(ServedChat):
+    """A chat that was made from a body of another form. asked: that body.
+
+    asked_kind: its type. passed: its fields that have the same names in a chat. blamed: by a field
+    of the chat, that of the body to blame for an error in it.
+    """
+
+    asked_kind: ClassVar[type[Body]]
+    passed: ClassVar[tuple[str, ...]] = ()
+    blamed: ClassVar[Mapping[str, str]] = {}
+
+    _asked: Any = PrivateAttr()
+    _unused: tuple[str, ...] = PrivateAttr(default=())
+
+    @property
+    def asked(self) -> Any:
+        return self._asked
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        return super().ignored + self._unused
+
+    @classmethod
+    def known(cls, data: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+        return cls.asked_kind.known(data)
+
+    @classmethod
+    def read(cls, data: Any) -> Self:
+        asked: Any = cls.asked_kind.read(data)
+        passed = {name: data[name] for name in cls.passed if name in data}
+        chat = asked.chat
+        for name in passed.keys() & chat.keys():  # variables of the template come from both
+            if isinstance(chat[name], dict) and isinstance(passed[name], dict):
+                chat[name] = passed[name] | chat[name]
+        try:
+            body = super().read(passed | chat)
+        except BodyError as e:
+            param = cls.blamed.get(e.param or "", e.param)
+            raise BodyError(str(e), param=param, code=e.code) from None
+        body._asked = asked
+        return body
 
 
 def _many_prompts(value: Any) -> Any:
@@ -204,7 +288,10 @@ class ServedCompletion(Served, CompletionRequest):
     """
 
     prompt: Annotated[  # pyright: ignore[reportIncompatibleVariableOverride]
-        list[str | Tokens], FailFast(), BeforeValidator(_many_prompts), Field(min_length=1)
+        list[str | Tokens],
+        FailFast(),
+        BeforeValidator(_many_prompts, json_schema_input_type=str | Tokens | list[str | Tokens]),
+        Field(min_length=1),
     ]
     echo: bool = False
 
@@ -254,7 +341,10 @@ class TokenizeChat(ServedChat):
 
 
 class Detokenize(Body):
-    """The body of POST /detokenize."""
+    """The body of POST /detokenize. return_token_strs: return the text of each token by itself
+    too.
+    """
 
     tokens: Annotated[list[Annotated[Integer, Field(ge=0)]], Field(max_length=1 << 20)]
     model: str | None = None
+    return_token_strs: bool = False

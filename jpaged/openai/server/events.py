@@ -8,6 +8,7 @@ from typing import Any
 from jpaged.openai import responses
 from jpaged.openai.parts import Delta, Plain, Reader
 from jpaged.openai.responses import AnswerForm, Usage
+from jpaged.openai.server.begun import without
 from jpaged.openai.server.wire import encode
 from jpaged.request.outputs import CompletionChunk, CompletionOutput, RequestOutput, completion
 
@@ -20,7 +21,8 @@ class Events:
 
     echo: the text before the completions of each prompt, by the prompt's index. with_usage: whether
     a last event reports the tokens of all prompts. prompt_sizes: tokens of the prompts, if every
-    event reports the usage so far. reader: makes the reader of a chat's answer.
+    event reports the usage so far. reader: makes the reader of a chat's answer. begun: tokens that
+    the request gave for every completion to begin with.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class Events:
         prompt_sizes: list[int] | None = None,
         echo: list[str] | None = None,
         reader: Callable[[], Reader] = Plain,
+        begun: int = 0,
     ):
         self._is_chat, self._form, self._n = is_chat, form, n
         self._with_usage, self._echo = with_usage, echo
@@ -53,6 +56,7 @@ class Events:
         self._closing = b"}}" if is_chat else b"}"
         self._is_plain = form.top is None and not form.token_ids
         self._make_reader = reader
+        self._begun = begun
         self._readers: dict[int, Reader] = {}  # by choice, once it has had an event
         self._echoed: set[int] = set()
         self._offsets: dict[int, int] = {}  # by choice, in characters of its tokens
@@ -64,6 +68,8 @@ class Events:
         choice, begun = prompt * self._n + chunk.index, b""
         if choice not in self._readers:
             self._readers[choice] = self._make_reader()
+            if self._begun:
+                chunk = without(chunk, self._begun)
             if self._is_chat:
                 begun = self._event(choice, delta={"role": "assistant", "content": ""})
         if self._prompt_sizes is not None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeGuard
 
 from jpaged.async_llm import AsyncLLM
 from jpaged.engine.origin import Origin
@@ -23,14 +23,23 @@ from jpaged.openai.protocol import BodyError
 from jpaged.openai.responses import AnswerForm
 from jpaged.openai.server.answers import WholeAnswer
 from jpaged.openai.server.asked import Asked
-from jpaged.openai.server.bodies import Served, ServedChat, ServedCompletion
+from jpaged.openai.server.begun import begun
+from jpaged.openai.server.bodies import Served, ServedChat, ServedCompletion, Translated
 from jpaged.openai.server.echo import text_of
 from jpaged.openai.server.events import Events
+from jpaged.openai.server.kept_responses import KeptResponses
+from jpaged.openai.server.message_bodies import ServedMessage
+from jpaged.openai.server.message_events import MessageEvents
 from jpaged.openai.server.metrics import Metrics, Watch
 from jpaged.openai.server.parties import Parties, Party
-from jpaged.openai.server.response_bodies import ResponseBody, ServedResponse
+from jpaged.openai.server.response_bodies import (
+    ResponseBody,
+    ServedKeptResponse,
+    ServedResponse,
+)
 from jpaged.openai.server.response_items import ResponseEvents
 from jpaged.openai.server.settings import ServerSettings
+from jpaged.openai.server.status import Running, Status
 from jpaged.openai.server.token_answers import TokenEvents, WholeTokens
 from jpaged.openai.server.token_bodies import ServedTokens
 from jpaged.openai.server.wire import (
@@ -58,6 +67,7 @@ MOST_LONG = 2  # long bodies that are read at once
 MOST_A_TURN = 256  # tokens and alternatives of a stream that one turn of the event loop writes
 MOST_COMPILING = 2  # forms compiled at once; the other threads prepare requests without a form
 PLACES_A_RESERVED_ONE = 8  # with several keys, each key leaves one place in so many to the others
+MOST_WORDS, MOST_WORD_CHARACTERS = 256, 8192  # a step looks at each of them
 MOST_STOPS, MOST_STOP_CHARACTERS, MOST_STOP_IDS, MOST_OF_A_SALT = 64, 4096, 1024, 256
 
 
@@ -71,6 +81,9 @@ class Generation:
         self._format = Format.of(
             llm.tokenizer, settings.tool_style, thinks=settings.enable_reasoning
         )
+        self.status = Status(llm, settings, self._format, metrics.started_at)
+        seconds, most = settings.keep_responses_s, settings.max_kept_responses
+        self.kept = None if seconds is None else KeptResponses(seconds, most)
         self._choices = 0  # completions that were admitted and have not ended
         self._ignored: set[str] = set()  # unknown fields that were logged
         self._choices_of: Counter[str] = Counter()  # those completions by party
@@ -92,16 +105,19 @@ class Generation:
         arrived = time.monotonic()
         async with asyncio.timeout(self._settings.request_timeout_s):
             length = len(exchange.text)
-            body = await self.prepare(length, self._read, kind, exchange.text)
+            party = self.party_of(exchange)
+            body = await self.prepare(length, self._read, kind, exchange.text, party.shared)
             self.report_ignored(exchange, body.ignored)
             model = self.check_model(body.model)
             params = self._params(body)
-            party = self.party_of(exchange)
             with self.admitted(_num_prompts(body) * params.n, party):
                 adapter = model if model in self._llm.adapters else None
                 told = (body, params, model, adapter, self._format, party.salt)
                 async with self._compiling if _has_form(body, params) else nullcontext():
                     asked = await self.prepare(length, _understood, *told)
+                if self.kept is not None and _is_to_be_kept(body):
+                    keep = partial(self.kept.put, party.shared, body.asked.items)
+                    asked = dataclasses.replace(asked, keep=keep)
                 exchange.text = ""
                 held.close()
                 watch = Watch(self._metrics, arrived)
@@ -113,11 +129,21 @@ class Generation:
                     coming=coming,
                     origin=origin,
                 ) as inbox:
-                    news = await inbox.take()
-                    if body.stream:
-                        await self._stream(exchange, asked, inbox, news, watch)
-                    else:
-                        await self._answer(exchange, asked, inbox, news, watch)
+                    running = Running(
+                        name=asked.name,
+                        route=exchange.scope["path"],
+                        model=model,
+                        party=party.name,
+                        streams=body.stream,
+                        arrived=arrived,
+                        requests=inbox.requests,
+                    )
+                    with self.status.running(running):
+                        news = await inbox.take()
+                        if body.stream:
+                            await self._stream(exchange, asked, inbox, news, watch)
+                        else:
+                            await self._answer(exchange, asked, inbox, news, watch)
 
     async def prepare[T, *Args](
         self, length: int, function: Callable[[LLM, *Args], T], *args: *Args
@@ -127,6 +153,11 @@ class Generation:
         """
         async with self._reading_long if length > LONG_BODY else nullcontext():
             return await self._llm.prepare(function, *args)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether one more completion would be refused."""
+        return self._choices >= self._llm.engine_config.all_rows + self._settings.max_waiting
 
     @property
     def models(self) -> list[str]:
@@ -143,8 +174,10 @@ class Generation:
             raise ApiError(404, said, code="model_not_found", param="model")
         return name or names[0]
 
-    def _read(self, llm: Any, kind: type[Served], text: str) -> Served:
+    def _read(self, llm: Any, kind: type[Served], text: str, party: str) -> Served:
         raw = json_object(text, max_depth=self._settings.max_json_depth)
+        if self.kept is not None and kind is ServedKeptResponse:
+            raw = self.kept.continued(raw, party)
         most, within = llm.engine_config.max_logit_bias, raw.get("sampling_params")
         for fields in (raw, within if isinstance(within, dict) else {}):
             biases = fields.get("logit_bias")
@@ -228,8 +261,8 @@ class Generation:
                 break
             news = await inbox.take()
         in_order = [outputs[i] for i in range(len(asked.prompts))]
-        if isinstance(asked.body, ServedResponse):
-            await exchange.answer(await self._llm.prepare(_whole_response, asked, in_order[0]))
+        if isinstance(asked.body, Translated):
+            await exchange.answer(await self._llm.prepare(_whole, asked, in_order[0]))
             return
         is_tokens = isinstance(asked.body, ServedTokens)
         answer = (WholeTokens if is_tokens else WholeAnswer)(asked, in_order)
@@ -274,7 +307,7 @@ class Generation:
         await exchange.write(b"".join(written) + events.end(outputs), more=False)
 
 
-def _events(llm: Any, asked: Asked) -> Events | ResponseEvents | TokenEvents:
+def _events(llm: Any, asked: Asked) -> Events | ResponseEvents | MessageEvents | TokenEvents:
     """Return the object that makes events of the answer's pieces. llm: the LLM, whose tokenizer is
     needed.
     """
@@ -282,6 +315,9 @@ def _events(llm: Any, asked: Asked) -> Events | ResponseEvents | TokenEvents:
         return TokenEvents(asked)
     if isinstance(asked.body, ServedResponse):
         return _response(llm, asked, asked.body.asked)
+    if isinstance(asked.body, ServedMessage):
+        [size] = asked.prompt_sizes or [0]
+        return MessageEvents(**asked.how, reader=asked.reader(), prompt_tokens=size)
     return Events(
         **asked.how,
         is_chat=asked.body.is_chat,
@@ -291,6 +327,7 @@ def _events(llm: Any, asked: Asked) -> Events | ResponseEvents | TokenEvents:
         prompt_sizes=asked.prompt_sizes,
         echo=asked.echo,
         reader=asked.reader,
+        begun=asked.begun,
     )
 
 
@@ -299,7 +336,7 @@ def _response(llm: Any, asked: Asked, body: ResponseBody) -> ResponseEvents:
         return len(llm.tokenizer.encode(text, add_special_tokens=False))
 
     options = {"reader": asked.reader(), "count": count, **asked.how}
-    return ResponseEvents(asked=body, params=asked.params, **options)
+    return ResponseEvents(asked=body, params=asked.params, keep=asked.keep, **options)
 
 
 def _check_sizes(body: Served, params: SamplingParams) -> None:
@@ -310,6 +347,10 @@ def _check_sizes(body: Served, params: SamplingParams) -> None:
     if len(stops) > MOST_STOPS or sum(map(len, stops)) > MOST_STOP_CHARACTERS:
         most = f"{MOST_STOPS} of {MOST_STOP_CHARACTERS} characters in all"
         raise RequestError(f"stop: {len(stops)} strings; this server accepts {most}")
+    words = params.bad_words or ()
+    if len(words) > MOST_WORDS or sum(map(len, words)) > MOST_WORD_CHARACTERS:
+        most = f"{MOST_WORDS} of {MOST_WORD_CHARACTERS} characters in all"
+        raise RequestError(f"bad_words: {len(words)} texts; this server accepts {most}")
     if (count := len(params.stop_token_ids or ())) > MOST_STOP_IDS:
         raise RequestError(f"stop_token_ids: {count} ids; this server accepts {MOST_STOP_IDS}")
     if len(body.cache_salt or "") > MOST_OF_A_SALT:
@@ -321,6 +362,10 @@ def _has_form(body: Served, params: SamplingParams) -> bool:
     return params.structured is not None or (
         isinstance(body, ServedChat) and bool(body.callable_tools)
     )
+
+
+def _is_to_be_kept(body: Served) -> TypeGuard[ServedKeptResponse]:
+    return isinstance(body, ServedKeptResponse) and body.asked.store
 
 
 def _num_prompts(body: Served) -> int:
@@ -368,10 +413,14 @@ def _understood(
         prompts = [with_adapter(adapter, prompt) for prompt in prompts]
     if salt is not None:
         prompts = [with_salt(salt, prompt) for prompt in prompts]
+    begins = (body.answer_token_ids or []) if isinstance(body, ServedChat) else []
+    if begins:
+        most, size = llm.engine_config.max_model_len, llm.model_config.vocab_size
+        ready = (llm.session.inputs.prompt(prompt) for prompt in prompts)
+        prompts = [begun(prompt, begins, params, size, most) for prompt in ready]
     sizes = None
-    if (
-        body.wants_continuous_usage
-    ):  # tokenized once, here, since every event reports the prompt's tokens
+    # Tokenized once, here, since events report the prompt's tokens before it has run.
+    if body.wants_continuous_usage or (isinstance(body, ServedMessage) and body.stream):
         tokenized = [llm.session.inputs.prompt(prompt) for prompt in prompts]
         prompts, sizes = tokenized, [len(prompt.ids) for prompt in tokenized]
     return Asked(
@@ -384,6 +433,7 @@ def _understood(
         echo=echo,
         reader=reader,
         prompt_sizes=sizes,
+        begun=len(begins),
     )
 
 
@@ -397,7 +447,7 @@ def _held_to_calls(
     tools, must = body.callable_tools, body.must_call
     if not tools:
         return params
-    demanded = must or not body.parallel_tool_calls
+    demanded = must or body.limits_tools or not body.parallel_tool_calls
     demanded |= any(tool["function"].get("strict") is True for tool in tools)
     grammar = tool_grammar(
         tools,
@@ -424,9 +474,11 @@ def _held_to_calls(
     return held
 
 
-def _whole_response(llm: Any, asked: Asked, output: RequestOutput) -> bytes:
-    assert isinstance(asked.body, ServedResponse)
-    return encode(_response(llm, asked, asked.body.asked).whole(output))
+def _whole(llm: Any, asked: Asked, output: RequestOutput) -> bytes:
+    """Return the answer to a body of another form than a chat's."""
+    events = _events(llm, asked)
+    assert not isinstance(events, Events | TokenEvents)
+    return encode(events.whole(output))
 
 
 def _output(item: Any, body: Served) -> RequestOutput:

@@ -1,33 +1,40 @@
-"""The page of a server: one file that loads nothing from elsewhere, and in which only its own
-script may run.
+"""The page of a server: an HTML file, a stylesheet and ES modules beside this file, in page/. They
+load nothing from elsewhere, and only they may run in it.
 """
 
-import base64
-import hashlib
-import re
 from pathlib import Path
+
+FOLDER = Path(__file__).parent / "page"
+KINDS = {
+    ".html": b"text/html; charset=utf-8",
+    ".css": b"text/css; charset=utf-8",
+    ".js": b"text/javascript; charset=utf-8",
+    ".svg": b"image/svg+xml",
+}
+# What a browser lets the page do: run these files, and ask this server. No text becomes markup or
+# code, since nothing may be assigned to innerHTML and its like (trusted types).
+POLICY = {
+    "default-src": "'none'",
+    "script-src": "'self'",
+    "style-src": "'self'",
+    "img-src": "'self'",
+    "connect-src": "'self'",
+    "base-uri": "'none'",
+    "form-action": "'none'",
+    "frame-ancestors": "'none'",
+    "require-trusted-types-for": "'script'",
+    "trusted-types": "'none'",
+}
 
 
 class Page:
-    """The page, and the header that restricts a browser to its content."""
+    """The files of the page by name, each with its content type. index: the page itself."""
 
     def __init__(self) -> None:
-        text = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
-        self.body = text.encode()
-        allowed = {
-            "default-src": "'none'",
-            "script-src": _hash_of("script", text),
-            "style-src": _hash_of("style", text),
-            "connect-src": "'self'",
-            "base-uri": "'none'",
-            "form-action": "'none'",
-            "frame-ancestors": "'none'",
+        self.files = {
+            file.name: (file.read_bytes(), KINDS[file.suffix])
+            for file in sorted(FOLDER.iterdir())
+            if file.suffix in KINDS
         }
-        self.policy = "; ".join(f"{name} {value}" for name, value in allowed.items()).encode()
-
-
-def _hash_of(tag: str, text: str) -> str:
-    """Return the policy's value that allows the only element of this tag, and no other."""
-    [content] = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
-    digest = hashlib.sha256(content.encode()).digest()
-    return f"'sha256-{base64.b64encode(digest).decode()}'"
+        self.index, _ = self.files.pop("index.html")
+        self.policy = "; ".join(f"{name} {value}" for name, value in POLICY.items()).encode()

@@ -23,6 +23,13 @@ class Party:
     salt: str | None
     is_known: bool
 
+    @property
+    def shared(self) -> str:
+        """The name of all that may see what is kept for this client: those with its key, or
+        everybody if keys tell nobody apart. Addresses do not count, since they change.
+        """
+        return self.name if self.is_known else ""
+
 
 class Parties:
     """The parties of a server: its keys if it has several, otherwise the addresses of clients.

@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, FailFast, Field, PrivateAttr, model_validator
+from pydantic import BeforeValidator, FailFast, Field, model_validator
 
 from jpaged.openai import protocol
 from jpaged.openai.fields import Integer, Number, short
 from jpaged.openai.forms import Strict
 from jpaged.openai.protocol import Body, BodyError, refuse
-from jpaged.openai.server.bodies import ROUTES, OfRoute, ServedChat
+from jpaged.openai.server.bodies import ROUTES, OfRoute, ServedChat, Translated
 
 # Fields that are not built, each with the values that ask for nothing (null always does).
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
@@ -97,7 +97,7 @@ def _few(metadata: Any) -> Any:
 Functions = Annotated[list[Annotated[dict[str, Any], BeforeValidator(_function)]], FailFast()]
 
 
-class StreamOptions(Body):
+class ResponseStreamOptions(Body):
     """OpenAI's stream_options. include_obfuscation: accepted; nothing is obfuscated."""
 
     include_obfuscation: bool = False
@@ -110,7 +110,8 @@ class ResponseBody(OfRoute):
 
     harmless: ClassVar[frozenset[str]] = HARMLESS.union(PASSED)  # the chat's body has PASSED
     not_built: ClassVar[Mapping[str, tuple[Any, ...]]] = {**ServedChat.not_built, **NOT_BUILT}
-    within: ClassVar[Mapping[str, type[Body]]] = {"stream_options": StreamOptions}
+    within: ClassVar[Mapping[str, type[Body]]] = {"stream_options": ResponseStreamOptions}
+    needs_state: ClassVar[tuple[str, ...]] = KEPT
 
     model: str | None = None
     input: str | Annotated[list[dict[str, Any]], FailFast(), Field(min_length=1)]
@@ -119,7 +120,7 @@ class ResponseBody(OfRoute):
     temperature: Number | None = None
     top_p: Number | None = None
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: ResponseStreamOptions | None = None
     text: Text = Text()
     tools: Functions = Field(default_factory=list)
     tool_choice: Any = "auto"
@@ -132,7 +133,7 @@ class ResponseBody(OfRoute):
     def _keeps_nothing(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        for name in KEPT:
+        for name in cls.needs_state:
             if data.get(name) not in (None, False):
                 said = "this server keeps no responses: send the whole conversation as input"
                 refuse(f"{name}={short(data[name])}: {said}", name)
@@ -162,6 +163,13 @@ class ResponseBody(OfRoute):
         return {name: value for name, value in body.items() if value is not None}
 
     @property
+    def items(self) -> list[dict[str, Any]]:
+        """The input as a list of items."""
+        if isinstance(self.input, str):
+            return [{"role": "user", "content": self.input}]
+        return self.input
+
+    @property
     def _messages(self) -> list[dict[str, Any]]:
         begin = [] if self.instructions is None else [_message("system", self.instructions)]
         if isinstance(self.input, str):
@@ -179,30 +187,29 @@ class ResponseBody(OfRoute):
 ROUTES["/v1/responses"] = ResponseBody
 
 
-class ServedResponse(ServedChat):
+class KeptResponseBody(ResponseBody):
+    """The body of POST /v1/responses on a server that keeps responses. previous_response_id: the
+    one whose items the input has begun with since the body was read.
+    """
+
+    needs_state: ClassVar[tuple[str, ...]] = ("conversation",)
+
+    previous_response_id: str | None = None
+    store: bool = True
+
+
+class ServedResponse(Translated):
     """A chat that was made from a body of /v1/responses. asked: that body."""
 
-    _asked: ResponseBody = PrivateAttr()
+    asked_kind: ClassVar[type[Body]] = ResponseBody
+    passed: ClassVar[tuple[str, ...]] = PASSED
+    blamed: ClassVar[Mapping[str, str]] = BLAMED
 
-    @property
-    def asked(self) -> ResponseBody:
-        return self._asked
 
-    @classmethod
-    def known(cls, data: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-        return ResponseBody.known(data)
+class ServedKeptResponse(ServedResponse):
+    """The same on a server that keeps responses."""
 
-    @classmethod
-    def read(cls, data: Any) -> Self:
-        asked = ResponseBody.read(data)
-        passed = {name: data[name] for name in PASSED if name in data}
-        try:
-            body = super().read(passed | asked.chat)
-        except BodyError as e:
-            param = BLAMED.get(e.param or "", e.param)
-            raise BodyError(str(e), param=param, code=e.code) from None
-        body._asked = asked
-        return body
+    asked_kind: ClassVar[type[Body]] = KeptResponseBody
 
 
 def _message(role: str, content: str) -> dict[str, Any]:
@@ -267,4 +274,9 @@ def _choice(choice: Any) -> Any:
     """Return tool_choice in the form of a chat."""
     if isinstance(choice, dict) and choice.get("type") == "function":
         return {"type": "function", "function": {"name": choice.get("name")}}
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        tools = choice.get("tools")
+        named = [{"function": tool} for tool in tools] if isinstance(tools, list) else tools
+        allowed = {"mode": choice.get("mode"), "tools": named}
+        return {"type": "allowed_tools", "allowed_tools": allowed}
     return choice

@@ -113,7 +113,8 @@ class Items:
 class ResponseEvents:
     """One answer of /v1/responses, as server-sent events or as a whole.
 
-    count: returns the tokens of a text, to count those of the reasoning.
+    count: returns the tokens of a text, to count those of the reasoning. keep: gets the answer once
+    it has ended, if it is to be kept.
     """
 
     def __init__(
@@ -125,11 +126,12 @@ class ResponseEvents:
         model: str,
         reader: Reader,
         count: Callable[[str], int],
+        keep: Callable[[dict[str, Any]], None] | None = None,
     ):
         self._asked, self._params, self._reader, self._count = asked, params, reader, count
         self._head = {"id": f"resp_{name}", "object": "response", "created_at": int(time.time())}
         self._model = model
-        self._items = Items()
+        self._items, self._keep = Items(), keep
         self._number = 0
 
     def pieces(self, prompt: int, chunk: CompletionChunk) -> bytes:
@@ -148,7 +150,7 @@ class ResponseEvents:
         is_whole = done.finish_reason != "length"
         events = self._begun() + self._items.finish(is_whole=is_whole)
         status = "completed" if is_whole else "incomplete"
-        response = self._response(status, outputs)
+        response = self._ended(status, outputs)
         return self._written([*events, (f"response.{status}", {"response": response})])
 
     def whole(self, output: RequestOutput) -> dict[str, Any]:
@@ -158,7 +160,13 @@ class ResponseEvents:
         for delta in [*self._reader.push(done.text or ""), *self._reader.finish()]:
             self._items.push(delta)
         self._items.finish(is_whole=is_whole)
-        return self._response("completed" if is_whole else "incomplete", [output])
+        return self._ended("completed" if is_whole else "incomplete", [output])
+
+    def _ended(self, status: str, outputs: list[RequestOutput]) -> dict[str, Any]:
+        response = self._response(status, outputs)
+        if self._keep is not None:
+            self._keep(response)
+        return response
 
     def _begun(self) -> list[Event]:
         """Return the events before the first piece."""
@@ -189,9 +197,9 @@ class ResponseEvents:
             "model": self._model,
             "output": [] if outputs is None else self._items.output,
             "parallel_tool_calls": asked.parallel_tool_calls,
-            "previous_response_id": None,
+            "previous_response_id": getattr(asked, "previous_response_id", None),
             "reasoning": {"effort": asked.reasoning.effort, "summary": None},
-            "store": False,
+            "store": self._keep is not None,
             "temperature": self._params.temperature,
             "text": {"format": form.model_dump(by_alias=True, exclude_none=True)},
             "tool_choice": asked.tool_choice,

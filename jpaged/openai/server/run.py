@@ -54,6 +54,7 @@ class Listener(uvicorn.Server):
             h11_max_incomplete_event_size=MOST_OF_A_HEAD,
         )
         super().__init__(config)
+        self._server = server
         self._said = None if quiet else settings.models[0]
 
     @property
@@ -74,6 +75,7 @@ class Listener(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         self.force_exit, self.should_exit = self.should_exit, True
+        self._server.is_stopping = True
         if self.force_exit:
             # Otherwise what is cancelled now would be logged as failed, with tracebacks.
             logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)

@@ -55,16 +55,21 @@ class ServerSettings:
     enable_control: bool = _knob(
         False, "whether clients may pause and resume the server and change its weights"
     )
+    keep_responses_s: float | None = _knob(
+        None, "seconds for which a response can be named by previous_response_id; None keeps none"
+    )
+    max_kept_responses: int = _knob(1024, "responses that are kept; the oldest are dropped")
     drain_s: float = _knob(30.0, "time after SIGTERM for running requests to finish")
 
     def __post_init__(self) -> None:
         at_least(1, self, "max_choices", "max_body_bytes", "max_json_depth", "max_connections")
         at_least(0, self, "max_waiting")
+        at_least(1, self, "max_kept_responses")
         if self.max_output_tokens is not None:
             at_least(1, self, "max_output_tokens")
         for field in dataclasses.fields(self):
             seconds = getattr(self, field.name)
-            if field.name.endswith("_s") and not 0 < seconds < math.inf:
+            if field.name.endswith("_s") and seconds is not None and not 0 < seconds < math.inf:
                 raise ConfigError(f"{field.name}={seconds!r}: must be a number of seconds above 0")
         if not self.models or not all(self.models):
             raise ConfigError(f"models={self.models!r}: a server needs a name for its model")

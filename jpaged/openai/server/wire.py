@@ -110,6 +110,9 @@ class Exchange:
         self.headers: list[tuple[bytes, bytes]] = []
         self.error_code: str | None = None
         self.key: str | None = None  # the request's key, once it is checked
+        # What an error is written as: the body of an answer, and the last event of a stream.
+        self.error_body: Callable[[ApiError], bytes] = lambda error: error.body
+        self.error_event: Callable[[ApiError], bytes] = lambda e: b"data: " + e.body + b"\n\n"
 
     def header(self, name: bytes) -> bytes:
         return next((value for key, value in self.scope["headers"] if key == name), b"")
@@ -149,6 +152,7 @@ class Exchange:
         keys = self.settings.api_keys
         kind, _, credential = self.header(b"authorization").partition(b" ")
         sent = credential.strip() if kind.lower() == b"bearer" else b""
+        sent = sent or self.header(b"x-api-key").strip()  # where Anthropic's clients have it
         # Compare all of them, also after a match, so that the time reveals nothing.
         right = [key for key in keys if hmac.compare_digest(sent, key.encode())]
         self.key = right[0] if right else None
@@ -254,9 +258,10 @@ class Exchange:
         if self.status is None:
             headers = [(k.lower().encode(), v.encode()) for k, v in error.headers.items()]
             await self._discard()
-            await self.answer(error.body, error.status, JSON, [*headers, (b"connection", b"close")])
+            body = self.error_body(error)
+            await self.answer(body, error.status, JSON, [*headers, (b"connection", b"close")])
         else:
-            await self.write(b"data: " + error.body + b"\n\n", more=False)
+            await self.write(self.error_event(error), more=False)
 
     async def _discard(self) -> None:
         """Read the rest of a body for a moment: a client that cannot finish sending does not read

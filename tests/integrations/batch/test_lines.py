@@ -179,6 +179,8 @@ class TestForms:
             "frequency_penalty": -0.1,
             "repetition_penalty": 1.1,
             "logit_bias": {"3": 1},
+            "bad_words": ["b"],
+            "allowed_token_ids": [1, 2],
             "sampling_mask": True,
             "skip_special_tokens": False,
             "include_stop_str_in_output": True,

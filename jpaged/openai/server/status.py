@@ -1,0 +1,117 @@
+"""What a server serves and with what, and the requests that run now: for its page and for people
+who look.
+"""
+
+import dataclasses
+import importlib.metadata
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jpaged.async_llm import AsyncLLM
+from jpaged.engine.sequence import Request
+from jpaged.llm import LLM
+from jpaged.openai.parts import Format
+from jpaged.openai.server.settings import ServerSettings
+
+# The controls whose defaults come from the checkpoint's generation_config.json.
+CONTROLS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def version() -> str:
+    """Return the version of this package; "unknown" for a checkout that was never installed."""
+    try:
+        return importlib.metadata.version("jpaged")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Running:
+    """An HTTP request whose completions run. arrived: by the monotonic clock. party: who asks.
+    requests: the engine's, one for each prompt.
+    """
+
+    name: str
+    route: str
+    model: str
+    party: str
+    streams: bool
+    arrived: float
+    requests: list[Request]
+
+    def report(self, now: float) -> dict[str, Any]:
+        sequences = [seq for request in self.requests for seq in request.sequences]
+        drawn = sum(seq.num_generated for seq in sequences)
+        seconds = max(now - self.arrived, 1e-3)
+        return {
+            "id": self.name,
+            "route": self.route,
+            "model": self.model,
+            "stream": self.streams,
+            "seconds": round(seconds, 3),
+            "completions": len(sequences),
+            "prompt_tokens": sum(r.sequences[0].prompt_len for r in self.requests),
+            "generated_tokens": drawn,
+            "tokens_per_second": round(drawn / seconds, 2),
+        }
+
+
+class Status:
+    """The figures of GET /status. The event loop alone touches it."""
+
+    def __init__(self, llm: AsyncLLM, settings: ServerSettings, format: Format, started_at: float):
+        self._llm, self._settings, self._format = llm, settings, format
+        self._started_at, self._began = started_at, time.monotonic()
+        self._running: dict[str, Running] = {}
+
+    @contextmanager
+    def running(self, request: Running) -> Iterator[None]:
+        """List a request inside the block."""
+        self._running[request.name] = request
+        try:
+            yield
+        finally:
+            del self._running[request.name]
+
+    async def report(self, party: str | None) -> dict[str, Any]:
+        """Return the body of the answer. party: whose requests are listed; None lists all."""
+        fixed = await self._llm.prepare(_fixed)
+        now = time.monotonic()
+        listed = [r for r in self._running.values() if party in (None, r.party)]
+        return {
+            "model": self._settings.models[0],
+            "adapters": sorted(self._llm.adapters),
+            "tool_style": self._format.style,
+            "separates_reasoning": self._format.thinks,
+            **fixed,
+            "started_at": round(self._started_at, 3),
+            "uptime_s": round(now - self._began, 3),
+            "requests": [request.report(now) for request in listed],
+        }
+
+
+def _fixed(llm: LLM) -> dict[str, Any]:
+    """Return what stays the same while a server runs."""
+    config, defaults = llm.engine_config, llm.default_sampling_params()
+    placement = llm.session.served.placement
+    return {
+        "version": version(),
+        "jax_version": jax.__version__,
+        "device": placement.device.device_kind,
+        "platform": placement.device.platform,
+        "devices": placement.mesh.size if isinstance(placement.mesh, Mesh) else 1,
+        "dtype": llm.session.served.dtype.name,
+        "quantization": config.quantization,
+        "kv_cache_dtype": config.kv_cache_dtype,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.all_rows,
+        "max_logprobs": config.max_logprobs,
+        "vocab_size": llm.model_config.vocab_size,
+        "defaults": {name: getattr(defaults, name) for name in CONTROLS},
+        "has_chat_template": bool(getattr(llm.tokenizer, "chat_template", None)),
+    }
