@@ -1,4 +1,4 @@
-"""The command line of a server: jpaged serve MODEL.
+"""Serve a model over HTTP by OpenAI's API.
 
     jpaged serve Qwen/Qwen3-0.6B --port 8000        # also: python -m jpaged.openai MODEL
     JPAGED_API_KEY=... jpaged serve path/to/folder --host 0.0.0.0 --max-num-seqs 64
@@ -29,8 +29,15 @@ from jpaged.openai.server.app import Server
 from jpaged.openai.server.settings import ServerSettings
 from jpaged.openai.server.wire import Connection
 
+PROG = "jpaged serve"
 KEY_VARIABLE = "JPAGED_API_KEY"
 MOST_OF_A_HEAD = 65536
+COMMON = (
+    *("model", "--host", "--port", "--api-key", "--served-model-name", "--adapter", "--warmup"),
+    *("--max-waiting", "--max-output-tokens", "--max-model-len", "--max-num-seqs"),
+    *("--memory-utilization", "--dtype", "--quantization", "--kv-cache-dtype", "--speculative"),
+    "--tensor-parallel-size",
+)
 
 
 class Listener(uvicorn.Server):
@@ -79,9 +86,9 @@ class Listener(uvicorn.Server):
             logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
 
 
-def make_parser() -> Parser:
+def make_parser(prog: str = PROG) -> Parser:
     """Return the parser of `jpaged serve`."""
-    parser = Parser(prog="jpaged serve", description=__doc__)
+    parser = Parser(prog=prog, description=__doc__, common=COMMON)
     what = "checkpoint folder, OWNER/NAME of the Hub, or jpaged-demo-hybrid (default: jpaged-demo)"
     parser.add_argument("model", help=what, nargs="?")
     group = parser.add_argument_group("server")
@@ -94,7 +101,7 @@ def make_parser() -> Parser:
         type=_port,
         default=8000,
     )
-    keys = f"API key that requests must carry; may be repeated (default: {KEY_VARIABLE}, else none)"
+    keys = f"key that requests must carry; may be repeated (default: {KEY_VARIABLE}, else none)"
     add("--api-key", help=keys, action="append", metavar="KEY")
     names = "model name that requests may use; answers carry the first (default: the model's own)"
     add("--served-model-name", help=names, nargs="+", metavar="NAME")
@@ -197,11 +204,11 @@ def _is_local(host: str) -> bool:
         return host == "localhost"
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, prog: str = PROG) -> int:
     """Serve until a signal. Returns the exit status: 0, 1 after one sentence on stderr, or 130 if
     Ctrl-C came before it listened.
     """
-    args = make_parser().parse_args(argv)
+    args = make_parser(prog).parse_args(argv)
     gpu_share.take_most()
     sockets: list[socket.socket] = []
     try:
@@ -209,7 +216,7 @@ def main(argv: list[str] | None = None) -> int:
         server = make_server(args)
         Listener(server, args.host, args.port).run(sockets)
     except (ConfigError, CheckpointError) as e:
-        print(f"jpaged serve: {e}", file=sys.stderr)
+        print(f"{prog}: {e}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
