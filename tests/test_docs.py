@@ -47,6 +47,7 @@ FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*[a-z0-9])\b")
 OTHERS = {
     *("array", "gres", "requeue", "signal"),  # sbatch
     "tasks",  # lm_eval
+    "gpu-memory-utilization",  # vllm serve
     # vllm bench
     *("backend", "dataset-name", "ignore-eos", "max-concurrency", "num-prompts"),
     *("random-input-len", "random-output-len"),

@@ -140,18 +140,13 @@ class TestRecords:
 def lines_of(format: logs.LogFormat, record: RequestRecord) -> str:
     """What the access log writes of a record."""
     out = io.StringIO()
-    handler = logs.set_up(format, "warning", access=True, stream=out)
-    try:
+    with logs.written(format, "warning", access=True, stream=out):
         logs.log_access(record)
         logging.getLogger("jpaged").info("too low")
         logging.getLogger("jpaged").warning("of the engine: %s", "a\nb")
-    finally:
-        for name in logs.LOGGERS:
-            logger = logging.getLogger(name)
-            logger.removeHandler(handler)
-            logger.propagate = True
-            logger.setLevel(logging.NOTSET)
-        logging.getLogger(logs.ACCESS).setLevel(logging.NOTSET)
+    for name in (*logs.LOGGERS, logs.ACCESS):
+        logger = logging.getLogger(name)
+        assert logger.propagate and not logger.handlers, "all is as it was"
     return out.getvalue()
 
 
@@ -271,7 +266,8 @@ class TestStreamsAreKeptAlive:
     def test_intervals(self, seconds: float) -> None:
         for name in ("ping_s", "headers_after_s"):
             with pytest.raises(ConfigError, match=f"{name}={seconds!r}"):
-                ServerSettings(models=("a",), **{name: seconds})
+                settings: dict[str, Any] = {name: seconds}
+                ServerSettings(models=("a",), **settings)
         assert ServerSettings(models=("a",), ping_s=None).ping_s is None
 
 
@@ -619,11 +615,9 @@ def test_what_cannot_start_is_one_sentence(
     said: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from jpaged.openai.server import run
 
-    monkeypatch.setattr(run.logs, "set_up", lambda *_, **__: None)
     (tmp_path / "file").write_text("text\n")
     (tmp_path / "empty").write_text("\n")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as taken:
@@ -640,7 +634,6 @@ def test_traces_without_the_package(
 ) -> None:
     from jpaged.openai.server import run
 
-    monkeypatch.setattr(run.logs, "set_up", lambda *_, **__: None)
     monkeypatch.delitem(sys.modules, "jpaged.openai.server.tracing", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     flags = ["--port", "0", "--otlp-traces-endpoint", "http://127.0.0.1:9/v1/traces"]

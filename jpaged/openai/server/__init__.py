@@ -5,7 +5,8 @@ app.py has the routes. generation.py takes a request for completions from its bo
 bodies.py has the bodies that only a server accepts. events.py writes an answer as a stream.
 response_bodies.py and response_items.py do the same for /v1/responses. wire.py handles connections,
 bodies and errors. metrics.py and page.html show what the server does. settings.py has its limits,
-run.py its command line.
+run.py its command line. record.py says what is known of a request that has ended, logs.py and
+tracing.py tell it; pulse.py keeps streams alive, reload.py takes changed files while it runs.
 """
 
 try:

@@ -1,9 +1,11 @@
 """The log of a server: its lines as text or JSON, and the access log, a line for each request."""
 
+import contextlib
 import json
 import logging
 import sys
 import time
+from collections.abc import Iterator
 from typing import IO, Any, Literal
 
 from jpaged.openai.server.record import RequestRecord
@@ -48,20 +50,27 @@ def stamp(seconds: float) -> str:
     return f"{whole}.{int(seconds % 1 * 1000):03}Z"
 
 
-def set_up(
+@contextlib.contextmanager
+def written(
     format: LogFormat, level: LogLevel, *, access: bool, stream: IO[str] | None = None
-) -> logging.Handler:
-    """Have the process's log written to stderr, or to a stream, from this level on. access: the
-    access log too, whatever the level. Returns the handler.
+) -> Iterator[None]:
+    """Have the log of the process written to stderr, or to a stream, inside the block, from this
+    level on. access: the access log too, whatever the level.
     """
     handler = logging.StreamHandler(sys.stderr if stream is None else stream)
     handler.setFormatter(JsonLines() if format == "json" else TextLines())
-    for name in LOGGERS:
-        logger = logging.getLogger(name)
+    loggers = [logging.getLogger(name) for name in (*LOGGERS, ACCESS)]
+    before = [(logger, logger.handlers, logger.propagate, logger.level) for logger in loggers]
+    for logger in loggers[:-1]:
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(level.upper())
-    logging.getLogger(ACCESS).setLevel(logging.INFO if access else logging.CRITICAL)
-    return handler
+    loggers[-1].setLevel(logging.INFO if access else logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, handlers, propagate, old in before:
+            logger.handlers, logger.propagate = handlers, propagate
+            logger.setLevel(old)
 
 
 def log_access(record: RequestRecord) -> None:

@@ -369,15 +369,15 @@ def observing(args: argparse.Namespace) -> Iterator[list[Observer]]:
     """Yield what is called for each request that has ended: the access log and traces, as the flags
     say. Raises ConfigError.
     """
-    logs.set_up(args.log_format, args.log_level, access=args.access_log)
-    observers: list[Observer] = [logs.log_access] if args.access_log else []
-    if args.otlp_traces_endpoint is None:
-        yield observers
-        return
-    from jpaged.openai.server.tracing import Tracing
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(logs.written(args.log_format, args.log_level, access=args.access_log))
+        observers: list[Observer] = [logs.log_access] if args.access_log else []
+        if args.otlp_traces_endpoint is not None:
+            from jpaged.openai.server.tracing import Tracing
 
-    with contextlib.closing(Tracing.to(args.otlp_traces_endpoint)) as tracing:
-        yield [*observers, tracing]
+            tracing = Tracing.to(args.otlp_traces_endpoint)
+            observers.append(stack.enter_context(contextlib.closing(tracing)))
+        yield observers
 
 
 def _is_local(host: str) -> bool:
