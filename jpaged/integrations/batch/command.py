@@ -61,10 +61,17 @@ LEASTS |= {"replica_retries": 0}
 
 
 class BatchParser(Parser):
-    """A parser that exits with FATAL: argparse's own status 2 means here that some lines failed."""
+    """A parser that exits with FATAL: argparse's own status 2 means here that some lines failed.
+    file: the one of --config that the flags are from, which errors name.
+    """
 
-    def __init__(self, **settings: Any):
+    def __init__(self, *, file: str | None = None, **settings: Any):
         super().__init__(error_status=FATAL, **settings)
+        self._file = file
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with one sentence."""
+        super().error(message if self._file is None else f"--config {self._file}: {message}")
 
     def group(self, title: str) -> Any:
         """Return a function that adds flags to a new group; a flag's help states its default."""
@@ -264,9 +271,8 @@ def config_args(parser: BatchParser, path: str) -> argparse.Namespace:
         elif value is not None:
             flags += [f"--{name}", *values]
     of_file = BatchParser(
-        prog=parser.prog, parents=[parser], add_help=False, conflict_handler="resolve"
+        file=path, prog=parser.prog, parents=[parser], add_help=False, conflict_handler="resolve"
     )
-    of_file.error = refuse
     return of_file.parse_args(flags)
 
 

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
@@ -104,8 +103,7 @@ class Server:
         self.metrics.requests[path, exchange.status or LEFT] += 1
         if exchange.error_code is not None:
             self.metrics.errors[exchange.error_code] += 1
-        record.status, record.error = exchange.status, exchange.error_code
-        record.seconds = time.monotonic() - record.began
+        record.close(exchange.status, exchange.error_code)
         for observe in self.observers:
             observe(record)
 

@@ -65,6 +65,11 @@ class RequestRecord:
         if self.first_token_s is None:
             self.first_token_s = time.monotonic() - self.began
 
+    def close(self, status: int | None, error: str | None) -> None:
+        """Note what the request came to, now that it has ended."""
+        self.status, self.error = status, error
+        self.seconds = time.monotonic() - self.began
+
     def ended(self, output: RequestOutput) -> None:
         """Add what a prompt's completions used."""
         self.prompt_tokens += len(output.prompt_token_ids)

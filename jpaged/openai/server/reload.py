@@ -61,10 +61,10 @@ def signature(*paths: str) -> Signature:
         for name in names:
             file = path if name is None else os.path.join(path, name)
             try:
-                found = os.stat(file)
+                facts = os.stat(file)
             except OSError:
                 continue
-            entries.append((file, found.st_mtime_ns, found.st_size))
+            entries.append((file, facts.st_mtime_ns, facts.st_size))
     return tuple(entries)
 
 

@@ -112,8 +112,8 @@ class Listener(uvicorn.Server):
             await super().startup(sockets)
         except OSError as e:  # another process began to listen after the address was bound
             await self.lifespan.shutdown()
-            where = self._uds or f"{self.config.host}:{self.config.port}"
-            raise ConfigError(cannot_listen(where, e)) from e
+            address = self._uds or f"{self.config.host}:{self.config.port}"
+            raise ConfigError(cannot_listen(address, e)) from e
         if not self.started:
             return
         if self._reload is not None:
@@ -235,8 +235,8 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def cannot_listen(where: str, error: OSError) -> str:
-    return f"cannot listen on {where}: {error.strerror or error}"
+def cannot_listen(address: str, error: OSError) -> str:
+    return f"cannot listen on {address}: {error.strerror or error}"
 
 
 @contextlib.contextmanager
