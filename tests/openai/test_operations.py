@@ -120,6 +120,14 @@ class TestRecords:
         assert (stream.operation, stream.streams) == ("chat", True)
         assert stream.first_token_s is not None and 0 < stream.first_token_s <= stream.seconds
 
+    def test_of_embeddings(self, live: Live, records: list[RequestRecord]) -> None:
+        del records[:]
+        answer = live.post("/v1/embeddings", {"input": ["hello", "you"]})
+        (record,) = wait_for(lambda: records)
+        assert (record.operation, record.model, record.status) == ("embeddings", "tiny", 200)
+        assert record.prompt_tokens == answer["usage"]["prompt_tokens"] > 0
+        assert record.finish_reasons == []
+
     def test_of_errors_and_of_clients_that_leave(
         self, live: Live, records: list[RequestRecord]
     ) -> None:

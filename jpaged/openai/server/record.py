@@ -4,7 +4,7 @@ import dataclasses
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 from jpaged.request.outputs import RequestOutput
@@ -12,7 +12,8 @@ from jpaged.sampling_params import SamplingParams
 
 # What a client may choose as the id of its request; anything else gets one of this server.
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
-Operation = Literal["chat", "text_completion"]  # as the conventions of OpenTelemetry name them
+# As the conventions of OpenTelemetry name them, which have no name for labels.
+Operation = Literal["chat", "text_completion", "embeddings", "classify"]
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -21,7 +22,7 @@ class RequestRecord:
 
     began: the monotonic clock's time; began_at_ns: the time of day. status: of the answer, None if
     the client left before it. error: the code of the error. operation: None for requests that
-    generate nothing. answer_id: the id in the answer. first_token_s: seconds until the first piece
+    run nothing. answer_id: the id in the answer. first_token_s: seconds until the first piece
     of a stream. headers: of the request.
     """
 
@@ -59,6 +60,11 @@ class RequestRecord:
             client=client[0] if client else None,
             headers=headers,
         )
+
+    def pools(self, operation: Operation, model: str, lists: Sequence[Sequence[int]]) -> None:
+        """Note what is made of the hidden states of these prompts."""
+        self.operation, self.model = operation, model
+        self.prompt_tokens = sum(map(len, lists))
 
     def first_token(self) -> None:
         """Note that the first piece of a stream has arrived."""
