@@ -49,7 +49,8 @@ test-all: lint
 # The public API's pages from its docstrings, in build/api.
 docs: env
 	@$(PY) -m pip install -qq --disable-pip-version-check --no-input -c constraints.txt -e '.[test,docs]'
-	@$(PY) -W error -m pdoc -o build/api jpaged '!jpaged.demo' kernels_pallas
+	@$(PY) -W error -c 'import jpaged; [getattr(jpaged, name) for name in jpaged.__all__]; import pdoc.__main__; pdoc.__main__.cli()' \
+	    -o build/api jpaged '!jpaged.demo' kernels_pallas
 
 # Apart, since google-tunix takes older transformers and safetensors than constraints.txt has.
 $(CLIENTS)/stamp: pyproject.toml constraints-clients.txt

@@ -172,7 +172,7 @@ class EngineConfig:
     memory_utilization: float = _knob(
         0.9,
         "batch and memory",
-        "share of an accelerator's memory for weights, temporaries and pool together",
+        "share of an accelerator's memory, for weights, temporaries and pool together",
         same_answers=POOL,
     )
     enable_prefix_caching: bool = _knob(

@@ -26,7 +26,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import _common as common
-import bench
 import gpu_products
 import gpu_states
 import jax
@@ -37,6 +36,7 @@ from gpu_jobs import Cases, Found, add_job_flags, run_chosen
 from gpu_products import noise
 from gpu_seconds import clocks, kernel_seconds, seconds_of
 
+from jpaged.cli import bench
 from kernels_pallas.paged_attention.pool_layout import ScaledPool
 
 # A function of q and more arguments, and these arguments for each layer of the pool.

@@ -17,9 +17,9 @@ import sys
 
 import _common as common
 import jax
-from plan_memory import CARDS, GIB
 
 import jpaged
+from jpaged.cli.plan import CARDS, GIB
 from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig

@@ -1,47 +1,8 @@
-"""Merge the shards of one batch run, in the order of the input.
+"""Merge the shards of a batch run: `jpaged merge`, of a checkout."""
 
-    # answers.0-of-4.jsonl to answers.3-of-4.jsonl:
-    python scripts/merge_shards.py answers.jsonl
-    # or files by name:
-    python scripts/merge_shards.py answers.jsonl part0.jsonl part1.jsonl
-
-It refuses shards of different runs, a shard that is missing or unfinished (--partial merges what
-there is), and an output that exists (--overwrite). The merged file has the manifest of an undivided
-run, so serve_batch.py --resume continues it. Exit status 0: merged; 2: merged, and some lines are
-errors; 1: not merged.
-"""
-
-import os
 import sys
 
-from jpaged.flags import Parser
-from jpaged.integrations.batch.merge import find_shards, merge
-from jpaged.integrations.batch.source import BatchError
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = Parser(description=__doc__)
-    parser.add_argument("output", help="the merged file")
-    parser.add_argument(
-        "shards", nargs="*", help="the files to merge (default: OUTPUT's, by their names)"
-    )
-    parser.add_argument(
-        "--partial", action="store_true", help="merge what there is of an unfinished run"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
-    args = parser.parse_args(argv)
-    try:
-        if os.path.exists(args.output) and not args.overwrite:
-            raise BatchError(f"{args.output} exists: --overwrite replaces it")
-        result = merge(args.shards or find_shards(args.output), args.output, partial=args.partial)
-    except (BatchError, OSError) as e:
-        print(f"merge_shards: {e}", file=sys.stderr)
-        return 1
-    print(f"{args.output}: {result['rows']} rows, {result['failed']} of them errors")
-    for path in result["missing"]:
-        print(f"missing: {path}")
-    return 2 if result["failed"] else 0
-
+from jpaged.cli.merge import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(prog="merge_shards"))

@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import Any
 
 import _common as common
-import bench
 import jax
 import numpy as np
 
+from jpaged.cli import bench
 from jpaged.config import EngineConfig
 from jpaged.engine.cache.block_manager import BlockManager
 from jpaged.engine.cache.kinds import GroupSize

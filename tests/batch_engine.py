@@ -2,7 +2,6 @@
 serve_batch on it.
 """
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -10,11 +9,13 @@ import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
 from jpaged.config import EngineConfig
 from jpaged.errors import CapacityError, GenerationError, RequestError
+from jpaged.integrations.batch import command
 from jpaged.request.outputs import CompletionOutput, RequestOutput
 from jpaged.sampling_params import SamplingParams
 
@@ -24,21 +25,12 @@ CONTEXT = 64
 DRIVER = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's child has it ignored
-from tests.batch_engine import FakeLLM, load_script
-serve_batch = load_script("serve_batch")
+from jpaged.integrations.batch import command
+from tests.batch_engine import FakeLLM
 delay = float(sys.argv.pop(1))
-serve_batch.make_llm = lambda args: FakeLLM(delay=delay)
-sys.exit(serve_batch.main())
+command.make_llm = lambda args: FakeLLM(delay=delay)
+sys.exit(command.main())
 """
-
-
-def load_script(name: str) -> Any:
-    """A script of scripts/ as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def start(*argv: Any, delay: float = 0.0, terminal: Any = subprocess.PIPE, **pipes: Any) -> Any:
@@ -56,9 +48,8 @@ def start(*argv: Any, delay: float = 0.0, terminal: Any = subprocess.PIPE, **pip
 
 def serve(*argv: Any, llm: Any = None) -> int:
     """serve_batch on an engine of this process; its exit status."""
-    script = load_script("serve_batch")
-    script.make_llm = lambda args: llm or FakeLLM()
-    return script.main([str(a) for a in argv])
+    with mock.patch.object(command, "make_llm", lambda args: llm or FakeLLM()):
+        return command.main([str(a) for a in argv])
 
 
 def peak_memory() -> int:

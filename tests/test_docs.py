@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from jpaged import EngineConfig
-from jpaged.openai.server.run import make_parser
-from tests.batch_engine import load_script
+from jpaged.__main__ import COMMANDS, parser_of
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -48,6 +47,7 @@ FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*[a-z0-9])\b")
 OTHERS = {
     *("array", "gres", "requeue", "signal"),  # sbatch
     "tasks",  # lm_eval
+    "gpu-memory-utilization",  # vllm serve
     # vllm bench
     *("backend", "dataset-name", "ignore-eos", "max-concurrency", "num-prompts"),
     *("random-input-len", "random-output-len"),
@@ -57,9 +57,10 @@ CALLED = re.compile(r"(?:EngineConfig|LLM)\(([^()]*)\)")
 
 
 def known_flags() -> set[str]:
-    """Every flag of the command lines: of the server and of each script and example."""
-    parsers = (make_parser(), load_script("serve_batch").make_parser())
-    known = {flag[2:] for parser in parsers for flag in parser._option_string_actions}
+    """Every flag of the command lines: of each command, script and example."""
+    known = {flag[2:] for name in COMMANDS for flag in parser_of(name)._option_string_actions} | {
+        "version"
+    }
     for file in [*(ROOT / "scripts").glob("*"), *(ROOT / "examples").glob("*.py")]:
         if file.suffix in (".py", ".sh"):
             known |= set(FLAG.findall(file.read_text()))

@@ -9,8 +9,8 @@ import pytest
 from jpaged import EngineConfig
 from jpaged.config import Group, Speculative
 from jpaged.flags import Parser, add_engine_flags, add_engine_groups, engine_settings
+from jpaged.integrations.batch import command as serve_batch
 from jpaged.openai.server.run import make_parser as serve_parser
-from tests.batch_engine import load_script
 
 # Also None, where jpaged chooses.
 SWITCHES = ("deterministic", "separate_draw", "expert_parallel")
@@ -73,7 +73,7 @@ def test_every_field_is_in_one_group() -> None:
 
 @pytest.mark.parametrize(
     ("parser", "status"),
-    [(serve_parser(), 2), (load_script("serve_batch").make_parser(), 1)],
+    [(serve_parser(), 2), (serve_batch.make_parser(), 1)],
     ids=["serve", "serve_batch"],
 )
 def test_help_of_long_command_lines(

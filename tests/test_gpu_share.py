@@ -9,8 +9,8 @@ import pytest
 from jaxlib import xla_client
 
 from jpaged import gpu_share
+from jpaged.integrations.batch import command as serve_batch
 from jpaged.openai.server import run
-from scripts import serve_batch
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,7 @@ def test_entry_points_take_most_of_it(
 def test_importing_entry_points_does_not_start_jax() -> None:
     """It would have read the share by then."""
     code = (
-        "import jpaged.openai.server.run, scripts.serve_batch\n"
+        "import jpaged.openai.server.run, jpaged.integrations.batch.command\n"
         "from jax._src import xla_bridge\n"
         "assert not xla_bridge.backends_are_initialized()"
     )

@@ -236,7 +236,7 @@ def _maxtext(layer: Mapping[str, Entry], embed: Entry) -> dict[str, Entry]:
     """Return the name map of a model of MaxText with unscanned layers. layer: the entries of a
     layer's parts, with paths below the layer.
     """
-    return {
+    entries: dict[str, Any] = {
         "embed.weight": embed,
         **{
             f"layers.{{i}}.{ours}": (f"decoder.layers_{{i}}.{path}", *rest)
@@ -245,6 +245,7 @@ def _maxtext(layer: Mapping[str, Entry], embed: Entry) -> dict[str, Entry]:
         "norm.scale": ("decoder.decoder_norm.scale", "E"),
         "lm_head.weight": ("decoder.logits_dense.kernel", "E V*"),
     }
+    return entries
 
 
 GPT_OSS = {  # MaxText's: the paths of a layer's parts, and their axes

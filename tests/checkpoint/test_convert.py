@@ -51,7 +51,7 @@ def test_one_sentence_and_no_traceback(
     ):
         assert runpy.run_path(str(SCRIPT))["main"]([str(folder), str(out)]) == 1
         printed = capsys.readouterr()
-        assert printed.err.startswith("convert.py: error: ") and said in printed.err
+        assert printed.err.startswith("jpaged convert: ") and said in printed.err
         assert printed.err.count("\n") == 1 and printed.out == ""
     assert not (tmp_path / "out").exists()
     run = convert(tmp_path / "nowhere", tmp_path / "out")

@@ -18,7 +18,7 @@ from huggingface_hub import constants
 import jpaged
 from jpaged import CheckpointError, SamplingParams
 from jpaged.checkpoint.hub import local_folder
-from scripts import serve_batch
+from jpaged.integrations.batch import command as serve_batch
 from tests.golden.reference import load
 
 NAME = "someone/tiny-model"

@@ -7,12 +7,14 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jpaged import LLM, AsyncLLM
 from jpaged.engine.integrity import check
 from jpaged.openai.server.app import Server
+from jpaged.openai.server.record import Observer
+from jpaged.openai.server.reload import Reload
 from jpaged.openai.server.run import Listener
 from jpaged.openai.server.settings import ServerSettings
 
@@ -97,10 +99,18 @@ def http_post(path: str, body: Any) -> bytes:
 
 
 @contextlib.contextmanager
-def serving(llm: LLM, **settings: Any) -> Iterator[Live]:
-    """A server on a model, which is closed with it."""
-    server = Server(AsyncLLM(llm), ServerSettings(**{"models": ("tiny",), **settings}))
-    listener = Listener(server, "127.0.0.1", 0, quiet=True)
+def serving(
+    llm: LLM,
+    *,
+    observers: Sequence[Observer] = (),
+    tls: tuple[str, str | None] | None = None,
+    watched: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Iterator[Live]:
+    """A server on a model, which is closed with it. watched: arguments of Reload."""
+    server = Server(AsyncLLM(llm), ServerSettings(**{"models": ("tiny",), **settings}), observers)
+    reload = None if watched is None else Reload(server, certificates=tls, **watched)
+    listener = Listener(server, "127.0.0.1", 0, quiet=True, tls=tls, reload=reload)
     thread = threading.Thread(target=lambda: asyncio.run(listener.serve()))
     thread.start()
     until = time.monotonic() + PATIENCE_S

@@ -107,7 +107,7 @@ def test_a_second_signal_stops_it(server: tuple[subprocess.Popen[str], int]):
 def test_a_port_in_use_is_seen_before_the_model_is_loaded(
     monkeypatch: pytest.MonkeyPatch, capsys: Any
 ):
-    def load(args: Any) -> Any:
+    def load(*_: Any) -> Any:
         raise AssertionError("the model was loaded")
 
     monkeypatch.setattr(run, "make_server", load)
@@ -124,7 +124,7 @@ def test_a_port_in_use_is_seen_before_the_model_is_loaded(
 
 
 def test_an_interrupt_while_it_loads(monkeypatch: pytest.MonkeyPatch, capsys: Any):
-    def load(args: Any) -> Any:
+    def load(*_: Any) -> Any:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(run, "make_server", load)
@@ -170,7 +170,7 @@ def test_what_cannot_start_is_one_sentence(argv: list[str], said: str, capsys: A
 
 
 def test_the_command_without_a_command(capsys: Any):
-    assert main([]) == 2 and "jpaged serve MODEL" in capsys.readouterr().err
+    assert main([]) == 2 and "usage: jpaged COMMAND" in capsys.readouterr().err
 
 
 def test_without_the_packages(monkeypatch: pytest.MonkeyPatch, capsys: Any):

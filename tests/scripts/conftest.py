@@ -22,4 +22,4 @@ def few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """One prefill and one decode step to compile, and no measuring of the memory."""
     monkeypatch.setattr(jpaged.config, "TOKEN_BUCKETS", (64,))
     monkeypatch.setattr(jpaged.config, "SEQ_BUCKETS", (8,))
-    monkeypatch.setattr("_common.read_bandwidth", lambda: 10.0)
+    monkeypatch.setattr("jpaged.cli.timing.read_bandwidth", lambda: 10.0)

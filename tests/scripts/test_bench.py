@@ -5,11 +5,11 @@ import random
 from pathlib import Path
 
 import _common as common
-import bench
 import jax
 import numpy as np
 import pytest
 
+from jpaged.cli import bench
 from jpaged.models.config import ModelConfig
 from jpaged.models.params import param_shapes
 
@@ -183,7 +183,7 @@ def test_a_batch_file_beside_generate(
 def test_errors_are_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert bench.main([str(tmp_path / "none")]) == 1
     err = capsys.readouterr().err
-    assert err.startswith("bench: ") and err.count("\n") == 1
+    assert err.startswith("jpaged bench: ") and err.count("\n") == 1
     for wrong in ([], ["--random", "tiny", "--repeat", "0"], ["--random", "tiny", "--n", "0"]):
         with pytest.raises(SystemExit):
             bench.main(wrong)

@@ -11,10 +11,11 @@ from pathlib import Path
 import _common as common
 import jax
 import memory_table
-import plan_memory
 import pytest
 
 from jpaged import gpu_share
+from jpaged.cli import absent
+from jpaged.cli import plan as plan_memory
 from jpaged.config import EngineConfig
 from jpaged.models.params import param_shapes
 from jpaged.runtime import memory
@@ -114,7 +115,7 @@ def test_the_blocks_of_groups(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_card_that_nothing_here_compiles_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(common, "cannot_compile", lambda platform: "no plugin")
+    monkeypatch.setattr(absent, "cannot_compile", lambda platform: "no plugin")
     flags = [
         "--card",
         "h100",
@@ -150,7 +151,7 @@ def test_eight_cards_that_share_a_model(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By name; what does not fit one card fits each of eight, and says so where it does not."""
-    monkeypatch.setattr(common, "cannot_compile", lambda platform: "no plugin")
+    monkeypatch.setattr(absent, "cannot_compile", lambda platform: "no plugin")
     sizes = ["--max-model-len", "8192", "--max-num-seqs", "64", "--max-num-batched-tokens", "2048"]
     eight = ["--random", "Qwen3-32B", *sizes, "--tensor-parallel-size", "8"]
     assert plan_memory.main([*eight, "--card", "h100"]) == 0
@@ -193,7 +194,7 @@ def test_what_does_not_fit_is_one_sentence(
     )
     err = capsys.readouterr().err
     assert (
-        err.startswith("plan_memory: no KV block of ")
+        err.startswith("jpaged plan: no KV block of ")
         and "max_num_seqs=9999" in err
         and err.count("\n") == 1
     )

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
+from jpaged.cli import merge as merge_shards
 from jpaged.errors import CheckpointError
+from jpaged.integrations.batch import command as serve_batch
 from jpaged.integrations.batch import progress
-from tests.batch_engine import ROOT, FakeLLM, load_script, serve, start
-
-serve_batch, merge_shards = load_script("serve_batch"), load_script("merge_shards")
+from tests.batch_engine import ROOT, FakeLLM, serve, start
 
 
 @pytest.fixture

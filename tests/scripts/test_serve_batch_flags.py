@@ -18,9 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jpaged.config import EngineConfig, Speculative
-from tests.batch_engine import ROOT, FakeLLM, load_script, serve
-
-serve_batch = load_script("serve_batch")
+from jpaged.integrations.batch import command as serve_batch
+from tests.batch_engine import ROOT, FakeLLM, serve
 
 
 def openai(name: str, url: str = "/v1/completions", **body: Any) -> dict[str, Any]:
@@ -56,7 +55,7 @@ class TestHelp:
         with pytest.raises(SystemExit) as caught:
             serve_batch.main(["--help"])
         out = capsys.readouterr().out
-        assert caught.value.code == 0 and all(group.split(",")[0] in out for group in groups)
+        assert caught.value.code == 0 and all(str(group).split(",")[0] in out for group in groups)
 
 
 # A value of each field of EngineConfig that is not its default, as a command line has it.

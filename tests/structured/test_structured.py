@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict
 import jpaged
 from jpaged import LLM, ConfigError, RequestError, SamplingParams
 from jpaged.engine import scheduler
+from jpaged.integrations.batch import command as serve_batch
 from jpaged.structured import grammars, spec
-from tests.batch_engine import load_script
 from tests.byte_tokenizer import END, EOS, make_tokenizer, params
 from tests.tiny import ENGINE, dense_logprobs
 
@@ -376,7 +376,6 @@ def test_batch_files_draw_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     ]
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    serve_batch = load_script("serve_batch")
     monkeypatch.setattr(serve_batch, "make_llm", lambda args: llm)
     assert serve_batch.main([str(source), "--output", str(target)]) == 2  # the last line failed
     found = {a["custom_id"]: a for a in map(json.loads, target.read_text().splitlines())}

@@ -134,6 +134,7 @@ def check(
     *,
     shard: tuple[int, int] | None = None,
     rate: Rate | None = None,
+    program: str = "serve_batch",
 ) -> bool:
     """Print what a run of this input would do. Return whether every line can run. Raises
     BatchError.
@@ -158,7 +159,7 @@ def check(
             most += completion
     except Exception as e:
         said = f"cannot read the input any further: {type(e).__name__}: {e}"
-        print(f"serve_batch: {said}", file=sys.stderr)
+        print(f"{program}: {said}", file=sys.stderr)
         damaged = True
     rows = {
         "lines": f"{len(prompts) + stats.failed} ({len(prompts)} can run, {stats.failed} errors)",

@@ -63,7 +63,7 @@ class Journal:
         except BlockingIOError:
             raise BatchError(f"{self.path} is being written by another run") from None
         except OSError as e:  # some network file systems have no locks
-            print(f"serve_batch: {self.path} cannot be locked: {e.strerror}", file=sys.stderr)
+            print(f"warning: {self.path} cannot be locked: {e.strerror}", file=sys.stderr)
         if not os.path.exists(self.path) or not os.path.samefile(self.path, self._file.fileno()):
             raise BatchError(f"{self.path} was replaced by another run just now: try again")
         if not os.fstat(self._file.fileno()).st_size or existing == "overwrite":

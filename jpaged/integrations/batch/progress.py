@@ -1,14 +1,16 @@
-"""Shows the progress of a run: a tqdm bar on a terminal, a plain line every few seconds elsewhere,
-or nothing.
+"""Shows the progress of a run: lines, tokens a second, time left and errors by kind, in a tqdm bar
+on a terminal, in a plain line every few seconds elsewhere, or not at all.
 """
 
 import sys
 import time
+from collections import Counter
 from typing import Any, Literal
 
 from jpaged.integrations.batch.stats import BatchStats
 
 LINES_EVERY_S, BAR_EVERY_S = 5.0, 0.5
+MOST_KINDS = 3  # of errors that are shown by name
 
 
 class Progress:
@@ -61,13 +63,23 @@ class Progress:
         tokens = stats.counted("prefill_tokens"), stats.counted("decode_tokens")
         rates = [(new - old) / elapsed for new, old in zip(tokens, self._tokens, strict=True)]
         self._tokens = tokens
-        parts = [f"{stats.all_failed} failed", f"{rates[0]:.0f} tok/s in, {rates[1]:.0f} out"]
+        parts = [failures(stats), f"{rates[0]:.0f} tok/s in, {rates[1]:.0f} out"]
         parts.append(f"cache {stats.cached_percent:.0f}%")
         if stats.preemptions:
             parts.append(f"{stats.preemptions} preemptions")
         if (left := stats.seconds_left) is not None:
             parts.append(f"{duration(left)} left")
         return ", ".join(parts)
+
+
+def failures(stats: BatchStats) -> str:
+    """Return how many lines have failed, and of which kinds, the most frequent first."""
+    kinds = Counter(stats.errors)
+    kinds.update({code: count for code, (count, _) in stats.earlier_errors.items()})
+    named = [f"{count} {code}" for code, count in kinds.most_common(MOST_KINDS)]
+    if len(kinds) > MOST_KINDS:
+        named.append(f"{kinds.total() - sum(n for _, n in kinds.most_common(MOST_KINDS))} others")
+    return f"{stats.all_failed} failed" + (f" ({', '.join(named)})" if named else "")
 
 
 def duration(seconds: float) -> str:

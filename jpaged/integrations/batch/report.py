@@ -1,6 +1,5 @@
 """Writes the page of `--report`: one HTML file with its charts inside, which any browser shows
-without a network. report.html.jinja is the page and matplotlib draws the charts; without matplotlib
-the page says that they are missing.
+without a network. report.html.jinja is the page, charts.py draws the charts.
 """
 
 import os
@@ -17,7 +16,6 @@ from jpaged.integrations.batch.progress import duration
 from jpaged.integrations.batch.stats import BatchStats, lines_of
 
 LONGEST = 1500  # characters of a prompt and its answer that are shown, at most
-NO_CHARTS = "Charts need matplotlib: pip install 'jpaged[plot]'."
 
 
 def render(stats: BatchStats, *, title: str, settings: Mapping[str, Any]) -> str:
@@ -29,18 +27,13 @@ def render(stats: BatchStats, *, title: str, settings: Mapping[str, Any]) -> str
         undefined=jinja2.StrictUndefined,
     )
     pages.filters["cut"] = _cut
-    try:
-        charts, missing = _charts(stats), None
-    except ImportError:
-        charts, missing = [], NO_CHARTS
     reasons = stats.reasons.most_common()
     return pages.get_template("report.html.jinja").render(
         title=title,
         began=time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(stats.began_at)),
         took=duration(stats.seconds),
         tiles=_tiles(stats),
-        charts=charts,
-        no_charts=missing,
+        charts=_charts(stats),
         errors=[
             *(_kind(stats, code, count) for code, count in stats.errors.most_common()),
             *_earlier_kinds(stats),
@@ -60,7 +53,7 @@ def write_report(path: str | Path, page: str) -> None:
 
 
 def _charts(stats: BatchStats) -> list[dict[str, Any]]:
-    """Return the charts. Raises ImportError without matplotlib."""
+    """Return the charts that a run is long enough for."""
     edges, rates = stats.timeline.rates()
     charts: list[dict[str, Any]] = [{"title": "Throughput", "svg": None}]
     if len(edges) >= 2:

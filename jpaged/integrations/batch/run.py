@@ -42,7 +42,8 @@ class RunOptions:
 
     output: None prints text for a person, "-" writes JSONL to stdout. window: requests in the
     engine at once. grace: seconds for running requests after a signal. max_error_rate: the share of
-    failed lines above which the run ends. again: the command line that resumes the run.
+    failed lines above which the run ends. program: the
+    name that messages begin with. again: the command line that resumes the run.
     """
 
     output: str | None
@@ -55,6 +56,7 @@ class RunOptions:
     error_style: ErrorStyle = "openai"
     shard: tuple[int, int] | None = None
     summary: str | None = None
+    program: str = "serve_batch"
     again: tuple[str, ...] = ()
 
 
@@ -65,8 +67,10 @@ class Interrupts:
     If the run has not ended `grace` seconds after the first signal, a thread calls `late`.
     """
 
-    def __init__(self, grace: float, late: Callable[[], None] = lambda: None):
-        self._grace, self._late = grace, late
+    def __init__(
+        self, grace: float, late: Callable[[], None] = lambda: None, program: str = "serve_batch"
+    ):
+        self._grace, self._late, self._program = grace, late, program
         self._old: dict[int, Any] = {}
         self.signal: int | None = None
         self._deadline = 0.0
@@ -95,7 +99,7 @@ class Interrupts:
         self.signal, self._deadline = number, time.monotonic() + self._grace
         said = f"finishing requests, at most {self._grace:g} s; a second signal stops at once"
         # Not print: the interrupted code may hold its lock.
-        os.write(2, f"serve_batch: {said}\n".encode())
+        os.write(2, f"{self._program}: {said}\n".encode())
         self._timer = threading.Timer(self._grace + LAST_MOMENT_S, self._late)
         self._timer.daemon = True
         self._timer.start()
@@ -122,7 +126,9 @@ class Run:
         self.progress = Progress(_progress_mode(options), stats)
         self.reader = ReadAhead(intake, options.window)
         # A step that does not return is abandoned: the file has all finished answers.
-        self.interrupts = Interrupts(options.grace, lambda: os._exit(self.stopped()))
+        self.interrupts = Interrupts(
+            options.grace, lambda: os._exit(self.stopped()), options.program
+        )
         self._pending: dict[str, tuple[BatchRequest, float]] = {}
         self._pooled: list[Pooled] = []
 
@@ -173,7 +179,8 @@ class Run:
 
     def stopped(self) -> int:
         """Print that the run was stopped. Return the exit status."""
-        print(f"serve_batch: interrupted: {self.answered()}", file=sys.stderr, flush=True)
+        said = f"{self.options.program}: interrupted: {self.answered()}"
+        print(said, file=sys.stderr, flush=True)
         return 128 + (self.interrupts.signal or signal.SIGINT)
 
     @property
@@ -353,7 +360,7 @@ def _to_its_end(run: Run, source: Source) -> int:
     if ending == "hopeless":
         share = f"{stats.failed} of {stats.ok + stats.failed} lines failed"
         said = f"{share}, above --max-error-rate {options.max_error_rate}"
-        print(f"serve_batch: {said}: {run.answered()}", file=sys.stderr)
+        print(f"{options.program}: {said}: {run.answered()}", file=sys.stderr)
         return HOPELESS
     return FAILED_LINES if stats.all_failed else OK
 

@@ -2,11 +2,14 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
 from jpaged.async_llm import AsyncLLM
@@ -30,6 +33,7 @@ from jpaged.openai.server.openapi import describe
 from jpaged.openai.server.page import Page
 from jpaged.openai.server.pooling import ROUTES as POOLED
 from jpaged.openai.server.pooling import Pooling
+from jpaged.openai.server.record import Observer
 from jpaged.openai.server.response_bodies import ServedKeptResponse, ServedResponse
 from jpaged.openai.server.settings import ServerSettings
 from jpaged.openai.server.status import version
@@ -43,6 +47,7 @@ HTML = b"text/html; charset=utf-8"
 PLAIN = b"text/plain; version=0.0.4; charset=utf-8"
 NO_PATH = "this server has no such path"
 PROBES = ("/health", "/ready")  # answered where all connections are busy
+EXPOSED = ("X-Request-Id", "X-Jpaged-Ignored-Fields", "Retry-After")  # to pages of other sites
 LEFT = 499  # status in metrics: the client disconnected before there was an answer
 Handler = Callable[[Exchange], Awaitable[None]]
 Prepared = tuple[bytes, tuple[str, ...]]  # an answer, and the names of the fields that were ignored
@@ -52,11 +57,13 @@ class Server:
     """All that a server needs; `app` is the ASGI application, which closes the model when it ends.
 
     llm: the model, which belongs to this server from now on. A route's `handle` may raise any
-    error; ApiError.of decides what the client reads of it.
+    error; ApiError.of decides what the client reads of it. observers: called with the record of
+    each request that has ended.
     """
 
-    def __init__(self, llm: AsyncLLM, settings: ServerSettings):
+    def __init__(self, llm: AsyncLLM, settings: ServerSettings, observers: Sequence[Observer] = ()):
         self.llm, self.settings, self.metrics = llm, settings, Metrics()
+        self.observers = tuple(observers)
         self._generation = Generation(llm, settings, self.metrics)
         self._pooling = Pooling(llm, settings, self._generation)
         control = Control(llm, settings, self._generation.room)
@@ -108,7 +115,29 @@ class Server:
             404: self._told(404, NO_PATH),
             405: self._told(405, "this path does not support this method"),
         }
-        self.app = Starlette(routes=routes, lifespan=self._lifespan, exception_handlers=missing)
+        self.app = Starlette(
+            routes=routes,
+            lifespan=self._lifespan,
+            exception_handlers=missing,
+            middleware=_cors(settings.origins),
+        )
+
+    def set_keys(self, keys: tuple[str, ...]) -> None:
+        """Take other API keys from now on; requests that run go on. Raises ConfigError for a key
+        that cannot be one, and then changes nothing.
+        """
+        self.settings = dataclasses.replace(self.settings, api_keys=keys)
+        self._generation.set_keys(self.settings)
+
+    def ended(self, exchange: Exchange, path: str) -> None:
+        """Count a request that has ended, and tell the observers. path: its route."""
+        record = exchange.record
+        self.metrics.requests[path, exchange.status or LEFT] += 1
+        if exchange.error_code is not None:
+            self.metrics.errors[exchange.error_code] += 1
+        record.close(exchange.status, exchange.error_code)
+        for observe in self.observers:
+            observe(record)
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Any) -> AsyncIterator[None]:
@@ -243,6 +272,20 @@ class Server:
             return answer
 
 
+def _cors(origins: tuple[str, ...]) -> list[Middleware]:
+    """Return what lets pages of these origins use the server, and nothing where there are none."""
+    if not origins:
+        return []
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=origins,
+        allow_methods=("GET", "POST"),
+        allow_headers=("*",),  # OpenAI's clients in browsers send several of their own
+        expose_headers=EXPOSED,
+    )
+    return [cors]
+
+
 class Endpoint:
     """An ASGI application for one path: a handler, whose errors become answers."""
 
@@ -268,13 +311,10 @@ class Endpoint:
         except Exception as e:  # an error of one request must not end the server
             error = ApiError.of(e)
             if error.status == 500:
-                log.exception("a request to %s failed", self._path)
+                log.exception("request %s to %s failed", exchange.record.request_id, self._path)
             await _fail(exchange, error)
         finally:
-            metrics = self._server.metrics
-            metrics.requests[self._path, exchange.status or LEFT] += 1
-            if exchange.error_code is not None:
-                metrics.errors[exchange.error_code] += 1
+            self._server.ended(exchange, self._path)
 
 
 async def _fail(exchange: Exchange, error: ApiError) -> None:
@@ -291,7 +331,7 @@ class _Answer:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         exchange = Exchange(scope, receive, send, self._server.settings)
         await _fail(exchange, self._error)
-        self._server.metrics.requests["other", self._error.status] += 1
+        self._server.ended(exchange, "other")
 
 
 def _tokenized(llm: Any, raw: dict[str, Any]) -> Prepared:

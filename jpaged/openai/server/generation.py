@@ -32,6 +32,8 @@ from jpaged.openai.server.message_bodies import ServedMessage
 from jpaged.openai.server.message_events import MessageEvents
 from jpaged.openai.server.metrics import Metrics, Watch
 from jpaged.openai.server.parties import Parties, Party
+from jpaged.openai.server.pulse import Pulse
+from jpaged.openai.server.record import RequestRecord
 from jpaged.openai.server.response_bodies import (
     ResponseBody,
     ServedKeptResponse,
@@ -120,7 +122,8 @@ class Generation:
                     asked = dataclasses.replace(asked, keep=keep)
                 exchange.text = ""
                 held.close()
-                watch = Watch(self._metrics, arrived)
+                _describe(exchange.record, asked)
+                watch = Watch(self._metrics, arrived, exchange.record)
                 origin = Origin(party=party.name, call=asked.name, leaves_rows=party.is_known)
                 async with self._llm.run(
                     asked.prompts,
@@ -139,11 +142,18 @@ class Generation:
                         requests=inbox.requests,
                     )
                     with self.status.running(running):
-                        news = await inbox.take()
                         if body.stream:
-                            await self._stream(exchange, asked, inbox, news, watch)
+                            with Pulse(exchange, self._settings.ping_s):
+                                news = await self._first(exchange, inbox)
+                                await self._stream(exchange, asked, inbox, news, watch)
                         else:
+                            news = await inbox.take()
                             await self._answer(exchange, asked, inbox, news, watch)
+
+    def set_keys(self, settings: ServerSettings) -> None:
+        """Take other keys from now on; requests that run go on."""
+        self._settings = settings
+        self._parties.set_keys(settings)
 
     async def prepare[T, *Args](
         self, length: int, function: Callable[[LLM, *Args], T], *args: *Args
@@ -277,6 +287,17 @@ class Generation:
                 part = await self._llm.prepare(answer.next)
             await exchange.write(part, more=not answer.is_ended)
 
+    async def _first(self, exchange: Exchange, inbox: Inbox) -> list[News]:
+        """Return the first news of a stream. Where they take long, the answer begins before them:
+        an error that comes later is then its last event, and has no HTTP status.
+        """
+        try:
+            async with asyncio.timeout(self._settings.headers_after_s):
+                return await inbox.take()
+        except TimeoutError:
+            await exchange.begin(200, [(b"content-type", EVENTS)])
+            return await inbox.take()
+
     async def _stream(
         self, exchange: Exchange, asked: Asked, inbox: Inbox, news: list[News], watch: Watch
     ) -> None:
@@ -295,8 +316,8 @@ class Generation:
                         await asyncio.sleep(0)
                 else:
                     outputs.append(watch.ended(_output(item, asked.body)))
-            # The answer begins with the first piece and not before: an error until then has its own
-            # HTTP status.
+            # The answer begins with the first piece where that comes soon: an error until then has
+            # its own HTTP status.
             if exchange.status is None:
                 await exchange.begin(200, [(b"content-type", EVENTS)])
             if len(outputs) == len(asked.prompts):
@@ -305,6 +326,15 @@ class Generation:
                 await exchange.write_piece(b"".join(written))
             news = await inbox.take()
         await exchange.write(b"".join(written) + events.end(outputs), more=False)
+
+
+def _describe(record: RequestRecord, asked: Asked) -> None:
+    """Note what a request asks for, now that it is known."""
+    body = asked.body
+    record.operation = "text_completion" if isinstance(body, ServedCompletion) else "chat"
+    prefix = "cmpl-" if isinstance(body, ServedCompletion) else "chatcmpl-"
+    record.answer_id = f"{'resp_' if isinstance(body, ServedResponse) else prefix}{asked.name}"
+    record.model, record.params, record.streams = asked.model, asked.params, body.stream
 
 
 def _events(llm: Any, asked: Asked) -> Events | ResponseEvents | MessageEvents | TokenEvents:

@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from typing import Any
 
+from jpaged.openai.server.record import RequestRecord
 from jpaged.request.outputs import CompletionChunk, RequestOutput
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -149,10 +150,10 @@ class Metrics:
 
 
 class Watch:
-    """Takes the times of one HTTP request."""
+    """Takes the times of one HTTP request. record: what logs and traces say of it."""
 
-    def __init__(self, metrics: Metrics, arrived: float):
-        self._metrics, self._arrived = metrics, arrived
+    def __init__(self, metrics: Metrics, arrived: float, record: RequestRecord):
+        self._metrics, self._arrived, self._record = metrics, arrived, record
         self._last: dict[tuple[int, int], float] = {}
 
     def chunk(self, prompt: int, chunk: CompletionChunk) -> None:
@@ -161,6 +162,7 @@ class Watch:
         last = self._last.get(key)
         if last is None:
             self._metrics.first_token.add(now - self._arrived)
+            self._record.first_token()
         else:
             self._metrics.between_tokens.add(now - last)
         self._last[key] = now
@@ -168,4 +170,5 @@ class Watch:
     def ended(self, output: RequestOutput) -> RequestOutput:
         """Count an output, and return it."""
         self._metrics.ended(output, time.monotonic() - self._arrived)
+        self._record.ended(output)
         return output

@@ -40,8 +40,12 @@ class Parties:
 
     def __init__(self, settings: ServerSettings):
         self._secret = secrets.token_bytes(32)
-        self._by_key = len(set(settings.api_keys)) > 1
         self._shares = settings.share_prefix_cache
+        self.set_keys(settings)
+
+    def set_keys(self, settings: ServerSettings) -> None:
+        """Take other keys from now on; a key that stays is the same party."""
+        self._by_key = len(set(settings.api_keys)) > 1
 
     def of(self, key: str | None, address: str | None) -> Party:
         """Return the party of a request with this key, from this address."""

@@ -58,6 +58,7 @@ class Pooling:
                 task, lists = await generation.prepare(length, _understood, body)
                 exchange.text = ""
                 held.close()
+                exchange.record.pools("embeddings" if task == "embed" else task, model, lists)
                 prompts: list[Any] = [{"prompt_token_ids": ids} for ids in lists]
                 if model in self._llm.adapters:
                     prompts = [with_adapter(model, prompt) for prompt in prompts]

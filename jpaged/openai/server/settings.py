@@ -2,10 +2,13 @@
 
 import dataclasses
 import math
+import re
 from typing import Literal
 
 from jpaged.checks import at_least
 from jpaged.errors import ConfigError
+
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@]+")
 
 
 def _knob[T](default: T, help: str) -> T:
@@ -21,12 +24,14 @@ class ServerSettings:
     a request must carry; if there are none, anybody who can reach the port is served. hosts: the
     names that a request's Host header may have if there are no keys, beside this machine's own; "*"
     allows any name. An address that stands for all of a machine's addresses ("0.0.0.0", "::")
-    allows any address, but no other name.
+    allows any address, but no other name. origins: of pages that may use this server from a browser
+    (CORS); "*" is any.
     """
 
     models: tuple[str, ...]
     api_keys: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
     share_prefix_cache: bool = _knob(
         False, "whether requests of different keys share the prefix cache"
     )
@@ -59,6 +64,12 @@ class ServerSettings:
         None, "seconds for which a response can be named by previous_response_id; None keeps none"
     )
     max_kept_responses: int = _knob(1024, "responses that are kept; the oldest are dropped")
+    headers_after_s: float = _knob(
+        1.0, "time after which a stream begins though its first token has not come"
+    )
+    ping_s: float | None = _knob(
+        15.0, "a comment is sent to a stream that has been quiet for this long; none: never"
+    )
     drain_s: float = _knob(30.0, "time after SIGTERM for running requests to finish")
 
     def __post_init__(self) -> None:
@@ -76,6 +87,13 @@ class ServerSettings:
         for key in self.api_keys:
             if not key or not key.isascii() or not key.isprintable() or " " in key:
                 raise ConfigError("api_keys: a key must be of printable ASCII without spaces")
+
+        for origin in self.origins:
+            if origin != "*" and not ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"origins: {origin!r} is no origin: it must be SCHEME://HOST, with a port or "
+                    "without, and no path; or *"
+                )
 
     @property
     def max_bodies_bytes(self) -> int:

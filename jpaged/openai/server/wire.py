@@ -8,6 +8,7 @@ import http
 import ipaddress
 import json
 import re
+import secrets
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -18,6 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jpaged.openai.protocol import BodyError
 from jpaged.openai.responses import Failure
+from jpaged.openai.server.record import RequestRecord
 from jpaged.openai.server.settings import ServerSettings
 
 Receive = Callable[[], Awaitable[Any]]
@@ -26,6 +28,7 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 JSON, EVENTS = b"application/json", b"text/event-stream; charset=utf-8"
 DISCARD_S = 1.0
+PING = b": ping\n\n"  # a comment, which readers of events skip
 WORD = re.compile(r"[\w.-]{1,60}", re.ASCII)
 MOST_NAMES = 8  # names of fields in a header, at most
 COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
@@ -98,7 +101,8 @@ def listed(names: Sequence[str]) -> str:
 
 class Exchange:
     """One HTTP request and its answer. status: of the answer, None until it begins. text: of the
-    body, from `read` until it has been parsed. headers: added to any answer.
+    body, from `read` until it has been parsed. headers: added to any answer. record: what logs and
+    traces say of it. is_quiet: whether nothing was written since somebody set it.
     """
 
     def __init__(self, scope: Any, receive: Receive, send: Send, settings: ServerSettings):
@@ -107,7 +111,9 @@ class Exchange:
         self.status: int | None = None
         self._unread = scope["method"] == "POST"  # whether a part of the body has not been read
         self.text = ""
-        self.headers: list[tuple[bytes, bytes]] = []
+        self.record = RequestRecord.of(scope)
+        self.headers = [(b"x-request-id", self.record.request_id.encode())]
+        self.is_quiet = True
         self.error_code: str | None = None
         self.key: str | None = None  # the request's key, once it is checked
         # What an error is written as: the body of an answer, and the last event of a stream.
@@ -238,11 +244,21 @@ class Exchange:
         """Write a piece of a stream. There are as many as tokens, so this bypasses ASGI and h11,
         whose view of the answer a chunk does not change.
         """
+        self.is_quiet = False
         state = self.scope["state"]
         if state["flow"].write_paused or self.scope["http_version"] != "1.1":
             await self.write(body)
         elif not state["transport"].is_closing():
             state["transport"].write(b"%x\r\n%b\r\n" % (len(body), body))
+
+    def ping(self) -> None:
+        """Write a comment to a stream of events that has begun, unless its client reads slowly:
+        then there is something on its way already.
+        """
+        flow, transport = self.scope["state"]["flow"], self.scope["state"]["transport"]
+        is_chunked = self.scope["http_version"] == "1.1"
+        if is_chunked and not flow.write_paused and not transport.is_closing():
+            transport.write(b"%x\r\n%b\r\n" % (len(PING), PING))
 
     async def answer(
         self, body: bytes, status: int = 200, kind: bytes = JSON, headers: Headers = ()
@@ -396,6 +412,7 @@ class Connection(H11Protocol):
             ("content-length", str(len(body))),
             ("connection", "close"),
             ("x-content-type-options", "nosniff"),
+            ("x-request-id", secrets.token_hex(16)),
         ]
         reason = http.HTTPStatus(status).phrase
         for event in (

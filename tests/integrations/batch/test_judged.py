@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 
+from jpaged.cli import merge as merge_shards
 from jpaged.config import EngineConfig
+from jpaged.integrations.batch import command as serve_batch
 from jpaged.integrations.batch import judged
 from jpaged.integrations.batch.manifest import check_same, model_identity
 from jpaged.integrations.batch.source import BatchError
-from tests.batch_engine import FakeLLM, load_script, serve
-
-serve_batch = load_script("serve_batch")
-merge_shards = load_script("merge_shards")
+from tests.batch_engine import FakeLLM, serve
 
 # Words that set each judged setting to another value than its default.
 OTHER: dict[str, list[str]] = {

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
+from jpaged.integrations.batch import command as serve_batch
 from jpaged.runtime.resolve import MOST_COST
 from kernels_cpu.library import unavailable
 from kernels_cpu.rates import rates
-from tests.batch_engine import ROOT, load_script
+from tests.batch_engine import ROOT
 from tests.text_model import write_folder
 
-serve_batch = load_script("serve_batch")
 ENGINE = (
     "--max-num-seqs",
     "8",

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
+from jpaged.cli import merge as merge_shards
 from jpaged.integrations.batch import rows
-from tests.batch_engine import FakeLLM, load_script, serve
-
-merge_shards = load_script("merge_shards")
+from tests.batch_engine import FakeLLM, serve
 
 
 def openai(name: str, prompt: str) -> dict[str, Any]:

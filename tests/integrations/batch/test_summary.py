@@ -3,11 +3,14 @@ failed in the runs that it goes on with.
 """
 
 import json
+import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from jpaged.integrations.batch import progress
 from jpaged.integrations.batch.stats import BatchStats
 from tests.batch_engine import FakeLLM, serve
 
@@ -137,3 +140,21 @@ def test_a_finished_run_without_errors(tmp_path: Path, capsys: pytest.CaptureFix
         assert serve(source, "--output", output, *flags) == 0
     out = capsys.readouterr().out
     assert out.endswith("no line was run: all lines have a row already\n")
+
+
+def test_progress_names_the_kinds_of_errors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines, tokens a second and the time left stand beside them; earlier runs count too."""
+    monkeypatch.setattr(progress, "LINES_EVERY_S", 0.0)
+    good = [{"prompt": "abcd"}] * 4
+    source = write(tmp_path / "in.jsonl", "{", "{", {"prompt": LONG}, *good)
+    assert serve(source, "--output", tmp_path / "out.jsonl", "--max-tokens", 2, "--window", 1) == 2
+    shown = capsys.readouterr().err.splitlines()
+    kinds = r"3 failed \(2 invalid_json, 1 context_length_exceeded\)"
+    last = rf"\[\d+ s\] [5-7]/7 done, {kinds}, \d+ tok/s in, \d+ out, cache \d+%, \d+s left"
+    assert any(re.fullmatch(last, line) for line in shown), shown
+    stats = BatchStats(errors=Counter(a=5, b=4, c=3, d=2), failed=14)
+    stats.earlier_errors, stats.earlier_failed = {"d": (9, [1]), "e": (1, [2])}, 10
+    assert progress.failures(stats) == "24 failed (11 d, 5 a, 4 b, 4 others)"
+    assert progress.failures(BatchStats()) == "0 failed"

@@ -1,0 +1,372 @@
+"""Talk with a model in this terminal: answers come as they are generated, and a turn costs its own
+tokens alone, since the conversation so far is in the prefix cache.
+
+    jpaged chat Qwen/Qwen3-0.6B --system "You answer in one sentence."
+    jpaged chat path/to/folder --temperature 0 --quantization int8
+    echo "def main():" | jpaged chat          # a line of stdin is a turn
+
+Ctrl-C stops an answer, whose text so far stays in the conversation; at the prompt it clears the
+line. A message of several lines has a backslash at the end of each but the last. Ctrl-D or /exit
+leaves; /help lists the commands.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+from jpaged import adapter_flag, gpu_share
+from jpaged.errors import JpagedError, RequestError
+from jpaged.flags import Parser, add_engine_groups, engine_settings
+from jpaged.openai.parts import Format, Reader
+from jpaged.request.inputs import with_adapter
+from jpaged.sampling_params import SamplingParams
+
+COMMON = (
+    *("model", "--system", "--temperature", "--top-p", "--max-tokens", "--seed", "--adapter"),
+    *("--reasoning", "--max-model-len", "--dtype", "--quantization", "--tensor-parallel-size"),
+)
+ROWS = 8  # rows of an engine that answers one person; the least that a CPU's steps have
+DIM, PLAIN = "\x1b[2m", "\x1b[0m"
+TAIL = 16  # tokens of the prompt whose text tells whether it has opened the reasoning
+# The controls of /set, which are fields of SamplingParams, and their types.
+CONTROLS: dict[str, type] = {
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "repetition_penalty": float,
+    "max_tokens": int,
+    "seed": int,
+}
+HELP = """\
+/system TEXT      begin again under a system prompt; without a text, under none
+/clear            forget the conversation, and keep the system prompt
+/retry            draw the last answer again
+/undo             take back the last message and its answer
+/set NAME VALUE   change a control (none: the model's default); /set alone shows them
+/save FILE        write the conversation as JSON messages
+/exit             leave (also Ctrl-D)"""
+
+
+class CommandError(ValueError):
+    """A command of the chat that cannot work; the message says why."""
+
+
+class Chat:
+    """A conversation with a model, and what is typed into it. out: where answers are written.
+
+    draw: yields the pieces of an answer to messages. is_terminal: whether a person looks, who is
+    shown the time and the reasoning in another colour.
+    """
+
+    def __init__(
+        self,
+        draw: Callable[[list[dict[str, str]], SamplingParams], Iterator["Piece"]],
+        params: SamplingParams,
+        *,
+        system: str | None = None,
+        out: TextIO | None = None,
+        is_terminal: bool = False,
+    ):
+        self._draw, self.params, self._defaults = draw, params, params
+        self.system, self._is_terminal = system, is_terminal
+        self._out = sys.stdout if out is None else out
+        self.turns: list[dict[str, str]] = []
+        self.is_ended = False
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The conversation with its system prompt."""
+        head = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return head + self.turns
+
+    def take(self, line: str) -> None:
+        """Do what a line says: a command, or a message to answer. An error is written, and changes
+        nothing.
+        """
+        try:
+            if line.startswith("/"):
+                self._command(*line[1:].split(maxsplit=1))
+            elif line.strip():
+                self._say(line)
+        except (CommandError, JpagedError, OSError) as e:
+            self._write(f"{e}\n")
+
+    def _say(self, text: str) -> None:
+        """Answer a message. If it cannot be answered, it is no part of the conversation."""
+        self.turns.append({"role": "user", "content": text})
+        try:
+            self._answer()
+        except BaseException:
+            self.turns.pop()
+            raise
+
+    def _answer(self) -> None:
+        """Draw and write an answer to the conversation. Ctrl-C ends it, and keeps what there is."""
+        began, first, count = time.perf_counter(), None, 0
+        parts: list[str] = []
+        kind = "content"
+        stopped = False
+        try:
+            with closing(self._draw(self.messages, self.params)) as pieces:  # type: ignore[type-var]
+                for piece in pieces:
+                    first = first or time.perf_counter()
+                    count += piece.tokens
+                    if piece.kind != kind:
+                        self._between(kind, piece.kind)
+                        kind = piece.kind
+                    self._write(shown(piece.text))
+                    if kind == "content":
+                        parts.append(piece.text)
+        except KeyboardInterrupt:
+            stopped = True
+        if kind != "content":
+            self._between(kind, "content")
+        self.turns.append({"role": "assistant", "content": "".join(parts)})
+        self._write("\n")
+        if self._is_terminal:
+            seconds = time.perf_counter() - began
+            wait = (first or time.perf_counter()) - began
+            rate = count / max(seconds - wait, 1e-9) if count > 1 else 0.0
+            end = "stopped, " if stopped else ""
+            figures = f"{end}{count} tokens, first after {wait:.2f} s, {rate:.1f} tokens/s"
+            self._write(f"{DIM}[{figures}]{PLAIN}\n")
+
+    def _between(self, before: str, after: str) -> None:
+        """Write what separates the reasoning from the answer."""
+        if after == "reasoning":
+            self._write(DIM if self._is_terminal else "<think>\n")
+        elif before == "reasoning":
+            self._write(f"{PLAIN}\n" if self._is_terminal else "\n</think>\n")
+
+    def _command(self, name: str = "", argument: str = "") -> None:
+        argument = argument.strip()
+        match name:
+            case "help":
+                self._write(f"{HELP}\n")
+            case "exit" | "quit":
+                self.is_ended = True
+            case "system":
+                self.system, self.turns = argument or None, []
+            case "clear":
+                self.turns = []
+            case "undo":
+                self._undo()
+            case "retry":
+                self._retry()
+            case "set":
+                self._set(*argument.split(maxsplit=1))
+            case "save":
+                if not argument:
+                    raise CommandError("/save needs the name of a file")
+                text = json.dumps(self.messages, ensure_ascii=False, indent=2)
+                Path(argument).write_text(f"{text}\n", encoding="utf-8")
+                self._write(f"{len(self.messages)} messages in {argument}\n")
+            case _:
+                raise CommandError(f"/{name} is no command: /help lists them")
+
+    def _undo(self) -> None:
+        if not self.turns:
+            raise CommandError("there is nothing to take back")
+        while self.turns and self.turns.pop()["role"] != "user":
+            pass
+
+    def _retry(self) -> None:
+        if not self.turns:
+            raise CommandError("there is no answer to draw again")
+        answer = self.turns.pop()
+        try:
+            self._answer()
+        except BaseException:
+            self.turns.append(answer)
+            raise
+
+    def _set(self, name: str = "", value: str = "") -> None:
+        if not name:
+            for control in CONTROLS:
+                self._write(f"{control} {getattr(self.params, control)}\n")
+            return
+        if name not in CONTROLS:
+            raise CommandError(f"{name!r} is no control; there are {', '.join(CONTROLS)}")
+        try:
+            new = getattr(self._defaults, name) if value == "none" else CONTROLS[name](value)
+        except ValueError:
+            raise CommandError(f"{name} {value!r}: must be a number, or none") from None
+        params = dataclasses.replace(self.params, **{name: new})
+        check(params)
+        self.params = params
+
+    def _write(self, text: str) -> None:
+        self._out.write(text)
+        self._out.flush()
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A piece of an answer: text of one kind. tokens: that it took, counted once."""
+
+    kind: Literal["content", "reasoning"]
+    text: str
+    tokens: int = 0
+
+
+def shown(text: str) -> str:
+    """Return a text without control characters, by which a model could steer the terminal."""
+    return "".join(
+        c if c >= " " and c != "\x7f" and not "\x80" <= c < "\xa0" else _plain(c) for c in text
+    )
+
+
+def _plain(character: str) -> str:
+    return character if character in "\n\t" else "\ufffd"
+
+
+def check(params: SamplingParams) -> None:
+    """Raise RequestError for controls that no engine takes."""
+    from jpaged.config import EngineConfig
+
+    params.validate(EngineConfig(), vocab_size=1)
+
+
+class Model:
+    """Draws answers with an LLM. adapter: that answers, or None. reasoning: whether what the model
+    thinks is told apart from what it says.
+    """
+
+    def __init__(self, llm: Any, *, adapter: str | None = None, reasoning: bool = True):
+        self._llm, self._adapter = llm, adapter
+        self._format = Format.of(llm.tokenizer, thinks=reasoning)
+        self._has_template = bool(getattr(llm.tokenizer, "chat_template", None))
+
+    def draw(self, messages: list[dict[str, str]], params: SamplingParams) -> Iterator[Piece]:
+        """Yield the pieces of an answer to a conversation. Raises RequestError; closing the
+        iterator stops the answer.
+        """
+        if not self._has_template:
+            raise RequestError("this model has no chat template: jpaged batch completes plain text")
+        ids = list(self._llm.render_chat(messages))
+        reader = self._format.reader(self._llm.tokenizer.decode(ids[-TAIL:]), tools=False)
+        prompt = {"prompt_token_ids": ids}
+        if self._adapter is not None:
+            prompt = with_adapter(self._adapter, prompt)
+        with closing(self._llm.stream(prompt, params)) as chunks:
+            for chunk in chunks:
+                yield from _pieces(reader, chunk)
+
+
+def _pieces(reader: Reader, chunk: Any) -> Iterator[Piece]:
+    deltas = reader.push(chunk.text_delta) if chunk.text_delta else []
+    if chunk.finish_reason:
+        deltas = deltas + reader.finish()
+    count = len(chunk.token_ids_delta)
+    for delta in deltas:
+        if text := delta.get("reasoning_content"):
+            yield Piece("reasoning", text, count)
+        elif text := delta.get("content"):
+            yield Piece("content", text, count)
+        else:
+            continue
+        count = 0
+    if count:
+        yield Piece("content", "", count)
+
+
+def make_parser(prog: str = "jpaged chat") -> Parser:
+    """Return the parser of `jpaged chat`."""
+    parser = Parser(prog=prog, description=__doc__, common=COMMON)
+    what = "checkpoint folder, OWNER/NAME of the Hub, or jpaged-demo-hybrid (default: jpaged-demo)"
+    parser.add_argument("model", help=what, nargs="?")
+    add = parser.add_argument_group("conversation").add_argument
+    add("--system", help="system prompt (default: none)", metavar="TEXT")
+    add("--temperature", help="0 is greedy (default: the model's, else 1)", type=float, metavar="X")
+    add("--top-p", help="nucleus sampling (default: the model's, else 1)", type=float, metavar="X")
+    longest = "tokens of an answer (default: the rest of the context)"
+    add("--max-tokens", help=longest, type=int, metavar="N")
+    add("--seed", help="seed of the first answer (default: another each time)", type=int)
+    lora = "folder of a PEFT adapter that answers (default: none)"
+    add("--adapter", help=lora, metavar="FOLDER")
+    apart = "tell what the model thinks apart from what it says (default: on)"
+    add("--reasoning", help=apart, action=argparse.BooleanOptionalAction, default=True)
+    add_engine_groups(parser, max_num_seqs=ROWS)
+    return parser
+
+
+def load(args: argparse.Namespace) -> tuple[Model, SamplingParams]:
+    """Return the model that answers, and the controls that it begins with."""
+    from jpaged.llm import LLM
+
+    model = args.model
+    if model is None:
+        from jpaged.demo import MODEL_PATH
+
+        model = str(MODEL_PATH)
+    seed = time.time_ns() % (1 << 31) if args.seed is None else args.seed
+    engine = engine_settings(args)
+    if args.adapter is not None:
+        engine.setdefault("max_loras", 1)
+    llm = LLM(model, seed=seed, **engine)
+    if args.adapter is not None:
+        adapter_flag.loaded(llm, [f"adapter={args.adapter}"])
+    controls = {
+        n: getattr(args, n) for n in ("temperature", "top_p") if getattr(args, n) is not None
+    }
+    params = dataclasses.replace(
+        llm.default_sampling_params(), max_tokens=args.max_tokens, **controls
+    )
+    check(params)
+    adapter = None if args.adapter is None else "adapter"
+    return Model(llm, adapter=adapter, reasoning=args.reasoning), params
+
+
+def lines(prompt: str) -> Iterator[str]:
+    """Yield what is typed, a message at a time, until the end of the input. Ctrl-C clears it."""
+    parts: list[str] = []
+    while True:
+        try:
+            line = input("" if not prompt else "... " if parts else prompt)
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            if not prompt:
+                raise
+            print()
+            parts = []
+            continue
+        parts.append(line.removesuffix("\\"))
+        if not line.endswith("\\"):
+            yield "\n".join(parts)
+            parts = []
+
+
+def main(argv: list[str] | None = None, prog: str = "jpaged chat") -> int:
+    """Chat until the input ends. Return the exit status: 0, 1 after one sentence on stderr, or 130
+    if Ctrl-C came before the first prompt.
+    """
+    args = make_parser(prog).parse_args(argv)
+    gpu_share.take_most()
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    try:
+        model, params = load(args)
+        chat = Chat(model.draw, params, system=args.system, is_terminal=is_terminal)
+        if is_terminal:
+            import readline  # noqa: F401  # input() edits lines with it
+
+            print("Ctrl-C stops an answer, Ctrl-D leaves, /help lists the commands.")
+        for line in lines("> " if is_terminal else ""):
+            chat.take(line)
+            if chat.is_ended:
+                break
+    except JpagedError as e:
+        print(f"{prog}: {e}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    if is_terminal:
+        print()
+    return 0

@@ -1,0 +1,227 @@
+"""The terminal chat: its commands, what Ctrl-C does, and a conversation with the embedded model."""
+
+import io
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jpaged.cli import chat
+from jpaged.cli.chat import Chat, Piece, shown
+from jpaged.errors import RequestError
+from jpaged.sampling_params import SamplingParams
+
+ROOT = Path(__file__).parents[2]
+SIZES = ["--max-model-len", "256", "--max-num-batched-tokens", "64", "--token-buckets", "64"]
+
+
+class Echo:
+    """Answers with the last message in capitals, a word a piece; at `stop` Ctrl-C comes."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[list[dict[str, str]], SamplingParams]] = []
+        self.closed = 0
+
+    def draw(self, messages: list[dict[str, str]], params: SamplingParams) -> Iterator[Piece]:
+        self.asked.append(([dict(m) for m in messages], params))
+        text = messages[-1]["content"]
+        if text == "refuse":
+            raise RequestError("no room for this prompt")
+        try:
+            if text.startswith("think"):
+                yield Piece("reasoning", "hm", 1)
+            for word in text.split():
+                if word == "stop":
+                    raise KeyboardInterrupt
+                yield Piece("content", word.upper() + " ", 1)
+        finally:
+            self.closed += 1
+
+
+def talk(*lines: str, **settings: Any) -> tuple[Chat, Echo, str]:
+    model, out = Echo(), io.StringIO()
+    talking = Chat(model.draw, SamplingParams(max_tokens=9), out=out, **settings)
+    for line in lines:
+        talking.take(line)
+    return talking, model, out.getvalue()
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def test_turns() -> None:
+    talking, model, out = talk("hello you", "   ", "again", system="Be short.")
+    system = {"role": "system", "content": "Be short."}
+    assert talking.messages == [
+        system,
+        user("hello you"),
+        assistant("HELLO YOU "),
+        user("again"),
+        assistant("AGAIN "),
+    ]
+    assert [messages for messages, _ in model.asked] == [
+        [system, user("hello you")],
+        talking.messages[:4],
+    ]
+    assert out == "HELLO YOU \nAGAIN \n" and model.closed == 2
+
+
+def test_an_interrupt_keeps_what_there_is() -> None:
+    talking, model, out = talk("one two stop three", "next")
+    assert talking.turns[1] == assistant("ONE TWO ") and out == "ONE TWO \nNEXT \n"
+    assert model.closed == 2 and len(talking.turns) == 4
+
+
+def test_an_error_is_no_turn() -> None:
+    talking, _, out = talk("hello", "refuse")
+    assert talking.turns == [user("hello"), assistant("HELLO ")]
+    assert out.endswith("no room for this prompt\n")
+    talking.turns = [user("refuse"), assistant("old")]
+    talking.take("/retry")
+    assert talking.turns == [user("refuse"), assistant("old")]
+
+
+def test_reasoning_is_told_apart_and_no_part_of_the_conversation() -> None:
+    talking, _, out = talk("think well")
+    assert out == "<think>\nhm\n</think>\nTHINK WELL \n"
+    assert talking.turns[1] == assistant("THINK WELL ")
+    _, _, seen = talk("think", is_terminal=True)
+    assert seen.startswith(f"{chat.DIM}hm{chat.PLAIN}\nTHINK ") and "2 tokens, first after" in seen
+
+
+def test_commands(tmp_path: Path) -> None:
+    talking, model, _ = talk(
+        "a", "/retry", "b", "/undo", "/set temperature 0.5", "/set top_k 7", "c"
+    )
+    assert [m["content"] for m in talking.turns] == ["a", "A ", "c", "C "] and len(model.asked) == 4
+    assert (model.asked[-1][1].temperature, model.asked[-1][1].top_k) == (0.5, 7)
+    talking.take("/set temperature none")
+    assert talking.params.temperature == 1.0 and talking.params.top_k == 7
+    talking.take(f"/save {tmp_path / 'chat.json'}")
+    assert json.loads((tmp_path / "chat.json").read_text()) == talking.messages
+    talking.take("/system Other.")
+    assert talking.messages == [{"role": "system", "content": "Other."}]
+    talking.take("d")
+    talking.take("/clear")
+    assert talking.messages == [{"role": "system", "content": "Other."}]
+    talking.take("/system")
+    assert talking.messages == [] and not talking.is_ended
+    talking.take("/exit")
+    assert talking.is_ended
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("/nothing", "/nothing is no command"),
+        ("/", "/ is no command"),
+        ("/set", "temperature 1.0\n"),
+        ("/set heat 1", "'heat' is no control; there are temperature, "),
+        ("/set temperature hot", "temperature 'hot': must be a number"),
+        ("/set temperature -3", "temperature"),
+        ("/undo", "nothing to take back"),
+        ("/retry", "no answer to draw again"),
+        ("/save", "/save needs the name of a file"),
+        ("/save /no/such/folder/x", "No such file"),
+        ("/help", "/retry            draw the last answer again"),
+    ],
+)
+def test_commands_that_say_something(line: str, said: str) -> None:
+    talking, model, out = talk(line)
+    assert said in out and talking.turns == [] and not model.asked
+    assert talking.params == SamplingParams(max_tokens=9)
+
+
+def test_a_model_cannot_steer_the_terminal() -> None:
+    assert shown("a\x1b[2J\tb\nc\x9b\x7f\r\u00e9") == "a\ufffd[2J\tb\nc\ufffd\ufffd\ufffd\u00e9"
+
+
+def test_what_cannot_start_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv, said in (
+        (["/no/such/folder"], "no such"),
+        (["--temperature", "-1"], "temperature"),
+        (["--adapter", "/no/such"], "--adapter"),
+    ):
+        assert chat.main([*argv, *SIZES]) == 1
+        error = capsys.readouterr().err
+        assert error.startswith("jpaged chat: ") and said in error and error.count("\n") == 1
+
+
+def test_lines_of_stdin_are_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the embedded model: the second answer is that to the whole conversation."""
+    argv = ["--temperature", "0", "--max-tokens", "6", "--seed", "1", *SIZES]
+    saved = tmp_path / "chat.json"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"Write a function.\nAgain\n/save {saved}\n"))
+    assert chat.main(argv) == 0
+    out = capsys.readouterr().out
+    from jpaged import LLM
+    from jpaged.demo import MODEL_PATH
+
+    llm = LLM(str(MODEL_PATH), max_num_seqs=8, max_model_len=256, max_num_batched_tokens=64)
+    params = SamplingParams(temperature=0, max_tokens=6)
+    turns = [user("Write a function.")]
+    one = llm.chat(turns, params, use_tqdm=False)[0].outputs[0].text
+    turns += [assistant(one or ""), user("Again")]
+    two = llm.chat(turns, params, use_tqdm=False)[0].outputs[0].text
+    llm.close()
+    assert json.loads(saved.read_text()) == [*turns, assistant(two or "")]
+    assert out == shown(f"{one}\n{two}\n4 messages in {saved}\n") and two
+
+
+def test_in_a_terminal() -> None:
+    """Ctrl-C stops an answer, another clears the line, Ctrl-D leaves with status 0."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "jpaged", "chat", "--temperature", "1", *SIZES]
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "TERM": "dumb"}
+    with subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, env=env, start_new_session=True
+    ) as process:
+        os.close(theirs)
+        seen = ""
+
+        def until(text: str, seconds: float = 120.0) -> str:
+            nonlocal seen
+            end = time.monotonic() + seconds
+            while text not in seen:
+                ready, _, _ = select.select([ours], [], [], max(end - time.monotonic(), 0))
+                assert ready, f"no {text!r} in {seen!r}"
+                try:
+                    seen += os.read(ours, 4096).decode(errors="replace")
+                except OSError:  # the terminal is closed
+                    break
+            before, _, seen = seen.partition(text)
+            return before
+
+        try:
+            assert "/help lists the commands" in until("> ")
+            os.write(ours, b"def main():\n")
+            until("def main():")
+            until("\n")
+            until("e")  # a letter of the answer
+            os.kill(process.pid, signal.SIGINT)
+            assert until("> ").count("[stopped, ") == 1
+            os.write(ours, b"half a li")
+            until("half a li")
+            os.kill(process.pid, signal.SIGINT)
+            until("> ")
+            os.write(ours, b"\x04")
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+            os.close(ours)
