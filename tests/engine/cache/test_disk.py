@@ -46,7 +46,7 @@ def host_of(
     **settings: Any,
 ) -> Host:
     """A new engine with nothing in its pool, as after a restart, over a folder of files."""
-    sizes = SIZES | {"windowed_blocks": 3 if "state" in windows else 8} | settings
+    sizes: dict[str, Any] = SIZES | {"windowed_blocks": 3 if "state" in windows else 8} | settings
     config = Host(1, windows, **sizes).config
     files = Disk(BlockFiles(folder, num_bytes), MockBytes(config, windows), Costs())
     return Host(depth, windows, disk=files, **sizes)
