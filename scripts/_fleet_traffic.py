@@ -34,10 +34,10 @@ class Kind:
 # 1,600 in and 110 out, code of about 2,500 and 25; their reuse is a guess.
 KINDS = {
     "conversation": Kind(
-        systems=200, system=600, first=8400, message=1900, answer=343, turns=2.0, think_s=60.0
+        systems=200, system=600, first=8700, message=4400, answer=343, turns=1.7, think_s=60.0
     ),
     "tools": Kind(
-        systems=60, system=4600, first=2900, message=900, answer=182, turns=2.0, think_s=8.0
+        systems=60, system=3300, first=4600, message=1100, answer=182, turns=1.5, think_s=8.0
     ),
     "chat": Kind(
         systems=50, system=300, first=900, message=150, answer=110, turns=2.5, think_s=45.0

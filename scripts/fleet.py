@@ -75,10 +75,8 @@ class Tier:
         self.held: OrderedDict[Key, int] = OrderedDict()
 
     def get(self, key: Key) -> int:
-        if key not in self.held:
-            return 0
-        self.held.move_to_end(key)
-        return self.held[key]
+        """Return the tokens under a key; a look is no use."""
+        return self.held.get(key, 0)
 
     def put(self, key: Key, tokens: int) -> list[tuple[Key, int]]:
         """Hold so many tokens under a key; return what had to go."""
@@ -157,6 +155,9 @@ class ModelReplica:
         self.settle(now)
         found, times, rows = self.held(asked), self.times, len(self.ends)
         cached = sum(found.values())
+        if cached and self.files.most:  # what is used twice is written
+            self.files.put(("system", asked.which), asked.system)
+            self.files.put(("session", asked.session), asked.before)
         for key, tokens in (
             (("system", asked.which), asked.system),
             (("session", asked.session), asked.prompt + asked.answer),

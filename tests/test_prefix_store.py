@@ -25,6 +25,7 @@ from jpaged.errors import ConfigError
 from jpaged.openai.server.metrics import Metrics
 from tests.recurrent import HYBRID
 from tests.test_latents import MODEL as LATENTS
+from tests.test_lora import make_lora
 from tests.test_routed_experts import PARAMS as MIXTURE
 from tests.tiny import ROOMY, assert_idle, config, engine_of, make_params, make_prompts
 
@@ -226,13 +227,8 @@ def test_new_weights_sleep_and_reset(tmp_path: Path) -> None:
 
 
 def test_adapters_are_known_by_their_weights(tmp_path: Path) -> None:
-    shapes = PARAMS["layers"]["0"]["mlp"]["down"]["weight"].shape
-
-    def lora(seed: int) -> dict[str, Any]:
-        draw = np.random.default_rng(seed)
-        a, b = draw.normal(size=(2, shapes[1])), draw.normal(size=(shapes[0], 2))
-        pair = {"a": jnp.asarray(a, jnp.float32), "b": jnp.asarray(b, jnp.float32)}
-        return {"layers": {"0": {"mlp": {"down": pair}}}}
+    def lora(seed: int) -> Any:
+        return make_lora(seed, 2, PARAMS.config)
 
     first = make(tmp_path, max_loras=2, max_lora_rank=2)
     first.add_adapter("a", lora(1))

@@ -110,6 +110,7 @@ class Engine:
         self.in_flight = InFlight(depth, runner, self.stats)
         self.drafter = drafter_of(config)
         self.read_ahead: ReadAhead | None = None  # of the replicas' store, if it has files
+        self._loads_run: set[tuple[int, ...]] = set()
         self._shapes_run: set[Shape | None] = set()  # what is not among them may be compiled first
         self.replicas = self._new_replicas(num_replicas)
         blocks = self.replicas[0].blocks
@@ -453,7 +454,10 @@ class Engine:
                 began, size = time.perf_counter(), self._bytes_of(block_ids)
                 self.runner.write_blocks(data, block_ids, index)
                 if self.disk is not None:
-                    self.disk.costs.host.add(size, time.perf_counter() - began)
+                    counts = tuple(map(len, block_ids))
+                    if counts in self._loads_run:  # else what moves so many may be compiled first
+                        self.disk.costs.host.add(size, time.perf_counter() - began)
+                    self._loads_run.add(counts)
                 self.stats.loaded_blocks += len(plan.block_loads)
                 self.stats.swap_in_bytes += size
         return reads
