@@ -115,7 +115,8 @@ def main(argv: list[str] | None = None) -> int:
             folder = Path(root) / f"{share:g}"
             for tier in [tier for tier in TIERS if tier in args.tiers]:
                 chosen = settings_of(tier, folder, args)
-                llm = jpaged.LLM(params, **sizes | settings | {"num_blocks": pool} | chosen)
+                chosen |= sizes | settings | {"num_blocks": pool}
+                llm = jpaged.LLM(params, **chosen)
                 # Compiles, and measures what a prompt costs: of other texts than the run's.
                 warm = argparse.Namespace(**vars(args) | {"sessions": 1, "turns": 2})
                 converse(llm, warm, seed=1)

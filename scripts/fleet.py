@@ -92,8 +92,8 @@ class Tier:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Of a replica. Tokens that the pool, host memory and files hold; block: of a block; rows: that
-    run at once; batched: tokens of a prefill step.
+    """Sizes of a replica: tokens that its pool, host memory and files hold; of a block; rows that
+    run at once; tokens of a prefill step at most.
     """
 
     pool: int
@@ -137,7 +137,7 @@ class ModelReplica:
         """Return how many tokens of a prompt each tier gives; what is dearer to fetch than to
         compute is not fetched.
         """
-        found, most = dict[str, int](), 0
+        hits, most = dict[str, int](), 0
         times, limit = self.times, asked.prompt - 1
         rates = {"pool": math.inf, "host": times.host_rate, "files": times.disk_rate}
         for tier, rate in rates.items():
@@ -147,14 +147,14 @@ class ModelReplica:
             known -= known % self.sizes.block
             fetch = times.kv_bytes / rate
             if known > most and fetch < times.prefill_token:
-                found[tier], most = known - most, known
-        return found
+                hits[tier], most = known - most, known
+        return hits
 
     def submit(self, asked: Asked, now: float) -> Served:
         """Take a request now."""
         self.settle(now)
-        found, times, rows = self.held(asked), self.times, len(self.ends)
-        cached = sum(found.values())
+        hits, times, rows = self.held(asked), self.times, len(self.ends)
+        cached = sum(hits.values())
         if cached and self.files.most:  # what is used twice is written
             self.files.put(("system", asked.which), asked.system)
             self.files.put(("session", asked.session), asked.before)
@@ -164,13 +164,13 @@ class ModelReplica:
         ):
             self._keep(key, tokens)
         fetch = times.kv_bytes * (
-            found.get("host", 0) / times.host_rate + found.get("files", 0) / times.disk_rate
+            hits.get("host", 0) / times.host_rate + hits.get("files", 0) / times.disk_rate
         )
         left = asked.prompt - cached
         step = times.decode(rows + 1, self.context + asked.prompt)
         chunks = math.ceil(left / self.sizes.batched)
         compute = times.prefill_token * left + times.prefill_step * chunks
-        ready = now + found.get("files", 0) * times.kv_bytes / times.disk_rate
+        ready = now + hits.get("files", 0) * times.kv_bytes / times.disk_rate
         start = max(self.free_at, ready)
         if len(self.ends) >= self.sizes.rows:  # a row must end first
             start = max(
@@ -193,7 +193,7 @@ class ModelReplica:
             self.last[0].whole_s += shared
         tail = left % self.sizes.batched
         served = Served(
-            asked.at, self.index, first - asked.at, whole - asked.at, asked.prompt, found
+            asked.at, self.index, first - asked.at, whole - asked.at, asked.prompt, hits
         )
         begins = first - times.prefill(tail)
         self.last = served, begins, self.sizes.batched - tail
@@ -301,7 +301,7 @@ def simulate(fleet: Fleet) -> dict[str, Any]:
         for i in range(fleet.replicas)
     ]
     router, rng = Router(fleet.router, replicas, fleet.seed), random.Random(fleet.seed + 1)
-    served, counts = list[Served](), Counter[str]()
+    served, counts = dict[tuple[int, int], Served](), Counter[str]()
     dies = math.inf
     if fleet.mtbf_s:
         dies = rng.expovariate(fleet.replicas / fleet.mtbf_s)
@@ -316,8 +316,9 @@ def simulate(fleet: Fleet) -> dict[str, Any]:
         while dies <= asked.at:
             _die(replicas[rng.randrange(fleet.replicas)], dies, fleet, router, served, counts)
             dies += rng.expovariate(fleet.replicas / fleet.mtbf_s)
-        served.append(replicas[router.choose(asked, asked.at)].submit(asked, asked.at))
-    report = figures(served, fleet)
+        took = replicas[router.choose(asked, asked.at)].submit(asked, asked.at)
+        served[asked.session, len(asked.answers)] = took
+    report = figures(list(served.values()), fleet)
     report |= {"deaths": counts["deaths"], "restarted": counts["restarted"]}
     return report | {"simulated_in_s": time.perf_counter() - began}
 
@@ -327,7 +328,7 @@ def _die(
     now: float,
     fleet: Fleet,
     router: Router,
-    served: list[Served],
+    served: dict[tuple[int, int], Served],
     counts: Counter[str],
 ) -> None:
     """End a replica; what ran there begins again elsewhere, and counts once, from its arrival."""
@@ -339,14 +340,9 @@ def _die(
     replica.comes_back = replica.free_at = now + fleet.cold_start_s
     counts["deaths"] += 1
     counts["restarted"] += len(lost)
-    begun = {(asked.at, asked.prompt) for asked in lost}
-    served[:] = (
-        [x for x in served if x.replica != replica.index or (x.at, x.prompt) not in begun]
-        if lost
-        else served
-    )
     for asked in lost:
-        served.append(router.replicas[router.choose(asked, now)].submit(asked, now))
+        again = router.replicas[router.choose(asked, now)].submit(asked, now)
+        served[asked.session, len(asked.answers)] = again
 
 
 def figures(served: list[Served], fleet: Fleet) -> dict[str, Any]:
@@ -354,9 +350,9 @@ def figures(served: list[Served], fleet: Fleet) -> dict[str, Any]:
     served = [x for x in served if x.at >= 0]
     firsts = sorted(x.first_s for x in served)
     tokens = sum(x.prompt for x in served)
-    found = Counter[str]()
+    hits = Counter[str]()
     for x in served:
-        found.update(x.cached)
+        hits.update(x.cached)
     hours = [list[float]() for _ in range(24)]
     for x in served:
         hours[min(int(x.at / fleet.seconds * 24), 23)].append(x.first_s)
@@ -365,8 +361,8 @@ def figures(served: list[Served], fleet: Fleet) -> dict[str, Any]:
     return {
         "requests": len(served),
         "prompt_mean": tokens / max(len(served), 1),
-        "hit_rate": sum(found.values()) / max(tokens, 1),
-        "hits": {tier: found[tier] / max(tokens, 1) for tier in ("pool", "host", "files")},
+        "hit_rate": sum(hits.values()) / max(tokens, 1),
+        "hits": {tier: hits[tier] / max(tokens, 1) for tier in ("pool", "host", "files")},
         "first_p50_s": quantile(firsts, 0.5),
         "first_p90_s": quantile(firsts, 0.9),
         "first_p99_s": quantile(firsts, 0.99),

@@ -110,8 +110,9 @@ class Engine:
         self.in_flight = InFlight(depth, runner, self.stats)
         self.drafter = drafter_of(config)
         self.read_ahead: ReadAhead | None = None  # of the replicas' store, if it has files
+        # What has run, and so is compiled: shapes of steps; loads, by their blocks of each group.
+        self._shapes_run: set[Shape | None] = set()
         self._loads_run: set[tuple[int, ...]] = set()
-        self._shapes_run: set[Shape | None] = set()  # what is not among them may be compiled first
         self.replicas = self._new_replicas(num_replicas)
         blocks = self.replicas[0].blocks
         self.most_tokens = blocks.most_tokens  # of a sequence that a pool could hold alone
@@ -455,7 +456,7 @@ class Engine:
                 self.runner.write_blocks(data, block_ids, index)
                 if self.disk is not None:
                     counts = tuple(map(len, block_ids))
-                    if counts in self._loads_run:  # else what moves so many may be compiled first
+                    if counts in self._loads_run:
                         self.disk.costs.host.add(size, time.perf_counter() - began)
                     self._loads_run.add(counts)
                 self.stats.loaded_blocks += len(plan.block_loads)

@@ -7,7 +7,7 @@ LOOK_AGAIN = 32  # of so many fetches that seem dear one is made: what they cost
 
 
 class Rate:
-    """So much a second, of late."""
+    """How much a second passed, of late."""
 
     def __init__(self) -> None:
         self._amount = self._seconds = 0.0

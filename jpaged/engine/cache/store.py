@@ -38,13 +38,21 @@ class Move(NamedTuple):
 
 class BlockStore(Protocol):
     """Where blocks go that a pool gives up. Its decisions depend on the order of calls alone, so
-    that the processes of one model make the same ones. num_bytes: that blocks may take; used_bytes:
-    that they take.
+    that the processes of one model make the same ones, but where it has files, which one process
+    alone has. keeps: whether `keep` may want anything.
     """
 
-    num_bytes: int
-    used_bytes: int
-    keeps: bool  # whether `keep` may want anything
+    keeps: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of host memory that blocks may take."""
+        ...
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of host memory that they take."""
+        ...
 
     def offer(self, content: Content, group: int) -> Slot | None:
         """Return the slot that a block's data is to be put into; None where the store has it or
