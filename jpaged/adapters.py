@@ -26,6 +26,7 @@ from jpaged.models.lora import EXTRA, Adapter, Pair, Target, extra_of, pairs_of,
 from jpaged.models.served import served_config
 from jpaged.models.trees import to_tree
 from jpaged.models.weight import Change
+from jpaged.runtime.identity import leaves_digest
 from jpaged.types import PyTree
 
 MOST_SLOTS, LEAST_RANK = 16, 8  # of tables that grow: more adapters take turns
@@ -72,7 +73,10 @@ class Adapters:
         parts, served = targets(self.model, EXTRA), targets(self.served, EXTRA)
         data = {part: self._served(pair, parts[part], served[part]) for part, pair in pairs.items()}
         rank = max(pair.rank for pair in pairs.values())
-        return AdapterVersion(name=name, version=next(self._versions), rank=rank, data=data)
+        version = next(self._versions)
+        return AdapterVersion(
+            name=name, version=version, rank=rank, data=data, digest_of=leaves_digest
+        )
 
     def of_call(self, sources: list[PyTree]) -> list[AdapterVersion | None]:
         """Return the version of each tree, folder or None; equal objects are read once."""

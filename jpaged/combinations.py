@@ -555,6 +555,26 @@ def threads_of_an_engine_step_in_one_process(processes: int, has_thread: bool) -
     return None
 
 
+@_rule("prefix_store", "processes")
+def files_are_read_in_one_process(config: EngineConfig, processes: int) -> str | None:
+    """`prefix_store` takes a model in one process: several would have to find the same files at the
+    same moment.
+    """
+    if processes > 1 and config.prefix_store is not None:
+        return f"prefix_store={config.prefix_store!r} over {processes} processes"
+    return None
+
+
+@_rule("prefix_store", "enable_prefix_caching")
+def files_are_for_others_to_find(config: EngineConfig) -> str | None:
+    """`prefix_store` takes `enable_prefix_caching=True`: without it nothing is found that another
+    request has computed.
+    """
+    if config.prefix_store is not None and not config.enable_prefix_caching:
+        return f"prefix_store={config.prefix_store!r}: enable_prefix_caching is off"
+    return None
+
+
 @_rule("speculative.adaptive", "processes")
 def guesses_over_processes_are_not_adaptive(config: EngineConfig, processes: int) -> str | None:
     """A model over several processes takes `"adaptive": False`: adaptive guessing goes by clocks,

@@ -196,7 +196,22 @@ class EngineConfig:
     swap_min_tokens: int = _knob(
         64,
         "batch and memory",
-        "fewer tokens than this are computed again rather than loaded from host memory",
+        "fewer tokens than this are computed again rather than loaded from host memory or files; "
+        "with a prefix_store also what is sooner computed than loaded, unless this is 0",
+        same_answers=KEPT_OR_COMPUTED,
+    )
+    prefix_store: str | None = _knob(
+        None,
+        "batch and memory",
+        "a folder for KV that outlives the process: what the pool gives up, and what is used "
+        "twice, is found there by later processes with the same weights; several may share one",
+        same_answers=KEPT_OR_COMPUTED,
+    )
+    prefix_store_gib: float = _knob(
+        16.0,
+        "batch and memory",
+        "files of prefix_store at most, those of all processes together, GiB; what was used least "
+        "recently goes first",
         same_answers=KEPT_OR_COMPUTED,
     )
     dtype: str | None = _knob(
@@ -397,6 +412,13 @@ class EngineConfig:
             raise ConfigError(f"memory_utilization={share!r}: must be in (0, 1]")
         if not isinstance(swap, int | float) or not 0.0 <= swap < math.inf:
             raise ConfigError(f"swap_space_gib={swap!r}: must be a number of GiB of at least 0")
+        store, most = self.prefix_store, self.prefix_store_gib
+        if isinstance(store, Path):
+            object.__setattr__(self, "prefix_store", str(store))
+        elif store is not None and (not isinstance(store, str) or not store):
+            raise ConfigError(f"prefix_store={store!r}: must be the path of a folder, or None")
+        if not isinstance(most, int | float) or not 0.0 < most < math.inf:
+            raise ConfigError(f"prefix_store_gib={most!r}: must be a number of GiB above 0")
         if not isinstance(self.peer_timeout_s, int | float) or not self.peer_timeout_s > 0:
             raise ConfigError(f"peer_timeout_s={self.peer_timeout_s!r}: must be above 0")
         for name in ("token_buckets", "seq_buckets"):
@@ -494,6 +516,8 @@ class EngineFields(TypedDict, total=False):
     max_n: int
     swap_space_gib: float
     swap_min_tokens: int
+    prefix_store: str | None
+    prefix_store_gib: float
     dtype: str | None
     quantization: Quantization | None
     quantized_activations: Literal["auto", "plain", "int8", "int16"]

@@ -25,6 +25,7 @@ from jpaged.models.quantized import experts_are_plain
 from jpaged.request.inputs import match_adapters
 from jpaged.runtime.compiled_steps import use_compilation_cache
 from jpaged.runtime.footprint import with_rows_beside
+from jpaged.runtime.identity import weights_digest
 from jpaged.runtime.resolve import resolve
 from jpaged.runtime.weights import ServingWeights, as_params, is_deleted, place_params
 from jpaged.served_pool import Pool, Served
@@ -75,6 +76,8 @@ class ServedModel:
         # Of the folders that `accept` has read: bytes of this process's devices, and seconds.
         self._read_bytes, self._read_seconds = 0, 0.0
         self._is_asleep = False
+        self._identity: tuple[int, bytes] | None = None  # of the version of the weights
+        self._identity_s = 0.0  # what it took, of all versions
 
     def accept(self, params: PyTree) -> Params:
         """Return weights of any form, or those of a checkpoint folder, as Params that can be bound;
@@ -144,7 +147,9 @@ class ServedModel:
         if modules is None:
             return False
         self.params = params
-        self.pool.serve(Served(modules, None, self.weights.version))
+        has_files, version = self.pool.config.prefix_store is not None, self.weights.version
+        identity = self._identity_of(params) if has_files else None
+        self.pool.serve(Served(modules, None, version, identity))
         return True
 
     def unbind(self) -> None:
@@ -231,7 +236,9 @@ class ServedModel:
         """Return the version of the weights, what it cost to read and to make, and the adapters'
         versions.
         """
-        read = {"weight_bytes_read": self._read_bytes, "weight_read_s": self._read_seconds}
+        read: Report = {"weight_bytes_read": self._read_bytes, "weight_read_s": self._read_seconds}
+        if self._identity is not None:
+            read["store_identity_s"] = self._identity_s
         return self.weights.report() | read | self.adapters.report()
 
     def _told(self, params: Params) -> Params:
@@ -249,7 +256,20 @@ class ServedModel:
                 raise ConfigError("this model was given a draft model before: pass draft= again")
             self.draft.weights.update(self.draft.params)
             draft = self.draft.modules()
-        return Served(self.weights.modules(params), draft, self.weights.version)
+        modules, version = self.weights.modules(params), self.weights.version
+        has_files = self.pool.config.prefix_store is not None
+        return Served(modules, draft, version, self._identity_of(params) if has_files else None)
+
+    def _identity_of(self, params: Params) -> bytes:
+        """Return what the weights of this version are known by in files."""
+        version = self.weights.version
+        if self._identity is None or self._identity[0] != version:
+            began = time.perf_counter()
+            draft = None if self.draft is None else self.draft.params
+            digest = weights_digest(self.model_config, params, draft)
+            self._identity = version, digest
+            self._identity_s += time.perf_counter() - began
+        return self._identity[1]
 
 
 def _bytes_here(leaf: jax.Array) -> int:

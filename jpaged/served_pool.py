@@ -1,19 +1,26 @@
 """Pool: the KV pool of one model, the runner that holds it and the engine that runs over it."""
 
+import atexit
 import dataclasses
 import functools
 import logging
+import weakref
+from collections.abc import Callable
 
 from jpaged import gpu_share
 from jpaged.config import EngineConfig
+from jpaged.engine.cache.block_files import BlockFiles
+from jpaged.engine.cache.costs import Costs
+from jpaged.engine.cache.disk import Disk
 from jpaged.engine.engine import Engine
 from jpaged.engine.sequence import Request
 from jpaged.engine.types import Report
-from jpaged.errors import CapacityError, ConfigError
+from jpaged.errors import CapacityError, ConfigError, JpagedError
 from jpaged.models.config import ModelConfig
 from jpaged.runtime import memory
 from jpaged.runtime.choices import Choices
 from jpaged.runtime.footprint import plan_pool
+from jpaged.runtime.identity import stored_identity
 from jpaged.runtime.kv_cache import states_a_row
 from jpaged.runtime.memory import LARGEST, MemoryPlan, Needs
 from jpaged.runtime.mesh import Placement
@@ -29,17 +36,21 @@ log = logging.getLogger("jpaged")
 DISPATCHES_IN_FLIGHT = 2
 SMALLER = 0.9  # of the size before it, where an allocator has less in one piece than it said
 TRIES = 5  # sizes; XLA's allocator may wait ten seconds before it gives up one
+FLUSH_S = 30.0  # in which the pool's blocks are written to files at the end
 LEAST_BLOCKS = 8  # of a pool that grows
 CLOSED = "this LLM is closed"
 
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """The serving trees of one moment. version: that of the weights, which cached KV depends on."""
+    """The serving trees of one moment. version: that of the weights, which cached KV depends on.
+    identity: what the weights are known by in files; None where there are none.
+    """
 
     params: PyTree
     draft: DraftOf | None
     version: int
+    identity: bytes | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +104,7 @@ class Pool:
         self.size: Size | None = None  # of the pool that there is
         self._asked: Size | None = None  # what `reserve` has made room for as far as there is any
         self._needs: Needs | None = None  # of compiled steps, once they were asked
+        self._disk: Disk | None = None  # of the config's prefix_store
 
     @property
     def has_engine(self) -> bool:
@@ -131,6 +143,8 @@ class Pool:
         draft = None if served.draft is None else served.draft[1]
         self._runner.serve(served.params, draft, served.version)
         if self._cached_version != served.version:
+            if self._disk is not None:
+                self._engine.identify(self._stored(self._runner, served))
             self._engine.reset_prefix_cache()
             self._cached_version = served.version
 
@@ -142,6 +156,7 @@ class Pool:
         """
         assert self._served is not None, "bind weights first"
         size = size or self._largest(self._served)
+        self._flush_files()
         if self._keeps_memory:
             self._free()
             runner, size = self._allocated(size)
@@ -150,11 +165,53 @@ class Pool:
         if runner.config.strict:
             warmup(runner.compiled)
             runner.seal()
+        stored = None
+        if runner.config.prefix_store is not None:
+            stored, self._disk = self._stored(runner, self._served), self._disk_of(runner)
         self._engine = Engine(
-            runner.config, runner, num_replicas=self._placement.replicas, depth=DISPATCHES_IN_FLIGHT
+            runner.config,
+            runner,
+            num_replicas=self._placement.replicas,
+            depth=DISPATCHES_IN_FLIGHT,
+            disk=self._disk,
+            stored=stored,
         )
         self._runner, self.size = runner, size
         self._cached_version = self._served.version
+
+    def _disk_of(self, runner: Runner) -> Disk:
+        """Return the files of the config's prefix_store; ConfigError where there can be none."""
+        config, codec = runner.config, runner.block_codec()
+        if self._disk is not None:
+            self._disk.codec = codec
+            return self._disk
+        assert config.prefix_store is not None
+        try:
+            files = BlockFiles(config.prefix_store, int(config.prefix_store_gib * 2**30))
+        except (OSError, ImportError) as e:
+            raise ConfigError(
+                f"prefix_store={config.prefix_store!r}: no folder that can be written to: {e}"
+            ) from e
+        self._at_exit = functools.partial(_call, weakref.WeakMethod(self._flush_files))
+        atexit.register(self._at_exit)
+        return Disk(files, codec, Costs())
+
+    def _stored(self, runner: Runner, served: Served) -> bytes:
+        assert served.identity is not None, "the weights have no identity"
+        args = self._placement, self._choices, runner.pools
+        return stored_identity(served.identity, self._model, runner.config, *args)
+
+    def _flush_files(self) -> None:
+        """Write to the prefix store what the pools hold, if there are both."""
+        if self._disk is None or self._engine is None:
+            return
+        try:
+            left = self._engine.flush_files(FLUSH_S)
+        except (RuntimeError, JpagedError):
+            log.exception("prefix_store: what the pool held was not written")
+            return
+        if left:
+            log.warning("prefix_store: %d blocks were not written within %g seconds", left, FLUSH_S)
 
     def _runner_of(self, size: Size) -> Runner:
         """Return a runner over a pool of this size, which is not allocated yet."""
@@ -292,11 +349,17 @@ class Pool:
         """Free the pool and its prefixes, which the next dispatch allocates again; compiled steps
         stay.
         """
+        self._flush_files()
         self.serve(None)
         self._free()
 
     def close(self) -> None:
         """Let go of engine, pool and weights; of no use afterwards."""
+        self._flush_files()
+        if self._disk is not None:
+            self._disk.close()
+            atexit.unregister(self._at_exit)
+            self._disk = None
         self._engine = self._runner = self._served = None
 
     def report(self) -> Report:
@@ -336,6 +399,12 @@ class Pool:
         sizes = [plan.num_blocks, plan.num_states]
         blocks, states = map(least, sizes) if are_many(placement.mesh) else sizes
         return Size(blocks, states if self._has_state else None)
+
+
+def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    """Call a method if its object lives."""
+    if (live := method()) is not None:
+        live()
 
 
 def _report_share(plan: MemoryPlan, config: EngineConfig) -> None:

@@ -846,7 +846,7 @@ class Session:
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
         with self.at_rest():
-            self.pool.engine.reset_prefix_cache()
+            self.pool.engine.reset_prefix_cache(files=True)
 
     def warmup(self, score: ScoreCalls | None, *, use_tqdm: bool) -> float:
         """Compile every step of the table; return the seconds that it took. score: also those of

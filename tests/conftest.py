@@ -86,6 +86,8 @@ HOST_SETTINGS = {
     "enable_prefix_caching": True,
     "swap_space_gib": 0.0,
     "swap_min_tokens": 0,
+    "prefix_store": None,
+    "prefix_store_gib": 1.0,
     "max_n": 1,
     "compilation_cache_dir": None,
     "peer_timeout_s": 1.0,

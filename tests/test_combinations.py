@@ -7,8 +7,10 @@ served in as few engines as hold every pair (a covering array), many settings in
 import dataclasses
 import functools
 import itertools
+import os
 import random
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,7 @@ PLAIN: dict[str, Any] = {
     "num_blocks": 96,
     "max_logprobs": 5,
 }
+STORE = f"{tempfile.gettempdir()}/jpaged-test-{os.getpid()}"  # served pairs share it
 GUESSING = {"num_tokens": 3, "adaptive": False}
 # Values of every field of EngineConfig that differ from PLAIN. Fields that no pair can change are
 # in UNPAIRED.
@@ -58,6 +61,8 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "max_n": (2,),
     "swap_space_gib": (0.01,),
     "swap_min_tokens": (0,),
+    "prefix_store": (STORE,),
+    "prefix_store_gib": (0.01,),
     "dtype": ("bfloat16", "float32"),
     "quantization": ("int8", "int4", "fp8"),
     "quantized_activations": ("plain", "int8"),

@@ -28,6 +28,8 @@ def test_every_field_of_engine_config_is_a_flag() -> None:
         "memory_utilization": 0.5,
         "swap_space_gib": 1.5,
         "compilation_cache_dir": "x",
+        "prefix_store": "y",
+        "prefix_store_gib": 2.5,
     }
     flags, wanted = [], {}
     for field in dataclasses.fields(EngineConfig):

@@ -1,7 +1,8 @@
 """Which adapters lie in the slots of the device's tables, and whose rows need them there."""
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
@@ -9,13 +10,14 @@ from typing import Any
 class AdapterVersion:
     """Holds the weights that were passed under a name, or for one call (None). version: counts all
     of an engine's adapters, so that no two have one. rank: the largest of its pairs. data: the
-    runtime's, on the host.
+    runtime's, on the host. digest_of: returns what names such data in every process, 32 bytes.
     """
 
     name: str | None
     version: int
     rank: int
     data: Any = dataclasses.field(repr=False)
+    digest_of: Callable[[Any], bytes] | None = dataclasses.field(default=None, repr=False)
 
     def __deepcopy__(self, memo: Mapping[int, object]) -> "AdapterVersion":
         return self  # never changed: a snapshot shares it
@@ -24,6 +26,11 @@ class AdapterVersion:
     def salt(self) -> bytes:
         """What cached blocks under it begin with; no caller's salt can hold it."""
         return b"\0" + self.version.to_bytes(8, "little")
+
+    @functools.cached_property
+    def digest(self) -> bytes | None:
+        """What names its weights in every process; None where nothing does."""
+        return None if self.digest_of is None else self.digest_of(self.data)
 
 
 # What is to be written into the tables before a step: slots and what comes there.

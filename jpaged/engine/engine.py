@@ -13,14 +13,18 @@ import dataclasses
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from jpaged.config import EngineConfig
 from jpaged.engine.cache.block_manager import BlockManager
+from jpaged.engine.cache.costs import Costs
+from jpaged.engine.cache.disk import Disk
 from jpaged.engine.cache.kinds import Replay
 from jpaged.engine.cache.prefix_cache import Contents
-from jpaged.engine.cache.store import BlockStore, Move, Slot, make_stores
+from jpaged.engine.cache.read_ahead import ReadAhead
+from jpaged.engine.cache.store import BlockStore, Move, Slot
+from jpaged.engine.cache.tiers import TieredStore, make_stores
 from jpaged.engine.commit import commit
 from jpaged.engine.device import Device
 from jpaged.engine.drafting import Drafter, ModelDrafter, drafter_of
@@ -31,7 +35,7 @@ from jpaged.engine.policy import Router
 from jpaged.engine.routes import chosen_experts
 from jpaged.engine.scheduler import Scheduler, schedule, schedule_drafts, should_wait_for_tokens
 from jpaged.engine.sequence import Request, Sequence, Status
-from jpaged.engine.shapes import choose_shapes, common_shapes
+from jpaged.engine.shapes import Shape, choose_shapes, common_shapes
 from jpaged.engine.stats import Stats
 from jpaged.engine.types import BlockData, BlocksHandle, Report, StepHandle
 from jpaged.errors import RequestError
@@ -48,6 +52,9 @@ class EngineState:
     blocks: list[list[list[BlockData]]]
 
 
+FLUSHED_AT_ONCE = 64  # blocks that are on their way from a pool to files
+
+
 class Read(NamedTuple):
     """Blocks of one replica on their way to its store. handle: see Device.read_blocks."""
 
@@ -59,7 +66,8 @@ class Read(NamedTuple):
 @dataclasses.dataclass
 class Dispatched:
     """A step, of a plan for each replica. whole: the plans as one. rows: of a draw that waits for
-    its masks, None where nothing waits. reads: of blocks that left the pools before it.
+    its masks, None where nothing waits. reads: of blocks that left the pools before it. num_shapes:
+    how many shapes had run before it.
     """
 
     plans: list[Plan]
@@ -68,6 +76,7 @@ class Dispatched:
     started: float
     rows: int | None
     reads: list[Read]
+    num_shapes: int
 
 
 class Engine:
@@ -75,19 +84,35 @@ class Engine:
 
     config: resolved, with num_blocks; that of each replica, but for swap_space_gib, which they
     share. depth: dispatches in flight; with 2 the next one goes out before the last one's tokens
-    are read.
+    are read. disk: files of blocks, by the identity of the weights and of all else that KV depends
+    on, which is `stored`; None where there are none.
     """
 
     def __init__(
-        self, config: EngineConfig, runner: Device, *, num_replicas: int = 1, depth: int = 1
+        self,
+        config: EngineConfig,
+        runner: Device,
+        *,
+        num_replicas: int = 1,
+        depth: int = 1,
+        disk: Disk | None = None,
+        stored: bytes | None = None,
     ):
         self.config = config
+        self.disk, self._stored = disk, stored
+        if disk is not None:
+            assert stored is not None, "files need an identity"
+            disk.identity = stored.hex()
         self.runner = runner
         self.identity = object()  # what its snapshots are known by
         self.requests: dict[str, Request] = {}  # the unfinished ones, in order of arrival
         self.stats = Stats()
         self.in_flight = InFlight(depth, runner, self.stats)
         self.drafter = drafter_of(config)
+        self.read_ahead: ReadAhead | None = None  # of the replicas' store, if it has files
+        # What has run, and so is compiled: shapes of steps; loads, by their blocks of each group.
+        self._shapes_run: set[Shape | None] = set()
+        self._loads_run: set[tuple[int, ...]] = set()
         self.replicas = self._new_replicas(num_replicas)
         blocks = self.replicas[0].blocks
         self.most_tokens = blocks.most_tokens  # of a sequence that a pool could hold alone
@@ -112,11 +137,14 @@ class Engine:
                 request.hide(next(self._secrets))
             replica = self._router.place(request)
             queues = self.replicas[replica].queues
-            for seq in request.sequences:
-                if seq.status is not Status.FINISHED:
-                    queues.waiting.add(seq)
             if request.is_finished:  # every sample had ended before
                 queues.finished.append(request.sequences[0])
+            elif self.read_ahead is None or not self.read_ahead.begin(
+                request, replica, queues.blocks.cache
+            ):
+                for seq in request.sequences:
+                    if seq.status is not Status.FINISHED:
+                        queues.waiting.add(seq)
 
     def abort(self, request_id: str) -> Request | None:
         """End an unfinished request as "abort"; returns it, None where there is none of that id."""
@@ -135,6 +163,8 @@ class Engine:
         if not self.holds(request):
             return
         with self._consistent():
+            if self.read_ahead is not None:
+                self.read_ahead.remove(request)
             queues = self.replicas[self._router.replica_of(request)].queues
             for seq in request.sequences:
                 if seq.status is not Status.FINISHED:  # else it ended in a step that failed
@@ -160,6 +190,9 @@ class Engine:
         """
         with self._consistent():
             started = time.perf_counter()
+            if self.read_ahead is not None:
+                self._queue_read(self.read_ahead.take_ready() if self.read_ahead else ())
+                self.read_ahead.release_running()
             if self.drafter is not None:
                 self._prepare_drafts(self.drafter, started)
             plans = self._plan()
@@ -167,16 +200,21 @@ class Engine:
                 (whole, batch), reads = self._pack(plans), self._start_moves(plans)
                 blocks_in_use = sum([r.blocks.num_used for r in self.replicas])
                 self.stats.count(whole, batch, blocks_in_use)
+                num_shapes = len(self._shapes_run)
+                if self.disk is not None:
+                    self._shapes_run.update((batch.bucket, batch.sample))
                 handle, rows = self.runner.dispatch(batch), None
                 if batch.sample is not None:
                     if batch.sample.masked:
                         rows = batch.sample.rows
                     else:
                         handle = self.runner.draw(handle)
-                step = Dispatched(plans, whole, handle, started, rows, reads)
+                step = Dispatched(plans, whole, handle, started, rows, reads, num_shapes)
                 self.in_flight.steps.append(step)
             elif self.in_flight.steps:
                 self._commit_oldest(started)
+            elif self.read_ahead:
+                self.read_ahead.wait()
             while self.in_flight.is_full:
                 self._commit_oldest(started)
             self.in_flight.draw_oldest(self.replicas)
@@ -189,6 +227,8 @@ class Engine:
         self._is_broken = True
         self.in_flight.steps.clear()
         self.runner.recover()
+        if self.read_ahead is not None:
+            self.read_ahead.clear()
         self.replicas = self._new_replicas(len(self.replicas))
         for request in self._ended:  # an interrupt may have fallen before they were forgotten
             self.requests.pop(request.request_id, None)
@@ -219,6 +259,8 @@ class Engine:
         """Return what is queued and running, as a value; steps in flight are waited for first."""
         with self._consistent():
             self._drain(time.perf_counter())
+            if self.read_ahead is not None:
+                self._queue_read(self.read_ahead.take_all())
             for index, replica in enumerate(self.replicas):
                 if replica.blocks.of_experts is not None:
                     self._read_experts(index, replica.queues.finished)
@@ -247,7 +289,10 @@ class Engine:
         with self._consistent():
             self.in_flight.steps.clear()
             self._ended.clear()
+            if self.read_ahead is not None:
+                self.read_ahead.clear()
             self.requests, self.replicas = copy.deepcopy((state.requests, state.replicas))
+            self._read_through(self.replicas)
             self._router.restore(self.requests.values(), state.placed)
             for index, replica in enumerate(self.replicas):
                 replica.queues.preemptions = self.stats.preemptions
@@ -257,12 +302,61 @@ class Engine:
                 replica.queues.adapters.load_again()
                 self.runner.write_blocks(state.blocks[index], state.block_ids[index], index)
 
-    def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix, on the device and in the store."""
+    def reset_prefix_cache(self, *, files: bool = False) -> None:
+        """Forget every cached prefix, on the device and in host memory. files: in files too, for
+        all processes that would find it.
+        """
+        if files and self.disk is not None:
+            self.disk.forget()
         for replica in self.replicas:
             replica.blocks.cache.reset()
             # The adapters' tables may be gone, as the weights are.
             replica.queues.adapters.load_again()
+
+    def identify(self, stored: bytes | None) -> None:
+        """Write and find blocks in files under this identity once the prefix cache was reset."""
+        if self.disk is not None:
+            assert stored is not None, "files need an identity"
+            self._stored, self.disk.identity = stored, stored.hex()
+            for replica in self.replicas:
+                replica.blocks.cache.contents.stored = stored
+
+    def flush_files(self, seconds: float) -> int:
+        """Write what the pools and host memory hold to files, what was used last first, for at most
+        so long. Return how many blocks were left out for want of time.
+        """
+        if self.disk is None:
+            return 0
+        until, now, left = time.monotonic() + seconds, time.time(), 0
+        with self._consistent():
+            self._drain(time.perf_counter())
+            for index, replica in enumerate(self.replicas):
+                traffic = replica.blocks.traffic
+                assert traffic is not None and isinstance(traffic.store, TieredStore)
+                if index == 0 or traffic.store is not self._store_of(0):
+                    traffic.store.flush_host()
+                wanted = list(replica.blocks.latest_first())
+                for first in range(0, len(wanted), FLUSHED_AT_ONCE):
+                    part = wanted[first : first + FLUSHED_AT_ONCE]
+                    if time.monotonic() > until:
+                        left += len(part)
+                        continue
+                    kept = [
+                        Move(slot, block_id)
+                        for content, group, block_id in part
+                        if (slot := traffic.store.keep(content, group)) is not None
+                    ]
+                    if not kept:
+                        continue
+                    slots, block_ids = self._by_group(tuple(kept))
+                    blocks = self.runner.fetch_blocks(self.runner.read_blocks(block_ids, index))
+                    for slots_of_group, blocks_of_group in zip(slots, blocks, strict=True):
+                        for slot, data in zip(slots_of_group, blocks_of_group, strict=True):
+                            now -= 1e-6
+                            traffic.store.put_flushed(slot, data, now)
+        if not self.disk.flush(max(until - time.monotonic(), 1.0)):
+            left += 1
+        return left
 
     def drain(self) -> list[Request]:
         """Wait for the steps in flight; return the requests that ended."""
@@ -295,10 +389,20 @@ class Engine:
         block_bytes = sum(size.block_bytes for size in self.runner.kv_groups)
         traffic = (replica.blocks.traffic for replica in self.replicas)
         stores = {id(kept.store): kept.store for kept in traffic if kept is not None}.values()
+        if self.disk is not None and self.read_ahead is not None:
+            costs = self.disk.costs.report()
+            totals |= self.disk.report() | self.read_ahead.report() | costs
         return totals | {
             "host_blocks": sum(store.num_bytes for store in stores) // block_bytes,
             "host_blocks_in_use": -(-sum(store.used_bytes for store in stores) // block_bytes),
         }
+
+    def _queue_read(self, ready: Iterable[tuple[Request, int]]) -> None:
+        """Queue requests that wait for files no longer. ready: with their replicas."""
+        for request, replica in ready:
+            for seq in request.sequences:
+                if seq.status is not Status.FINISHED:
+                    self.replicas[replica].queues.waiting.add(seq)
 
     def _prepare_drafts(self, drafter: Drafter, started: float) -> None:
         """Commit the steps in flight if drafting would pay once their tokens are known, and have
@@ -348,9 +452,15 @@ class Engine:
                 store = self._store_of(index)
                 slots, block_ids = self._by_group(plan.block_loads)
                 data = [[store.get(slot) for slot in slots_of_group] for slots_of_group in slots]
+                began, size = time.perf_counter(), self._bytes_of(block_ids)
                 self.runner.write_blocks(data, block_ids, index)
+                if self.disk is not None:
+                    counts = tuple(map(len, block_ids))
+                    if counts in self._loads_run:
+                        self.disk.costs.host.add(size, time.perf_counter() - began)
+                    self._loads_run.add(counts)
                 self.stats.loaded_blocks += len(plan.block_loads)
-                self.stats.swap_in_bytes += self._bytes_of(block_ids)
+                self.stats.swap_in_bytes += size
         return reads
 
     def _start_read(self, replica: int, moves: tuple[Move, ...]) -> Read:
@@ -434,6 +544,14 @@ class Engine:
         )
         if self.drafter is not None:
             self.drafter.observe(oldest.whole, *took)
+        if self.disk is not None:
+            self._measure(self.disk.costs, oldest, took[0])
+
+    def _measure(self, costs: Costs, step: Dispatched, seconds: float) -> None:
+        """Count what computing a prompt costs, unless steps may have been compiled meanwhile."""
+        is_prompt = step.whole.phase == "prefill" and not step.whole.verifies
+        if is_prompt and step.num_shapes == len(self._shapes_run):
+            costs.prefill.add(step.whole.num_tokens, seconds)
 
     def _take_ended(self) -> list[Request]:
         """Return the requests that ended since the last call."""
@@ -461,10 +579,22 @@ class Engine:
         """
         config, runner = self.config, self.runner
         dtype = config.kv_cache_dtype or config.dtype
-        contents = Contents(f"{dtype} in blocks of {config.block_size}")
+        contents = Contents(f"{dtype} in blocks of {config.block_size}", self._stored)
         num_stores = 1 if runner.shares_blocks else count
-        stores = make_stores(config, num_stores, [size.block_bytes for size in runner.kv_groups])
-        return tuple(self._new_replica(contents, stores[i % num_stores]) for i in range(count))
+        sizes = [size.block_bytes for size in runner.kv_groups]
+        stores = make_stores(config, num_stores, sizes, self.disk)
+        new = tuple(self._new_replica(contents, stores[i % num_stores]) for i in range(count))
+        self._read_through(new)
+        return new
+
+    def _read_through(self, replicas: tuple[Scheduler, ...]) -> None:
+        """Have what is read from files come to these replicas' store."""
+        traffic = replicas[0].blocks.traffic
+        if self.disk is not None and traffic is not None:
+            assert isinstance(traffic.store, TieredStore), "files are read through host memory"
+            if self.read_ahead is None:
+                self.read_ahead = ReadAhead(traffic.store, self.disk.costs)
+            self.read_ahead.store = traffic.store
 
     def _new_replica(self, contents: Contents, store: BlockStore | None) -> Scheduler:
         config = self.config
@@ -475,6 +605,7 @@ class Engine:
             contents=contents,
             store=store,
             min_loaded=config.swap_min_tokens,
+            costs=None if self.disk is None else self.disk.costs,
         )
         return Scheduler(
             blocks,

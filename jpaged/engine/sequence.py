@@ -55,6 +55,7 @@ class Sequence:
         # what the caller asked for
         *("request", "request_id", "origin", "sampling_params", "key", "index", "salt", "adapter"),
         "spans",
+        "named_salt",
         *("priority", "sampler", "eos_ids", "stop_ids"),
         *("prompt_len", "scoring", "end", "text", "structured", "waits_for_host", "controls"),
         *("ahead", "num_masked"),
@@ -101,6 +102,7 @@ class Sequence:
         self.sampler: Literal["plain", "filtered", "full"] = sampling_params.sampler
         self.adapter = adapter
         self.spans = spans  # the embeddings in place of tokens of its prompt; None: there are none
+        self.named_salt = salt
         # Cached blocks are shared under one salt and one version of an adapter only.
         self.salt = b"" if salt is None else salt.encode()
         self.salt += b"" if adapter is None else adapter.salt
@@ -200,6 +202,23 @@ class Sequence:
         if self.spans is not None:
             tokens += self.spans.block_bytes(start, past)
         return tokens if i else self.salt + tokens
+
+    def stored_bytes(self, size: int) -> bytes | None:
+        """Return what its first block is of, in a form that means the same in every process; None
+        where no other process may find it. size: tokens a block.
+        """
+        adapter, scoring = self.adapter, self.scoring
+        own_salt = b"" if self.named_salt is None else self.named_salt.encode()
+        salt = own_salt + (b"" if adapter is None else adapter.salt)
+        if self.salt != salt + (b"" if scoring is None else scoring.salt):
+            return None  # it shares with no other request
+        changes = b"" if adapter is None else adapter.digest
+        if changes is None:
+            return None
+        parts = (own_salt, changes, b"" if scoring is None else scoring.salt)
+        sizes = array("q", map(len, parts)).tobytes()
+        spans = b"" if self.spans is None else self.spans.block_bytes(0, size)
+        return sizes + b"".join(parts) + array("i", self.token_ids[:size]).tobytes() + spans
 
     def run(
         self, *, device_row: int, adapter_slot: int | None, num_computed: int, fill: int

@@ -449,7 +449,8 @@ def state_bytes(model: ModelConfig, config: EngineConfig, moved: int) -> int:
     before each of two steps in flight, and back. moved: bytes of the blocks of one move.
     """
     rows = 4 * config.num_rows * (2 + model.vocab_size)
-    moving = 3 * moved if config.swap_space_gib else 0
+    has_store = config.swap_space_gib or config.prefix_store is not None
+    moving = 3 * moved if has_store else 0
     return rows + moving
 
 

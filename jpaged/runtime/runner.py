@@ -28,6 +28,7 @@ from jpaged.models.forward import Forward
 from jpaged.models.head_modules import Head
 from jpaged.runtime import kv_cache
 from jpaged.runtime.adapter_tables import AdapterTables
+from jpaged.runtime.block_bytes import BlockBytes
 from jpaged.runtime.choices import Choices, activations_of, choose, layer_kernels
 from jpaged.runtime.compiled_steps import CompiledSteps
 from jpaged.runtime.device_state import COUNTS_CHUNK, DeviceState, RowState
@@ -367,6 +368,10 @@ class Runner:
                 whole = join(whole, part.array, self.transfers.put_whole(place))
                 count += part.rows
         return whole
+
+    def block_codec(self) -> BlockBytes:
+        """Return what makes bytes of the blocks that fetch_blocks gives, and blocks of bytes."""
+        return BlockBytes(self.pools, self.transfers.shares_a_block)
 
     @property
     def shares_blocks(self) -> bool:

@@ -102,7 +102,7 @@ def warmup(
     jobs: list[Any] = [functools.partial(steps.__getitem__, bucket) for bucket in reversed(table)]
     for group, pool in enumerate(steps.setting.pools):
         moves: tuple[Literal["read_blocks", "write_blocks"], ...] = ()
-        if config.swap_space_gib:
+        if config.swap_space_gib or config.prefix_store is not None:
             moves = ("read_blocks", "write_blocks")
         elif pool.size.experts:  # read when a sequence ends
             moves = ("read_blocks",)

@@ -79,6 +79,11 @@ class Transfers:
             return np.asarray(array)
 
     @property
+    def shares_a_block(self) -> int | None:
+        """In how many shares of devices a block moves; None where it moves whole."""
+        return None if self._moves_whole else self.placement.axis_size
+
+    @property
     def shares_blocks(self) -> bool:
         """Whether put_blocks takes for any replica what get_blocks gave of another. Over processes
         it does not: a replica's shares are with the processes that have its devices.

@@ -12,8 +12,10 @@ import pytest
 from jpaged.config import EngineConfig
 from jpaged.engine.cache.block_manager import BlockManager
 from jpaged.engine.cache.content import Content
+from jpaged.engine.cache.disk import Disk
 from jpaged.engine.cache.prefix_cache import Contents
 from jpaged.engine.cache.store import BlockStore, HostStore
+from jpaged.engine.cache.tiers import TieredStore
 from jpaged.engine.drafting import Drafter, can_draft
 from jpaged.engine.engine import Engine
 from jpaged.engine.plan import Phase, Plan, PlanEntry
@@ -96,6 +98,11 @@ def check_search(host: "Host", search: BeamSearch) -> None:
                 f"{search!r} has other beams"
             )
             assert [h.score for h in found] == pytest.approx([score for _, score in want])
+
+
+def identity(era: int) -> bytes:
+    """What stands in files for the weights of an era."""
+    return bytes([era]) * 32
 
 
 KV_OF: weakref.WeakKeyDictionary[Content, list[int]] = weakref.WeakKeyDictionary()
@@ -201,8 +208,10 @@ class Host:
         depth: int = 1,
         windows: tuple[Window, ...] = (None,),
         windowed_blocks: int | None = None,
+        disk: Disk | None = None,
         **settings: Any,
     ):
+        """disk: of MockBytes. It outlives the engine."""
         self.windows = windows
         sizes: dict[str, Any] = {
             "block_size": 4,
@@ -213,7 +222,9 @@ class Host:
         config = EngineConfig(**{**sizes, "max_model_len": 128, "max_logprobs": 3, **settings})
         self.config = config.resolve(MODEL)
         self.runner = MockRunner(self.config, windows, windowed_blocks)
-        self.engine = CheckedEngine(self.config, self.runner, depth=depth)
+        self.engine = CheckedEngine(
+            self.config, self.runner, depth=depth, disk=disk, stored=identity(0) if disk else None
+        )
         if isinstance(self.engine.drafter, Oracle):
             self.engine.drafter.windows = windows
         self.era = 0  # of the last reset: what was written before it must not be found
@@ -233,6 +244,8 @@ class Host:
         traffic = self.blocks.traffic
         if traffic is None:
             return None
+        if isinstance(traffic.store, TieredStore):
+            return traffic.store.host
         assert isinstance(traffic.store, HostStore)
         return traffic.store
 
@@ -343,10 +356,24 @@ class Host:
                 if block_id not in group.unwritten:
                     self._check_data(content, at, runner._get(at, block_id))
         if traffic is not None:
-            assert isinstance(traffic.store, HostStore)
-            for slot in traffic.store:
+            store = traffic.store
+            if isinstance(store, TieredStore):
+                self._check_tiers(store)
+                store = store.host
+            assert isinstance(store, HostStore)
+            for slot in store:
                 if slot.data is not None:
                     self._check_data(slot.content, slot.group, slot.data)
+
+    def _check_tiers(self, store: TieredStore) -> None:
+        """What was read from files, and what is being written, is of its content."""
+        for (content, group), reading in store._read.items():
+            assert (reading.slot.content, reading.slot.group) == (content, group)
+            if reading.slot.data is not None:
+                self._check_data(content, group, reading.slot.data)
+        for replica in self.engine.replicas:
+            for move in (*replica.blocks.traffic.loads.values(),) if replica.blocks.traffic else ():
+                self._check_data(move.slot.content, move.slot.group, store.get(move.slot))
 
     def _check_recomputed(self, replica: Scheduler, runner: MockRunner) -> None:
         """What running rows read of groups without a window is of the weights since which all KV is
@@ -369,9 +396,10 @@ class Host:
         assert min(eras) >= self.era, "a block is found and is from before the reset"
 
     def reset(self) -> None:
-        self.engine.reset_prefix_cache()
         self.runner.era += 1
         self.era = self.runner.era
+        self.engine.identify(identity(self.era))
+        self.engine.reset_prefix_cache()
 
     def renew(self, *, recompute: bool) -> list[Request]:
         """New weights under what runs; returns the requests that the steps in flight have ended."""

@@ -543,6 +543,24 @@ class MockRunner:
             raise RuntimeError(f"{method} fails")
 
 
+class MockBytes:
+    """The BlockCodec of a MockRunner's blocks: the KV, then the eras."""
+
+    def __init__(self, config: EngineConfig, windows: tuple[Window, ...] = (None,)):
+        self._slots = [1 if window == "state" else config.block_size for window in windows]
+
+    def stored_bytes(self, group: int) -> int:
+        return 16 * self._slots[group]
+
+    def block_to_bytes(self, group: int, data: Data) -> list[memoryview]:
+        assert [len(part) for part in data] == [self._slots[group]] * 2
+        return [memoryview(np.array(part, np.int64)) for part in data]
+
+    def block_from_bytes(self, group: int, raw: Any) -> Data:
+        values, eras = np.frombuffer(raw, np.int64).reshape(2, -1).tolist()
+        return values, eras
+
+
 class MockReplicas:
     """A device of several replicas: a MockRunner for each, which gets its part of every step."""
 

@@ -71,6 +71,8 @@ SETTINGS: dict[str, tuple[list[str], Any]] = {
     "max_n": (["--max-n", "4"], 4),
     "swap_space_gib": (["--swap-space-gib", "1.5"], 1.5),
     "swap_min_tokens": (["--swap-min-tokens", "0"], 0),
+    "prefix_store": (["--prefix-store", "some/folder"], "some/folder"),
+    "prefix_store_gib": (["--prefix-store-gib", "2.5"], 2.5),
     "dtype": (["--dtype", "float32"], "float32"),
     "quantization": (["--quantization", "int8"], "int8"),
     "quantized_activations": (["--quantized-activations", "int16"], "int16"),

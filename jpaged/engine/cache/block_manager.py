@@ -16,9 +16,12 @@ whoever writes one that has other owners copies it first. Blocks that the window
 left are given back while their sequence runs.
 """
 
+import itertools
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
+from jpaged.engine.cache.content import Content
+from jpaged.engine.cache.costs import Costs
 from jpaged.engine.cache.kinds import GONE, Copies, GroupSize, Replay, kind_of
 from jpaged.engine.cache.prefix_cache import Contents, Match, PrefixCache
 from jpaged.engine.cache.store import BlockStore, Move, Traffic
@@ -32,7 +35,7 @@ class BlockManager:
     sizes: of the groups. block_size: P, tokens a block. cache: what finds the blocks again.
     windowed: places of the groups with a window. can_rewind: whether a row may go on from an
     earlier token than its last. most_tokens: as far as a sequence that is alone can grow. contents,
-    store: shared with other replicas; min_loaded: see PrefixCache.
+    store: shared with other replicas; min_loaded, costs: see PrefixCache.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class BlockManager:
         contents: Contents | None = None,
         store: BlockStore | None = None,
         min_loaded: int = 0,
+        costs: Costs | None = None,
     ):
         self.block_size = block_size
         self.traffic = None if store is None else Traffic(store)
@@ -58,6 +62,7 @@ class BlockManager:
             is_on=enable_prefix_caching,
             store=store,
             min_loaded=min_loaded,
+            costs=costs,
         )
         self.windowed = tuple(i for i, g in enumerate(self.groups) if g.window is not None)
         self.num_blocks = sum([group.num_blocks for group in self.groups])
@@ -71,6 +76,16 @@ class BlockManager:
     @property
     def num_used(self) -> int:
         return sum([group.num_blocks - len(group.free) for group in self.groups])
+
+    def latest_first(self) -> Iterator[tuple[Content, int, int]]:
+        """Yield what the pools hold that can be found, with its group and block, the groups in
+        turn: what is in use, and then what was freed last.
+        """
+        held = [group.latest_first() for group in self.groups]
+        for blocks in itertools.zip_longest(*held):
+            for at, block in enumerate(blocks):
+                if block is not None and block.content is not None:
+                    yield block.content, at, block.id
 
     def in_use(self) -> list[list[int]]:
         """Return the ids of the blocks that somebody owns, by group."""

@@ -155,15 +155,28 @@ class CacheKind:
             del self.cached[block.content]
         block.content = None
 
+    def latest_first(self) -> list[Block]:
+        """Return the blocks that can be found: those in use, then the others, freed last first."""
+        used = [block.id for block in self.blocks if block.ref_count]
+        held = [self.blocks[block_id] for block_id in (*used, *reversed(self.free))]
+        return [
+            block
+            for block in held
+            if block.content is not None
+            and self.cached.get(block.content) == block.id
+            and block.id not in self.unwritten
+        ]
+
     # Tables
 
-    def matched(self, content: Content) -> int | Slot | None:
-        """Return the block that holds a content, else the slot of the store that does, else
-        None.
+    def matched(self, content: Content, *, in_files: bool = False) -> int | Slot | None:
+        """Return the block that holds a content, else the slot of the store that does, else None.
+        in_files: also one of a file that is still to be read.
         """
         block_id = self.cached.get(content)
         if block_id is None and self.traffic is not None:
-            return self.traffic.store.find(content, self.index)
+            store = self.traffic.store
+            return (store.locate if in_files else store.find)(content, self.index)
         return block_id
 
     def first_seen(self, position: int) -> int:
@@ -188,6 +201,10 @@ class CacheKind:
         for block_id in start:
             if block_id >= 0:
                 self.share(block_id)
+        if self.traffic is not None and self.traffic.store.keeps:
+            for i, block_id in enumerate(start):
+                if block_id >= 0 and block_id not in self.unwritten:
+                    self.traffic.keep(self.index, block_id, contents[i])
         table = array("i", start)
         for i, slot in slots.items():
             assert start[i] == LOAD and self.traffic is not None
@@ -341,13 +358,13 @@ class State(CacheKind):
             del self.passed[last]
             self.free.move_to_end(last)
 
-    def matched(self, content: Content) -> int | Slot | None:
+    def matched(self, content: Content, *, in_files: bool = False) -> int | Slot | None:
         # Rows of one step read their states before any of them writes: what this plan's step is to
         # leave is for later plans.
         block_id = self.cached.get(content)
         if block_id in self.unwritten and not self._is_loaded(block_id):
             return None
-        return super().matched(content)
+        return super().matched(content, in_files=in_files)
 
     def _is_loaded(self, block_id: int) -> bool:
         return self.traffic is not None and (self.index, block_id) in self.traffic.loads

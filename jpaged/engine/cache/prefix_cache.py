@@ -2,12 +2,14 @@
 By chained hashes, then by what was hashed.
 """
 
+import hashlib
 import weakref
 from typing import NamedTuple
 
 import xxhash
 
 from jpaged.engine.cache.content import Content
+from jpaged.engine.cache.costs import Costs
 from jpaged.engine.cache.kinds import GONE, LOAD, CacheKind
 from jpaged.engine.cache.store import BlockStore, Slot
 from jpaged.engine.sequence import Sequence
@@ -40,7 +42,8 @@ class PrefixCache:
     """The closed blocks of all groups, by content. With is_on=False nothing is closed or found.
 
     store: has what the groups have given up; None where nothing does. min_loaded: tokens that a
-    load from it must save; fewer are computed again.
+    load from it must save; fewer are computed again. costs: what a load must not exceed; None, or a
+    min_loaded of 0, loads whatever is there.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class PrefixCache:
         is_on: bool = True,
         store: BlockStore | None = None,
         min_loaded: int = 0,
+        costs: Costs | None = None,
     ):
         self.groups = groups
         self.has_windows = any(group.window is not None for group in groups)
@@ -60,10 +64,19 @@ class PrefixCache:
         self.is_on = is_on
         self.store = store
         self.min_loaded = min_loaded
+        self.costs = costs
 
-    def match(self, seq: Sequence, most: int | None = None) -> Match:
+    def match(
+        self,
+        seq: Sequence,
+        most: int | None = None,
+        *,
+        in_files: bool = False,
+        queued_bytes: int = 0,
+    ) -> Match:
         """Return the longest cached prefix. most: tokens of it at most; at least the sequence's
-        last token is left to compute.
+        last token is left to compute. in_files: also what the store has in files alone, in slots
+        whose data is still to be read; queued_bytes: what is read before them.
 
         A first miss ends the search. A hit needs equal tokens after equal ones, and of each group
         what the next token reads.
@@ -77,8 +90,10 @@ class PrefixCache:
         for i in range(limit // size if self.is_on else 0):
             content = self.contents.find(seq, i, size, parent)
             if content is None:
-                break
-            matched = [group.matched(content) for group in self.groups]
+                if not in_files:
+                    break
+                content = self.contents.take(seq, i, size, parent)
+            matched = [group.matched(content, in_files=in_files) for group in self.groups]
             pairs = zip(matched, self.groups, strict=True)
             if [group for x, group in pairs if x is None and group.window is None]:
                 break
@@ -92,8 +107,17 @@ class PrefixCache:
         if self.store is None or not whole.num_loaded:
             return whole
         here = self._cut(contents, self._on_device(tables), tuple({} for _ in slots), num_known)
-        if (whole.num_blocks - here.num_blocks) * size < self.min_loaded:
+        saved = (whole.num_blocks - here.num_blocks) * size
+        if saved < self.min_loaded:
             return here
+        if self.costs is not None and self.min_loaded:
+            loaded = [slot for slots_of_group in whole.slots for slot in slots_of_group.values()]
+            sizes = [self.groups[slot.group].block_bytes for slot in loaded]
+            read = [x for x, slot in zip(sizes, loaded, strict=True) if slot.data is None]
+            if not self.costs.is_worth(
+                saved, disk_bytes=sum(read), host_bytes=sum(sizes), queued_bytes=queued_bytes
+            ):
+                return here
         self.store.touch(whole.contents)
         return whole
 
@@ -188,11 +212,12 @@ class Contents:
     """The contents that a block, a stored block or a later content still names, by hash.
 
     All replicas of an engine share one, and so one store. identity: what KV depends on beside the
-    tokens, the version of the weights apart: its dtype and block size.
+    tokens, the version of the weights apart: its dtype and block size. stored: what stands in files
+    for all of that and the weights, 32 bytes; None where contents are to be in no file.
     """
 
-    def __init__(self, identity: str = ""):
-        self.identity = identity
+    def __init__(self, identity: str = "", stored: bytes | None = None):
+        self.identity, self.stored = identity, stored
         self.generation = 0  # of the weights that later KV is computed with
         self._known: weakref.WeakValueDictionary[int, Content] = weakref.WeakValueDictionary()
         self.root = self._new_root()
@@ -216,12 +241,19 @@ class Contents:
         """Return the content of a sequence's block after its parent, which is known from now on."""
         content = self.find(seq, i, size, parent)
         if content is None:
-            key = chain_hash(seq, i, size)
-            content = self._known[key] = Content(key, seq.block_bytes(i, size), parent)
+            key, ids = chain_hash(seq, i, size), seq.block_bytes(i, size)
+            if parent.digest is None:
+                content = Content(key, ids, parent)
+            else:
+                stored = seq.stored_bytes(size) if i == 0 else ids
+                name = None if stored is None else stored_digest(parent.digest, stored)
+                content = Content(key, ids, parent, digest=name, stored_ids=stored or b"")
+            self._known[key] = content
         return content
 
     def _new_root(self) -> Content:
-        return Content(None, f"{self.identity} weights {self.generation}".encode(), None)
+        ids = f"{self.identity} weights {self.generation}".encode()
+        return Content(None, ids, None, digest=self.stored)
 
 
 def chain_hash(seq: Sequence, i: int, size: int) -> int:
@@ -233,6 +265,13 @@ def chain_hash(seq: Sequence, i: int, size: int) -> int:
         before = seq.hashes[j - 1] if j else None
         seq.hashes.append(digest(before, seq.block_bytes(j, size)))
     return seq.hashes[i]
+
+
+def stored_digest(parent: bytes, stored_ids: bytes) -> bytes:
+    """Return what names a content in files: blake2b of its parent's name and of what it is of. No
+    two contents have one, so it stands for the whole chain.
+    """
+    return hashlib.blake2b(parent + stored_ids, digest_size=32).digest()
 
 
 def digest(previous: int | None, token_ids: bytes) -> int:

@@ -11,7 +11,6 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Protocol
 
-from jpaged.config import EngineConfig
 from jpaged.engine.cache.content import Content
 from jpaged.engine.types import BlockData
 
@@ -39,16 +38,31 @@ class Move(NamedTuple):
 
 class BlockStore(Protocol):
     """Where blocks go that a pool gives up. Its decisions depend on the order of calls alone, so
-    that the processes of one model make the same ones. num_bytes: that blocks may take; used_bytes:
-    that they take.
+    that the processes of one model make the same ones, but where it has files, which one process
+    alone has. keeps: whether `keep` may want anything.
     """
 
-    num_bytes: int
-    used_bytes: int
+    keeps: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of host memory that blocks may take."""
+        ...
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of host memory that they take."""
+        ...
 
     def offer(self, content: Content, group: int) -> Slot | None:
         """Return the slot that a block's data is to be put into; None where the store has it or
         does not want it.
+        """
+        ...
+
+    def keep(self, content: Content, group: int) -> Slot | None:
+        """Return the slot that the data of a block which stays in its pool is to be put into; None
+        where the store does not want it.
         """
         ...
 
@@ -58,6 +72,12 @@ class BlockStore(Protocol):
 
     def find(self, content: Content, group: int) -> Slot | None:
         """Return the slot of a block whose data has arrived, if there is one."""
+        ...
+
+    def locate(self, content: Content, group: int) -> Slot | None:
+        """Return what `find` does, or else a fresh slot for the data of a block that the store has
+        in a file.
+        """
         ...
 
     def get(self, slot: Slot) -> BlockData:
@@ -84,12 +104,18 @@ class HostStore:
     is about to load may outlive their slots for one step, uncounted.
     """
 
+    keeps = False
+
     def __init__(self, num_bytes: int, block_bytes: Iterable[int]):
         self.num_bytes = num_bytes
         self.used_bytes = 0
         self._block_bytes = tuple(block_bytes)
         # By content, least recently used first, the slots of its groups.
         self._slots: OrderedDict[Content, dict[int, Slot]] = OrderedDict()
+
+    @property
+    def num_groups(self) -> int:
+        return len(self._block_bytes)
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -122,6 +148,9 @@ class HostStore:
         self._slots.setdefault(content, slots)[group] = slot
         return slot
 
+    def keep(self, content: Content, group: int) -> Slot | None:
+        return None
+
     def put(self, slot: Slot, data: BlockData) -> None:
         if self._slots.get(slot.content, {}).get(slot.group) is slot:
             slot.data = data
@@ -129,6 +158,9 @@ class HostStore:
     def find(self, content: Content, group: int) -> Slot | None:
         slot = self._slots.get(content, {}).get(group)
         return None if slot is None or slot.data is None else slot
+
+    def locate(self, content: Content, group: int) -> Slot | None:
+        return self.find(content, group)
 
     def get(self, slot: Slot) -> BlockData:
         assert slot.data is not None, "loaded before it arrived"
@@ -157,18 +189,6 @@ class HostStore:
         self.used_bytes -= sum(self._block_bytes[group] for group in slots)
 
 
-def make_stores(
-    config: EngineConfig, count: int, block_bytes: list[int]
-) -> list[BlockStore | None]:
-    """Return so many stores, which share the memory that the config has for them; None in place of
-    each where it has none. block_bytes: of a block of each group.
-    """
-    if not config.swap_space_gib:
-        return [None] * count
-    num_bytes = int(config.swap_space_gib * 2**30 / count)
-    return [HostStore(num_bytes, block_bytes) for _ in range(count)]
-
-
 class Traffic:
     """The blocks of one replica that are to go to its store, or to come from it, before its next
     step.
@@ -186,6 +206,11 @@ class Traffic:
         self.loads.pop((group, block_id), None)
         slot = None if content is None else self.store.offer(content, group)
         if slot is not None:
+            self.stores.append(Move(slot, block_id))
+
+    def keep(self, group: int, block_id: int, content: Content) -> None:
+        """Offer what a block holds that stays where it is."""
+        if (slot := self.store.keep(content, group)) is not None:
             self.stores.append(Move(slot, block_id))
 
     def load(self, slot: Slot, block_id: int) -> None:

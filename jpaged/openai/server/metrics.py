@@ -42,6 +42,23 @@ ENGINE = (
         "Time that the engine's thread waited for a step.",
     ),
     ("num_compiles", "counter", "compiled_steps", "Shapes of steps that were compiled."),
+    # Of a prefix store; 0 without one.
+    ("store_read_blocks", "counter", "store_read_blocks", "KV blocks read from the prefix store."),
+    ("store_read_bytes", "counter", "store_read_bytes", "Bytes of those."),
+    ("store_write_blocks", "counter", "store_write_blocks", "KV blocks written to it."),
+    ("store_write_bytes", "counter", "store_write_bytes", "Bytes of those."),
+    ("store_fetches", "counter", "store_fetches", "Requests that waited for blocks of it."),
+    ("store_late", "counter", "store_late", "Of those, the ones that went on without."),
+    ("store_declined", "counter", "store_declined", "Loads that would have taken longer."),
+    ("store_bad_blocks", "counter", "store_bad_blocks", "Files of it that were damaged."),
+    ("store_absent_blocks", "counter", "store_absent_blocks", "Files of it that had gone."),
+    ("store_read_errors", "counter", "store_read_errors", "Files of it that were not readable."),
+    ("store_write_errors", "counter", "store_write_errors", "Writes to it that failed."),
+    ("store_dropped_blocks", "counter", "store_dropped_blocks", "KV blocks that it did not take."),
+    ("store_evicted_blocks", "counter", "store_evicted_blocks", "Files deleted to make room."),
+    ("store_bytes_in_use", "gauge", "store_bytes_in_use", "Bytes that its files take."),
+    ("store_bytes", "gauge", "store_bytes", "Bytes that its files may take."),
+    ("store_pending_bytes", "gauge", "store_pending_bytes", "Bytes that wait to be written."),
 )
 
 

@@ -1,0 +1,333 @@
+"""BlockFiles: blocks of the KV cache in the files of a folder, whole or absent, within a number of
+bytes, for any number of processes at once.
+
+    FOLDER/lock                           held while room is made; the bytes that files take
+    FOLDER/IDENTITY/ab/abcd...-0.kv       a block of group 0, named by the digest of its content
+    FOLDER/IDENTITY/ab/abcd...-0.kv.SEED  one that is being written
+
+IDENTITY stands for all that KV depends on beside the tokens (see Pool). A file is written under
+another name, whose lock its writer holds, and then renamed: a writer that is killed leaves a file
+that nobody reads and whoever makes room next deletes. A file says what it holds and has a checksum
+over that, so a file that is cut short, overwritten or of another content is found out when it is
+read, and deleted. What was used least recently (its time of modification) goes first.
+"""
+
+import contextlib
+import dataclasses
+import os
+import secrets
+import struct
+from collections.abc import Buffer, Iterator, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import xxhash
+
+LAYOUT = 1  # of a file, and of what the bytes in it mean: another number finds nothing old
+MAGIC = b"jpagedKV" + bytes([LAYOUT])
+DIGEST_BYTES = 32
+CHECKSUM_BYTES = 16
+# After magic and checksum: digest, the parent's digest, group, bytes of tokens, bytes of data.
+HEAD = struct.Struct(f"<{DIGEST_BYTES}s{DIGEST_BYTES}sHIQ")
+SUFFIX = ".kv"
+TRASH = ".trash"
+LOW = 0.9  # of the bytes that files may take is what is left of them once room had to be made
+
+Read = Literal["read", "absent", "bad", "unreadable"]
+Written = Literal["written", "held", "refused", "failed"]
+
+
+class BlockName(NamedTuple):
+    """What a block is found by. identity: see the module. digest, parent: of its content and of the
+    one before. token_ids: the bytes that the content stands for (see Sequence.stored_bytes).
+    """
+
+    identity: str
+    digest: bytes
+    parent: bytes
+    group: int
+    token_ids: bytes
+
+    @property
+    def key(self) -> tuple[str, bytes, int]:
+        return self.identity, self.digest, self.group
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A file of the folder. is_block: others are what a killed process has left."""
+
+    path: str
+    used_at: int  # nanoseconds
+    num_bytes: int
+    is_block: bool
+
+
+class BlockFiles:
+    """Reads and writes blocks in a folder, which is made here. num_bytes: that all files of it may
+    take, those of other processes and identities too. OSError where the folder cannot be made or
+    written to. Any thread may call.
+
+    Methods raise nothing of what the file system may answer later: each returns what came of it.
+    evicted_blocks: files that this process deleted to make room.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], num_bytes: int):
+        self.folder, self.num_bytes = Path(folder), num_bytes
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.evicted_blocks = 0
+        self._lock = self.folder / "lock"
+        with self._locked() as ledger:
+            self._make_room(ledger, 0)
+
+    def path_of(self, name: BlockName) -> Path:
+        """Return where a block's file is, if there is one."""
+        digest = name.digest.hex()
+        return self.folder / name.identity / digest[:2] / f"{digest}-{name.group}{SUFFIX}"
+
+    def has(self, name: BlockName) -> bool:
+        """Return whether there is a file for a block; what it holds is not looked at."""
+        try:
+            os.stat(self.path_of(name))
+        except OSError:
+            return False
+        return True
+
+    def used_bytes(self) -> int:
+        """Return the bytes that all files take, as the processes have counted them."""
+        try:
+            return int.from_bytes(self._lock.read_bytes()[:8], "little")  # waits for no lock
+        except OSError:
+            return 0
+
+    def read(self, name: BlockName, num_bytes: int) -> tuple[Read, Buffer | None]:
+        """Return the data of a block. num_bytes: that it has. A file of anything else is "bad" and
+        deleted.
+        """
+        path = self.path_of(name)
+        try:
+            raw = path.read_bytes()
+        except FileNotFoundError:
+            return "absent", None
+        except (OSError, MemoryError):
+            return "unreadable", None
+        data = _data_of(raw, name, num_bytes)
+        if data is None:
+            with contextlib.suppress(OSError):
+                path.unlink()
+            return "bad", None
+        return "read", data
+
+    def write(
+        self, name: BlockName, data: Sequence[Buffer], used_at: float | None = None
+    ) -> Written:
+        """Keep the data of a block, in one or several pieces of bytes. used_at: seconds since 1970,
+        None is now. "refused": it is larger than all files together may be.
+        """
+        pieces = [memoryview(piece).cast("B") for piece in data]
+        tokens, size = name.token_ids, sum(piece.nbytes for piece in pieces)
+        head = HEAD.pack(name.digest, name.parent, name.group, len(tokens), size) + tokens
+        checksum = xxhash.xxh3_128(head)
+        for piece in pieces:
+            checksum.update(piece)
+        whole = len(MAGIC) + CHECKSUM_BYTES + len(head) + size
+        if whole > self.num_bytes:
+            return "refused"
+        path = self.path_of(name)
+        try:
+            if path.exists():
+                return "held"
+            with self._claimed(path, whole) as (fd, other):
+                written = memoryview(b"".join((MAGIC, checksum.digest(), head)))
+                for piece in (written, *pieces):
+                    _write_all(fd, piece)
+                if used_at is not None:
+                    os.utime(fd, (used_at, used_at))
+                os.replace(other, path)
+        except (OSError, MemoryError):
+            return "failed"
+        return "written"
+
+    def touch(self, name: BlockName, used_at: float) -> bool:
+        """Count a block as used at this time, seconds since 1970. Return whether it is there."""
+        try:
+            os.utime(self.path_of(name), (used_at, used_at))
+        except OSError:
+            return False
+        return True
+
+    def forget(self, identity: str) -> None:
+        """Delete all blocks of an identity: no process finds one from now on."""
+        trash = self.folder / f"{TRASH}-{secrets.token_hex(8)}"
+        try:
+            os.rename(self.folder / identity, trash)
+        except OSError:
+            return  # there are none
+        with contextlib.suppress(OSError), self._locked() as ledger:
+            self._make_room(ledger, 0)  # deletes it, and counts again
+
+    # Room
+
+    @contextlib.contextmanager
+    def _claimed(self, path: Path, size: int) -> Iterator[tuple[int, Path]]:
+        """Inside the block there is a file of this size beside `path`, by its number and its path.
+        It is deleted at the end unless it was renamed.
+        """
+        other = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+        fd = -1
+        try:
+            with self._locked() as ledger:
+                used = ledger.read()
+                if used is None or used + size > self.num_bytes:
+                    used = self._make_room(ledger, size)
+                    if used + size > self.num_bytes:
+                        raise OSError("what others are writing takes all the room")
+                fd = self._created(other)
+                _lock(fd)  # while its writer lives
+                os.ftruncate(fd, size)  # so that it counts, though it has no blocks yet
+                ledger.write(used + size)
+            yield fd, other
+        finally:
+            if fd >= 0:
+                with contextlib.suppress(OSError):
+                    other.unlink()  # FileNotFoundError where it was renamed
+                os.close(fd)
+
+    def _created(self, path: Path) -> int:
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
+        try:
+            return os.open(path, flags, 0o600)
+        except FileNotFoundError:  # the folder is not there yet, or was forgotten
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            return os.open(path, flags, 0o600)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator["Ledger"]:
+        """Inside the block no other process, and no other thread, makes room."""
+        fd = os.open(self._lock, os.O_CREAT | os.O_RDWR, 0o600)
+        try:
+            _lock(fd)
+            yield Ledger(fd)
+        finally:
+            os.close(fd)
+
+    def _make_room(self, ledger: "Ledger", size: int) -> int:
+        """Delete what killed processes have left and, where `size` more bytes do not fit, blocks
+        until they do, or none are left. Return the bytes that are, which the ledger has then.
+        """
+        kept, used = list[Found](), 0
+        for file in list(_files(self.folder)):
+            if not file.is_block and _is_abandoned(file.path) and _deleted(file.path):
+                continue
+            used += file.num_bytes
+            if file.is_block:
+                kept.append(file)
+        if used + size > self.num_bytes:
+            most = min(self.num_bytes - size, int(self.num_bytes * LOW))
+            for file in sorted(kept, key=lambda file: file.used_at):
+                if used <= most:
+                    break
+                if _deleted(file.path):
+                    used -= file.num_bytes
+                    self.evicted_blocks += 1
+        ledger.write(used)
+        return used
+
+
+class Ledger:
+    """The bytes that files take, in a file whose lock is held."""
+
+    def __init__(self, fd: int):
+        self._fd = fd
+
+    def read(self) -> int | None:
+        """Return the bytes; None where nobody has counted them yet."""
+        raw = os.pread(self._fd, 8, 0)
+        return int.from_bytes(raw, "little") if len(raw) == 8 else None
+
+    def write(self, num_bytes: int) -> None:
+        """Note the bytes."""
+        os.pwrite(self._fd, num_bytes.to_bytes(8, "little"), 0)
+
+
+def _data_of(raw: bytes, name: BlockName, num_bytes: int) -> Buffer | None:
+    """Return the data in the bytes of a file, None unless it is whole and of this block."""
+    start = len(MAGIC) + CHECKSUM_BYTES
+    data = start + HEAD.size + len(name.token_ids)
+    if len(raw) != data + num_bytes or raw[: len(MAGIC)] != MAGIC:
+        return None
+    tokens = name.token_ids
+    head = HEAD.pack(name.digest, name.parent, name.group, len(tokens), num_bytes) + tokens
+    if raw[start:data] != head:
+        return None
+    if xxhash.xxh3_128_digest(memoryview(raw)[start:]) != raw[len(MAGIC) : start]:
+        return None
+    return memoryview(raw)[data:]
+
+
+def _lock(fd: int, *, waits: bool = True) -> None:
+    """Lock a file until it is closed, also by the end of the process; OSError where another has
+    the lock and this one does not wait.
+    """
+    import fcntl  # which Windows does not have, where there is no prefix store
+
+    fcntl.flock(fd, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+
+
+def _write_all(fd: int, piece: memoryview) -> None:
+    while piece.nbytes:
+        piece = piece[os.write(fd, piece) :]
+
+
+def _files(folder: Path) -> Iterator[Found]:
+    """Yield the files of the identities' folders, and of what is to be deleted."""
+    for identity in _entries(folder):
+        if not identity.is_dir(follow_symlinks=False):
+            continue
+        is_trash = identity.name.startswith(TRASH)
+        for part in _entries(identity.path):
+            for file in _entries(part.path):
+                with contextlib.suppress(OSError):  # it is gone meanwhile
+                    stat = file.stat(follow_symlinks=False)
+                    is_block = file.name.endswith(SUFFIX) and not is_trash
+                    yield Found(file.path, stat.st_mtime_ns, stat.st_size, is_block)
+            if is_trash:
+                with contextlib.suppress(OSError):
+                    os.rmdir(part.path)
+        if is_trash:
+            with contextlib.suppress(OSError):  # its files go first: the next time
+                os.rmdir(identity.path)
+
+
+def _entries(folder: str | Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except OSError:
+        return []
+
+
+def _is_abandoned(path: str) -> bool:
+    """Return whether nobody writes a file any more: its writer would hold its lock."""
+    try:
+        fd = os.open(path, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        _lock(fd, waits=False)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def _deleted(path: str) -> bool:
+    """Delete a file; return whether it is gone."""
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True

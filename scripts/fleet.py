@@ -1,0 +1,611 @@
+"""Simulate a fleet of replicas behind a router, with synthetic traffic like public traces'.
+
+    python scripts/fleet.py --replicas 10000 --sample 200 --kind tools --rate 0.6 --out fleet/
+    python scripts/fleet.py --check --replicas 4 --kind chat --rate 3       # against real engines
+    python scripts/fleet.py --find --kind tools --rate 0.6 --slo-s 2        # replicas for an SLO
+
+What is real: with --check every replica is this project's engine (scheduler, block manager, prefix
+cache and host store) over a device that only takes time (_fleet_device.py), fed by the router that
+is simulated. What is a model: otherwise a replica is a queue of prompts at the step times that the
+scheduler's rule leaves them (prefills give way to decode as engine/policy.py says), rows whose
+tokens take the step time of that many rows, and a cache that forgets the least recently used
+session or system prompt first, in the pool, in host memory and in files. A step is not simulated by
+itself, so requests cost microseconds; --check prints what that leaves out.
+
+Routers: "random"; "two", the less busy of two random ones; "sticky", the session's last one unless
+it is far busier than the fleet, else "two"; "holders", whoever would answer first by its queue and
+by what it holds of the prompt, of the session's holder, some holders of the system prompt and two
+random ones. Of what replicas hold routers know everything at once.
+
+A day is compressed: its 24 hours take --seconds, with rates that swing by --swing; sessions think
+as long as ever. --sample N simulates N of --replicas with as much of the traffic: what a replica
+sees is the same as long as sessions are many more than replicas, but nothing that ties the whole
+fleet together (a router's own speed, one shared disk) is. --mtbf-s kills replicas at random: what
+ran there starts again elsewhere, and the replica comes back after --cold-start-s with an empty pool
+and host memory; files stay. Plots (SVG and PNG) need matplotlib.
+"""
+
+import argparse
+import dataclasses
+import heapq
+import itertools
+import json
+import math
+import random
+import statistics
+import sys
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import _common as common
+from _fleet_device import EngineReplica, StepTimes
+from _fleet_traffic import KINDS, Asked, token_ids, traffic
+
+from jpaged.engine.policy import MOST_IN_A_ROW
+
+ROUTERS = ("random", "two", "sticky", "holders")
+ROW_S = 0.02  # what a row that decodes counts in a router's eyes
+FAR_BUSIER_S = 2.0  # over the mean of the fleet: then a session leaves its replica
+SYSTEM_HOLDERS = 2  # of a system prompt that a router looks at
+Key = tuple[str, int]  # ("system", its number) or ("session", its number)
+
+
+@dataclasses.dataclass
+class Served:
+    """What became of a request. first_s, whole_s: seconds from its arrival to the first token and
+    to the end. cached: tokens found, by tier.
+    """
+
+    at: float
+    replica: int
+    first_s: float
+    whole_s: float
+    prompt: int
+    cached: dict[str, int]
+
+
+class Tier:
+    """What a replica keeps of prompts in one place, by tokens; least recently used first."""
+
+    def __init__(self, most: int):
+        self.most, self.used = most, 0
+        self.held: OrderedDict[Key, int] = OrderedDict()
+
+    def get(self, key: Key) -> int:
+        """Return the tokens under a key; a look is no use."""
+        return self.held.get(key, 0)
+
+    def put(self, key: Key, tokens: int) -> list[tuple[Key, int]]:
+        """Hold so many tokens under a key; return what had to go."""
+        gone = list[tuple[Key, int]]()
+        self.used += tokens - self.held.pop(key, 0)
+        self.held[key] = tokens
+        while self.used > self.most and self.held:
+            old, size = self.held.popitem(last=False)
+            self.used -= size
+            gone.append((old, size))
+        return gone
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Sizes of a replica: tokens that its pool, host memory and files hold; of a block; rows that
+    run at once; tokens of a prefill step at most.
+    """
+
+    pool: int
+    host: int
+    files: int
+    block: int = 64
+    rows: int = 256
+    batched: int = 8192
+
+
+class ModelReplica:
+    """A replica as a queue; see the module. files: shared by a fleet, or its own."""
+
+    def __init__(self, index: int, times: StepTimes, sizes: Sizes, files: Tier):
+        self.index, self.times, self.sizes, self.files = index, times, sizes, files
+        self.comes_back = -math.inf  # until when it is down
+        self.restart()
+
+    def restart(self) -> None:
+        """Hold nothing but files."""
+        self.pool, self.host = Tier(self.sizes.pool), Tier(self.sizes.host)
+        self.free_at = -math.inf  # when the prompts that it has are computed
+        # The last prompt, when its last step begins, and the tokens that the step has room for.
+        self.last: tuple[Served, float, int] | None = None
+        self.ends: list[tuple[float, int, Asked]] = []  # of rows
+        self.context = 0  # tokens of them
+        self.busy, self.busy_at = 0.0, 0.0  # share of late that prompts took, and as of when
+
+    def settle(self, now: float) -> None:
+        """Forget what has ended by now."""
+        while self.ends and self.ends[0][0] <= now:
+            asked = heapq.heappop(self.ends)[2]
+            self.context -= asked.prompt + asked.answer // 2
+
+    def load(self, now: float) -> float:
+        """Return the seconds of prompts that wait, and ROW_S a row."""
+        self.settle(now)
+        return max(self.free_at - now, 0.0) + ROW_S * len(self.ends)
+
+    def held(self, asked: Asked) -> dict[str, int]:
+        """Return how many tokens of a prompt each tier gives; what is dearer to fetch than to
+        compute is not fetched.
+        """
+        hits, most = dict[str, int](), 0
+        times, limit = self.times, asked.prompt - 1
+        rates = {"pool": math.inf, "host": times.host_rate, "files": times.disk_rate}
+        for tier, rate in rates.items():
+            kept: Tier = getattr(self, tier)
+            session = min(kept.get(("session", asked.session)), limit)
+            known = max(session, min(kept.get(("system", asked.which)), limit))
+            known -= known % self.sizes.block
+            fetch = times.kv_bytes / rate
+            if known > most and fetch < times.prefill_token:
+                hits[tier], most = known - most, known
+        return hits
+
+    def submit(self, asked: Asked, now: float) -> Served:
+        """Take a request now."""
+        self.settle(now)
+        hits, times, rows = self.held(asked), self.times, len(self.ends)
+        cached = sum(hits.values())
+        if cached and self.files.most:  # what is used twice is written
+            self.files.put(("system", asked.which), asked.system)
+            self.files.put(("session", asked.session), asked.before)
+        for key, tokens in (
+            (("system", asked.which), asked.system),
+            (("session", asked.session), asked.prompt + asked.answer),
+        ):
+            self._keep(key, tokens)
+        fetch = times.kv_bytes * (
+            hits.get("host", 0) / times.host_rate + hits.get("files", 0) / times.disk_rate
+        )
+        left = asked.prompt - cached
+        step = times.decode(rows + 1, self.context + asked.prompt)
+        chunks = math.ceil(left / self.sizes.batched)
+        compute = times.prefill_token * left + times.prefill_step * chunks
+        ready = now + hits.get("files", 0) * times.kv_bytes / times.disk_rate
+        start = max(self.free_at, ready)
+        if len(self.ends) >= self.sizes.rows:  # a row must end first
+            start = max(
+                start, heapq.nsmallest(len(self.ends) - self.sizes.rows + 1, self.ends)[-1][0]
+            )
+        # Rows that decode take turns with the chunks of prompts.
+        turns = chunks * MOST_IN_A_ROW["decode"] / MOST_IN_A_ROW["prefill"] if rows else 0.0
+        waits = max(start - now, 0.0) / max(compute, 1e-9) if rows else 0.0
+        prompt_s = compute + turns * step * (1 if waits > 0 or chunks > 1 else 0.5)
+        first = start + prompt_s + fetch
+        self.free_at = start + prompt_s
+        self._note(now, compute)
+        whole = first + asked.answer * step / (1 - min(self.busy, 0.8))
+        heapq.heappush(self.ends, (whole, next(ORDER), asked))
+        self.context += asked.prompt + asked.answer // 2
+        if self.last is not None and now < self.last[1]:
+            # It shares the last step of the prompt before, whose first token that holds up.
+            shared = min(left, self.last[2]) * times.prefill_token
+            self.last[0].first_s += shared
+            self.last[0].whole_s += shared
+        tail = left % self.sizes.batched
+        served = Served(
+            asked.at, self.index, first - asked.at, whole - asked.at, asked.prompt, hits
+        )
+        begins = first - times.prefill(tail)
+        self.last = served, begins, self.sizes.batched - tail
+        return served
+
+    def _keep(self, key: Key, tokens: int) -> None:
+        gone = self.pool.put(key, tokens)
+        for old, size in gone:
+            for evicted, its in self.host.put(old, size) if self.host.most else [(old, size)]:
+                if self.files.most:
+                    self.files.put(evicted, its)
+            if self.files.most:
+                self.files.put(old, size)
+
+    def _note(self, now: float, seconds: float) -> None:
+        """Count prompts' time into the share of late: of the last ten seconds or so."""
+        decay = math.exp(-(now - self.busy_at) / 10)
+        self.busy, self.busy_at = self.busy * decay + seconds / 10, now
+
+
+ORDER = itertools.count()
+
+
+class Router:
+    """Chooses a replica for each request. Knows what replicas hold, by whom they sent it to."""
+
+    def __init__(self, kind: str, replicas: Sequence[Any], seed: int):
+        self.kind, self.replicas, self.rng = kind, replicas, random.Random(seed)
+        self.sessions: dict[int, int] = {}
+        self.systems: dict[int, OrderedDict[int, None]] = {}
+
+    def choose(self, asked: Asked, now: float) -> int:
+        """Return the number of a replica that is up."""
+        if self.kind == "random":
+            return self._random(now)
+        pair = (self._random(now), self._random(now))
+        chosen = min(pair, key=lambda i: self._load(i, now))
+        last = self.sessions.get(asked.session)
+        if last is not None and not self._is_up(last, now):
+            last = None
+        if self.kind == "sticky" and last is not None:
+            mean = statistics.fmean(self._load(i, now) for i in pair)
+            if self._load(last, now) <= mean + FAR_BUSIER_S:
+                chosen = last
+        elif self.kind == "holders":
+            others = [] if last is None else [last]
+            holders = self.systems.get(asked.which, OrderedDict[int, None]())
+            recent = itertools.islice(reversed(holders), 8)
+            others += self.rng.sample(list(recent), min(SYSTEM_HOLDERS, len(holders), 8))
+            among = [i for i in (*pair, *others) if self._is_up(i, now)]
+            chosen = min(among, key=lambda i: self._answer_s(i, asked, now))
+        self.sessions[asked.session] = chosen
+        holders = self.systems.setdefault(asked.which, OrderedDict())
+        holders[chosen] = None
+        holders.move_to_end(chosen)
+        if len(holders) > 64:
+            holders.popitem(last=False)
+        return chosen
+
+    def _random(self, now: float) -> int:
+        while True:
+            index = self.rng.randrange(len(self.replicas))
+            if self._is_up(index, now):
+                return index
+
+    def _is_up(self, index: int, now: float) -> bool:
+        return self.replicas[index].comes_back <= now
+
+    def _load(self, index: int, now: float) -> float:
+        return self.replicas[index].load(now)
+
+    def _answer_s(self, index: int, asked: Asked, now: float) -> float:
+        replica = self.replicas[index]
+        left = asked.prompt - sum(replica.held(asked).values())
+        return replica.load(now) + left * replica.times.prefill_token
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fleet:
+    """What is simulated. rate: requests a second of a replica in the mean. shares_files: one set of
+    files for all replicas, in place of one each. mtbf_s: mean seconds between deaths of a replica,
+    0 is never.
+    """
+
+    replicas: int
+    kind: str
+    router: str
+    rate: float
+    seconds: float
+    swing: float
+    times: StepTimes
+    sizes: Sizes
+    shares_files: bool = False
+    mtbf_s: float = 0.0
+    cold_start_s: float = 60.0
+    seed: int = 0
+
+
+def simulate(fleet: Fleet) -> dict[str, Any]:
+    """Run a fleet of ModelReplicas; return its figures."""
+    began, sizes = time.perf_counter(), fleet.sizes
+    shared = Tier(sizes.files * fleet.replicas)
+    replicas = [
+        ModelReplica(i, fleet.times, sizes, shared if fleet.shares_files else Tier(sizes.files))
+        for i in range(fleet.replicas)
+    ]
+    router, rng = Router(fleet.router, replicas, fleet.seed), random.Random(fleet.seed + 1)
+    served, counts = dict[tuple[int, int], Served](), Counter[str]()
+    dies = math.inf
+    if fleet.mtbf_s:
+        dies = rng.expovariate(fleet.replicas / fleet.mtbf_s)
+    asks = traffic(
+        KINDS[fleet.kind],
+        rate=fleet.rate * fleet.replicas,
+        seconds=fleet.seconds,
+        swing=fleet.swing,
+        seed=fleet.seed,
+    )
+    for asked in asks:
+        while dies <= asked.at:
+            _die(replicas[rng.randrange(fleet.replicas)], dies, fleet, router, served, counts)
+            dies += rng.expovariate(fleet.replicas / fleet.mtbf_s)
+        took = replicas[router.choose(asked, asked.at)].submit(asked, asked.at)
+        served[asked.session, len(asked.answers)] = took
+    report = figures(list(served.values()), fleet)
+    report |= {"deaths": counts["deaths"], "restarted": counts["restarted"]}
+    return report | {"simulated_in_s": time.perf_counter() - began}
+
+
+def _die(
+    replica: ModelReplica,
+    now: float,
+    fleet: Fleet,
+    router: Router,
+    served: dict[tuple[int, int], Served],
+    counts: Counter[str],
+) -> None:
+    """End a replica; what ran there begins again elsewhere, and counts once, from its arrival."""
+    if replica.comes_back > now:
+        return
+    replica.settle(now)
+    lost = [asked for _, _, asked in replica.ends]
+    replica.restart()
+    replica.comes_back = replica.free_at = now + fleet.cold_start_s
+    counts["deaths"] += 1
+    counts["restarted"] += len(lost)
+    for asked in lost:
+        again = router.replicas[router.choose(asked, now)].submit(asked, now)
+        served[asked.session, len(asked.answers)] = again
+
+
+def figures(served: list[Served], fleet: Fleet) -> dict[str, Any]:
+    """Sum up what became of the day's requests."""
+    served = [x for x in served if x.at >= 0]
+    firsts = sorted(x.first_s for x in served)
+    tokens = sum(x.prompt for x in served)
+    hits = Counter[str]()
+    for x in served:
+        hits.update(x.cached)
+    hours = [list[float]() for _ in range(24)]
+    for x in served:
+        hours[min(int(x.at / fleet.seconds * 24), 23)].append(x.first_s)
+    per_replica = Counter(x.replica for x in served)
+    mean = len(served) / fleet.replicas
+    return {
+        "requests": len(served),
+        "prompt_mean": tokens / max(len(served), 1),
+        "hit_rate": sum(hits.values()) / max(tokens, 1),
+        "hits": {tier: hits[tier] / max(tokens, 1) for tier in ("pool", "host", "files")},
+        "first_p50_s": quantile(firsts, 0.5),
+        "first_p90_s": quantile(firsts, 0.9),
+        "first_p99_s": quantile(firsts, 0.99),
+        "whole_p50_s": quantile(sorted(x.whole_s for x in served), 0.5),
+        "hours_p99_s": [quantile(sorted(hour), 0.99) for hour in hours],
+        "busiest_over_mean": max(per_replica.values(), default=0) / max(mean, 1e-9),
+    }
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Return a quantile of ascending values; nan of none."""
+    return values[min(int(len(values) * share), len(values) - 1)] if values else math.nan
+
+
+class _Watched:
+    """A real engine as a router sees it."""
+
+    comes_back = -math.inf
+
+    def __init__(self, engine: EngineReplica, times: StepTimes):
+        self.engine, self.times = engine, times
+
+    def load(self, now: float) -> float:
+        self.engine.run(now)
+        return self.engine.load
+
+    def held(self, asked: Asked) -> dict[str, int]:
+        return {"pool": self.engine.held(token_ids(asked))}
+
+
+def run_engines(fleet: Fleet) -> dict[str, Any]:
+    """Run the fleet's traffic on real engines over modelled devices; return their figures."""
+    began, sizes = time.perf_counter(), fleet.sizes
+    engines = [
+        EngineReplica(
+            fleet.times,
+            pool_tokens=sizes.pool,
+            host_tokens=sizes.host,
+            block_size=sizes.block,
+            rows=sizes.rows,
+        )
+        for _ in range(fleet.replicas)
+    ]
+    router = Router(fleet.router, [_Watched(e, fleet.times) for e in engines], fleet.seed)
+    asks = traffic(
+        KINDS[fleet.kind],
+        rate=fleet.rate * fleet.replicas,
+        seconds=fleet.seconds,
+        swing=fleet.swing,
+        seed=fleet.seed,
+    )
+    placed = list[tuple[Asked, int]]()
+    for count, asked in enumerate(asks):
+        replica = router.choose(asked, asked.at)
+        engines[replica].submit(str(count), token_ids(asked), asked.answer, asked.at)
+        placed.append((asked, replica))
+    served = list[Served]()
+    for engine in engines:
+        engine.run()
+    for count, (asked, replica) in enumerate(placed):
+        engine, name = engines[replica], str(count)
+        cached = {"pool": engine.cached[name]}
+        served.append(
+            Served(asked.at, replica, engine.firsts[name], engine.ends[name], asked.prompt, cached)
+        )
+    return figures(served, fleet) | {"simulated_in_s": time.perf_counter() - began}
+
+
+def find_replicas(
+    fleet: Fleet, total_rate: float, slo_s: float
+) -> tuple[int, list[dict[str, Any]]]:
+    """Return the fewest replicas, to within a twentieth, whose 99th percentile of the time to the
+    first token is below slo_s in every hour, for so many requests a second in all; and what was
+    tried.
+    """
+    tried = list[dict[str, Any]]()
+
+    def holds(count: int) -> bool:
+        report = simulate(dataclasses.replace(fleet, replicas=count, rate=total_rate / count))
+        worst = max((x for x in report["hours_p99_s"] if not math.isnan(x)), default=math.nan)
+        tried.append({"replicas": count, "worst_hour_p99_s": worst} | report)
+        return worst <= slo_s
+
+    low, high = 0, 1
+    while not holds(high):
+        low, high = high, high * 2
+        if high > 1 << 16:
+            break
+    while high - low > max(high // 20, 1):
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high, tried
+
+
+def draw(reports: dict[str, dict[str, Any]], folder: Path) -> list[Path]:
+    """Draw the time to the first token by hour, and hits by tier, of each run."""
+    from matplotlib.figure import Figure  # by itself it needs no display, and leaves no state
+
+    paths = list[Path]()
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    for name, report in reports.items():
+        axes.plot(range(24), report["hours_p99_s"], marker="o", label=name)
+    axes.set(xlabel="hour of the day", ylabel="time to first token, 99th percentile (s)")
+    axes.set_yscale("log")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    paths += _saved(figure, folder / "first_token")
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    below = [0.0] * len(reports)
+    for tier in ("pool", "host", "files"):
+        shares = [report["hits"][tier] for report in reports.values()]
+        axes.bar(list(reports), shares, bottom=below, label=tier)
+        below = [a + b for a, b in zip(below, shares, strict=True)]
+    axes.set(ylabel="share of prompt tokens found", ylim=(0, 1))
+    axes.grid(alpha=0.3, axis="y")
+    axes.legend()
+    return paths + _saved(figure, folder / "hits")
+
+
+def _saved(figure: Any, path: Path) -> list[Path]:
+    paths = [path.with_suffix(suffix) for suffix in (".svg", ".png")]
+    for one in paths:
+        figure.savefig(one)
+    return paths
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = common.make_parser("fleet", __doc__)
+    add = parser.add_argument
+    add("--replicas", type=int, default=10000)
+    add("--sample", type=int, help="simulate so many of them; default: all")
+    add("--kind", choices=list(KINDS), default="tools", help="of the traffic")
+    add("--rate", type=float, default=0.6, help="requests a second of a replica, in the mean")
+    add("--seconds", type=float, default=120.0, help="that a day takes")
+    add("--swing", type=float, default=0.5, help="by how much hours differ from the mean")
+    add("--routers", nargs="+", choices=ROUTERS, default=list(ROUTERS))
+    add("--step-times", type=Path, help="JSON of StepTimes (_fleet_device.py), measured")
+    add("--billions", type=float, default=8.0, help="parameters, where step times are planned")
+    add("--tflops", type=float, default=400.0, help="of products, as they are reached")
+    add("--memory-gb-s", type=float, default=2500.0, help="of the device's memory, likewise")
+    add("--kv-kib", type=float, default=128.0, help="KV of a token")
+    add("--host-gb-s", type=float, default=20.0, help="from host memory to the device")
+    add("--disk-gb-s", type=float, default=2.0, help="from files to the device")
+    add("--pool-tokens", type=int, default=400_000, help="that a replica's pool holds")
+    add("--host-tokens", type=int, default=0, help="that its host memory holds")
+    add(
+        "--file-tokens", type=int, default=0, help="that its files hold, or its part of shared ones"
+    )
+    add("--shared-files", action="store_true", help="one set of files for all replicas")
+    add("--mtbf-s", type=float, default=0.0, help="mean seconds between deaths of a replica")
+    add("--cold-start-s", type=float, default=60.0, help="until a dead replica is back")
+    add("--check", action="store_true", help="run real engines too, and compare")
+    add(
+        "--find",
+        action="store_true",
+        help="find the replicas that --slo-s takes, of --sample's rate",
+    )
+    add("--slo-s", type=float, default=2.0, help="time to first token, 99th percentile")
+    add("--seed", type=int, default=0)
+    add("--out", type=Path, help="folder for results.json and plots")
+    return parser
+
+
+COLUMNS = {
+    "requests": "requests",
+    "hit %": "hit_rate",
+    "TTFT p50 s": "first_p50_s",
+    "p90": "first_p90_s",
+    "p99": "first_p99_s",
+    "whole p50 s": "whole_p50_s",
+    "busiest/mean": "busiest_over_mean",
+    "took s": "simulated_in_s",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    common.check_positive(
+        parser, args, "replicas", "pool_tokens", *(["sample"] if args.sample else [])
+    )
+    for name in ("rate", "seconds", "slo_s"):
+        if getattr(args, name) <= 0:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above 0")
+    if not 0 <= args.swing < 1:
+        parser.error(f"--swing {args.swing}: must be in [0, 1)")
+    if args.step_times is not None:
+        times = StepTimes.read(args.step_times)
+    else:
+        times = StepTimes.planned(
+            billions=args.billions,
+            tflops=args.tflops,
+            memory_gb_s=args.memory_gb_s,
+            kv_kib=args.kv_kib,
+        )
+        rates = {"host_rate": args.host_gb_s * 1e9, "disk_rate": args.disk_gb_s * 1e9}
+        times = dataclasses.replace(times, **rates)
+    count = min(args.sample or args.replicas, args.replicas)
+    fleet = Fleet(
+        replicas=count,
+        kind=args.kind,
+        router=args.routers[0],
+        rate=args.rate,
+        seconds=args.seconds,
+        swing=args.swing,
+        times=times,
+        sizes=Sizes(pool=args.pool_tokens, host=args.host_tokens, files=args.file_tokens),
+        shares_files=args.shared_files,
+        mtbf_s=args.mtbf_s,
+        cold_start_s=args.cold_start_s,
+        seed=args.seed,
+    )
+    results: dict[str, Any] = {"replicas": args.replicas, "simulated": count}
+    results["step_times"] = dataclasses.asdict(times)
+    reports: dict[str, dict[str, Any]] = {}
+    for router in args.routers:
+        routed = dataclasses.replace(fleet, router=router)
+        if args.find:
+            fewest, tried = find_replicas(routed, args.rate * count, args.slo_s)
+            print(f"{router}: {fewest} replicas for {args.rate * count:g} requests a second")
+            results[f"{router} fewest"] = fewest
+            reports[router] = next(x for x in tried if x["replicas"] == fewest)
+            continue
+        reports[router] = simulate(routed)
+        if args.check:
+            reports[f"{router}, engines"] = run_engines(routed)
+    rows = []
+    for name, report in reports.items():
+        shown = {k: report[v] * (100 if "%" in k else 1) for k, v in COLUMNS.items()}
+        rows.append(
+            [name, *(f"{x:.3g}" if isinstance(x, float) else str(x) for x in shown.values())]
+        )
+    print("\n".join(common.aligned(["router", *COLUMNS], rows, left=1)))
+    results["reports"] = reports
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "results.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
+        for path in draw(reports, args.out):
+            print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,271 @@
+"""Files of blocks: whole or absent, whoever is killed, whatever becomes of the files, and within
+their bytes, over several processes too.
+"""
+
+import contextlib
+import hashlib
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jpaged.engine.cache import block_files
+from jpaged.engine.cache.block_files import HEAD, MAGIC, BlockFiles, BlockName
+
+SIZE = 1000  # bytes of data
+MIB = 1 << 20
+
+
+def name_of(number: int, group: int = 0, identity: str = "aa") -> BlockName:
+    digest = hashlib.blake2b(str(number).encode(), digest_size=32).digest()
+    return BlockName(identity, digest, bytes(32), group, b"tokens %d" % number)
+
+
+def data_of(number: int, size: int = SIZE) -> bytes:
+    return random.Random(number).randbytes(size)
+
+
+def sizes(folder: Path) -> int:
+    """Bytes of all files in the folder but the lock; a file that is renamed meanwhile counts
+    once.
+    """
+    files: dict[int, int] = {}
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            stat = path.stat()
+            if path.is_file() and path.name != "lock":
+                files[stat.st_ino] = stat.st_size
+    return sum(files.values())
+
+
+def others(folder: Path) -> list[Path]:
+    """Files that are no blocks."""
+    return [x for x in folder.rglob("*") if x.is_file() and x.suffix != ".kv" and x.name != "lock"]
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    files = BlockFiles(tmp_path / "store", MIB)
+    assert files.read(name_of(1), SIZE) == ("absent", None) and not files.has(name_of(1))
+    data = data_of(1)
+    assert files.write(name_of(1), [data[:300], data[300:]]) == "written"
+    came, raw = files.read(name_of(1), SIZE)
+    assert came == "read" and raw is not None and bytes(raw) == data
+    assert files.write(name_of(1), [data]) == "held"
+    assert files.has(name_of(1)) and not others(tmp_path)
+    again = BlockFiles(tmp_path / "store", MIB)
+    assert again.read(name_of(1), SIZE)[0] == "read"
+    assert again.used_bytes() == files.used_bytes() == sizes(tmp_path / "store") > SIZE
+    for other in (name_of(2), name_of(1, group=1), name_of(1, identity="bb")):
+        assert files.read(other, SIZE)[0] == "absent"
+
+
+def damages() -> dict[str, Any]:
+    whole = len(MAGIC) + 16 + HEAD.size + len(b"tokens 1") + SIZE
+    cut = {f"cut to {n}": lambda raw, n=n: raw[:n] for n in (0, 5, 24, 30, whole - SIZE, whole - 1)}
+    at = (0, len(MAGIC) - 1, len(MAGIC), 30, 60, 95, len(MAGIC) + 16 + HEAD.size, whole - 1)
+    flip = {
+        f"flipped at {n}": lambda raw, n=n: raw[:n] + bytes([raw[n] ^ 1]) + raw[n + 1 :] for n in at
+    }
+    zeros = {"zeros": lambda raw: bytes(len(raw)), "longer": lambda raw: raw + b"\0"}
+    return cut | flip | zeros
+
+
+@pytest.mark.parametrize("damage", damages())
+def test_a_damaged_file_is_noticed_and_deleted(tmp_path: Path, damage: str) -> None:
+    files = BlockFiles(tmp_path, MIB)
+    files.write(name_of(1), [data_of(1)])
+    path = files.path_of(name_of(1))
+    path.write_bytes(damages()[damage](path.read_bytes()))
+    assert files.read(name_of(1), SIZE) == ("bad", None)
+    assert not path.exists() and files.write(name_of(1), [data_of(1)]) == "written"
+    assert files.read(name_of(1), SIZE)[0] == "read"
+
+
+def test_another_blocks_file_is_noticed(tmp_path: Path) -> None:
+    """A whole file, with a right checksum, under a wrong name; and one of other tokens or of
+    another parent under the right digest, as a collision would be.
+    """
+    files = BlockFiles(tmp_path, MIB)
+    for wrong in (
+        name_of(2),
+        name_of(1, group=1),
+        name_of(1)._replace(token_ids=b"tokens 7"),
+        name_of(1)._replace(parent=bytes([1]) * 32),
+    ):
+        files.write(wrong, [data_of(2)])
+        here = files.path_of(name_of(1))
+        here.parent.mkdir(exist_ok=True)
+        os.replace(files.path_of(wrong), here)
+        assert files.read(name_of(1), SIZE) == ("bad", None)
+    assert files.read(name_of(1), SIZE) == ("absent", None)
+
+
+def test_what_cannot_be_read_or_written_is_an_answer(tmp_path: Path) -> None:
+    files = BlockFiles(tmp_path, MIB)
+    files.path_of(name_of(1)).mkdir(parents=True)  # a folder in its place
+    assert files.read(name_of(1), SIZE) == ("unreadable", None)
+    assert files.write(name_of(1), [data_of(1)]) == "held"
+    (tmp_path / "cc").write_bytes(b"")  # a file in the place of a folder
+    assert files.write(name_of(1, identity="cc"), [data_of(1)]) == "failed"
+    assert files.touch(name_of(3), 1.0) is False
+    with pytest.raises(OSError):
+        BlockFiles(tmp_path / "cc" / "store", MIB)
+
+
+def test_least_recently_used_goes_first(tmp_path: Path) -> None:
+    one = 24 + 1 + HEAD.size + len(b"tokens 1") + SIZE
+    files = BlockFiles(tmp_path, 10 * one)
+    for number in range(10):
+        assert files.write(name_of(number), [data_of(number)], used_at=1000 + number) == "written"
+    assert files.touch(name_of(0), 2000.0) and files.touch(name_of(3), 2001.0)
+    assert files.write(name_of(11), [data_of(11)]) == "written"
+    held = [number for number in range(12) if files.has(name_of(number))]
+    assert held == [0, 3, 4, 5, 6, 7, 8, 9, 11][-len(held) :] or set(held) >= {0, 3, 9, 11}
+    assert 1 not in held and files.evicted_blocks == 12 - 1 - len(held)
+    assert files.used_bytes() == sizes(tmp_path) <= 10 * one
+    assert files.write(name_of(12), [bytes(11 * one)]) == "refused"
+    # Another process with a smaller bound makes room at once.
+    assert BlockFiles(tmp_path, 2 * one).used_bytes() == sizes(tmp_path) <= 2 * one
+    assert files.has(name_of(11))
+
+
+def test_forget(tmp_path: Path) -> None:
+    files = BlockFiles(tmp_path, MIB)
+    files.write(name_of(1), [data_of(1)])
+    files.write(name_of(1, identity="bb"), [data_of(1)])
+    files.forget("aa")
+    files.forget("nothing")
+    assert not files.has(name_of(1)) and files.has(name_of(1, identity="bb"))
+    assert files.used_bytes() == sizes(tmp_path) and not others(tmp_path)
+    assert files.write(name_of(1), [data_of(1)]) == "written"
+
+
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is left of what did not fit, and writes go on once there is room."""
+    files, write = BlockFiles(tmp_path, MIB), os.write
+    room = [1500]
+
+    def limited(fd: int, piece: Any) -> int:
+        if not room[0]:
+            raise OSError(28, "No space left on device")
+        written = write(fd, piece[: room[0]])
+        room[0] -= written
+        return written
+
+    monkeypatch.setattr(os, "write", limited)
+    assert files.write(name_of(1), [data_of(1)]) == "written"
+    for _ in range(3):
+        assert files.write(name_of(2), [data_of(2)]) == "failed"
+    assert files.read(name_of(2), SIZE)[0] == "absent" and not others(tmp_path)
+    room[0] = 10**9
+    assert files.write(name_of(2), [data_of(2)]) == "written"
+    assert files.read(name_of(1), SIZE)[0] == files.read(name_of(2), SIZE)[0] == "read"
+
+
+WRITER = """
+import hashlib, importlib.util, random, resource, sys
+spec = importlib.util.spec_from_file_location("block_files", sys.argv.pop(1))
+module = sys.modules["block_files"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)  # by itself it is there in a moment
+def name_of(number):
+    digest = hashlib.blake2b(str(number).encode(), digest_size=32).digest()
+    return module.BlockName("aa", digest, bytes(32), 0, b"tokens %d" % number)
+def data_of(number, size):
+    return random.Random(number).randbytes(size)
+folder, bound, seed, size, largest = sys.argv[1], *map(int, sys.argv[2:])
+if largest:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
+files, rng = module.BlockFiles(folder, bound), random.Random(seed)
+print("ready", flush=True)
+for _ in range(2000):
+    number = rng.randrange(60)
+    came = files.write(name_of(number), [data_of(number, size)])
+    assert came in ("written", "held") or largest, came
+    if came == "failed":
+        print("failed", flush=True)
+        break
+    number = rng.randrange(60)
+    came, raw = files.read(name_of(number), size)
+    assert came in ("read", "absent"), came
+    assert raw is None or bytes(raw) == data_of(number, size)
+"""
+
+
+def writer(folder: Path, bound: int, seed: int, size: int, largest: int = 0) -> Any:
+    source = block_files.__file__
+    args = [source, str(folder), *map(str, (bound, seed, size, largest))]
+    process = subprocess.Popen([sys.executable, "-c", WRITER, *args], stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+    return process
+
+
+def check_all(folder: Path, size: int) -> int:
+    """Every block of the folder is whole. Returns how many there are."""
+    files, count = BlockFiles(folder, 1 << 40), 0
+    for number in range(60):
+        came, raw = files.read(name_of(number), size)
+        assert came in ("read", "absent")
+        if raw is not None:
+            count += 1
+            assert bytes(raw) == data_of(number, size)
+    return count
+
+
+def test_processes_share_a_folder_and_are_killed(tmp_path: Path) -> None:
+    """Two at a time, each killed at a random moment; the bound holds at every look."""
+    size, rng = 100_000, random.Random(0)
+    bound = 30 * (size + 500)
+    files = BlockFiles(tmp_path, bound)
+    for turn in range(8):
+        pair = [writer(tmp_path, bound, 2 * turn + i, size) for i in range(2)]
+        try:
+            for process in pair:
+                until = time.monotonic() + rng.uniform(0.02, 0.3)
+                while time.monotonic() < until:
+                    with files._locked():  # nobody makes room between two files that are counted
+                        assert sizes(tmp_path) <= bound
+                process.send_signal(signal.SIGKILL)
+        finally:
+            for process in pair:
+                process.kill()
+                process.wait()
+                process.stdout.close()
+        check_all(tmp_path, size)
+    assert check_all(tmp_path, size) > 0
+    BlockFiles(tmp_path, bound)
+    assert not others(tmp_path), "what killed processes have left is deleted"
+
+
+def test_a_writer_that_lives_keeps_its_file(tmp_path: Path) -> None:
+    """Another process that makes room leaves what is being written, and counts it."""
+    files = BlockFiles(tmp_path, MIB)
+    with files._claimed(files.path_of(name_of(1)), 5000) as (_, path):
+        other = BlockFiles(tmp_path, MIB)
+        assert path.exists() and other.used_bytes() == 5000
+        files.forget("aa")
+        assert len(others(tmp_path)) == 1
+    BlockFiles(tmp_path, MIB)
+    assert not others(tmp_path)
+    left = files.path_of(name_of(2)).with_name("x.kv.1")
+    left.parent.mkdir(parents=True, exist_ok=True)
+    left.write_bytes(bytes(7))
+    assert BlockFiles(tmp_path, MIB).used_bytes() == 0 and not left.exists()
+
+
+def test_a_file_system_that_takes_no_more(tmp_path: Path) -> None:
+    """As a quota does it: the kernel refuses the write in a process of its own."""
+    process = writer(tmp_path, 1 << 30, 0, 100_000, largest=50_000)
+    try:
+        out, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 0 and b"failed" in out
+    assert not others(tmp_path) and check_all(tmp_path, 100_000) == 0
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
