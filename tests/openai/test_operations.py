@@ -120,6 +120,38 @@ class TestRecords:
         assert (stream.operation, stream.streams) == ("chat", True)
         assert stream.first_token_s is not None and 0 < stream.first_token_s <= stream.seconds
 
+    @pytest.mark.parametrize(
+        ("path", "body", "name", "operation"),
+        [
+            ("/v1/responses", {"input": "hey", "max_output_tokens": 4}, "id", "chat"),
+            (
+                "/v1/messages",
+                {"model": "tiny", "max_tokens": 4, "messages": TALK["messages"]},
+                "id",
+                "chat",
+            ),
+            (
+                "/inference/v1/generate",
+                {"token_ids": [5, 6], "sampling_params": {"max_tokens": 4}},
+                "request_id",
+                "text_completion",
+            ),
+        ],
+    )
+    def test_the_id_is_that_of_the_answer(
+        self,
+        live: Live,
+        records: list[RequestRecord],
+        path: str,
+        body: dict[str, Any],
+        name: str,
+        operation: str,
+    ) -> None:
+        del records[:]
+        answer = live.post(path, body)
+        (record,) = wait_for(lambda: records)
+        assert (record.answer_id, record.operation) == (answer[name], operation)
+
     def test_of_embeddings(self, live: Live, records: list[RequestRecord]) -> None:
         del records[:]
         answer = live.post("/v1/embeddings", {"input": ["hello", "you"]})

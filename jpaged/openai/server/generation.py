@@ -42,7 +42,7 @@ from jpaged.openai.server.response_bodies import (
 from jpaged.openai.server.response_items import ResponseEvents
 from jpaged.openai.server.settings import ServerSettings
 from jpaged.openai.server.status import Running, Status
-from jpaged.openai.server.token_answers import TokenEvents, WholeTokens
+from jpaged.openai.server.token_answers import TokenEvents, WholeTokens, request_id
 from jpaged.openai.server.token_bodies import ServedTokens
 from jpaged.openai.server.wire import (
     EVENTS,
@@ -331,9 +331,16 @@ class Generation:
 def _describe(record: RequestRecord, asked: Asked) -> None:
     """Note what a request asks for, now that it is known."""
     body = asked.body
-    record.operation = "text_completion" if isinstance(body, ServedCompletion) else "chat"
-    prefix = "cmpl-" if isinstance(body, ServedCompletion) else "chatcmpl-"
-    record.answer_id = f"{'resp_' if isinstance(body, ServedResponse) else prefix}{asked.name}"
+    is_text = isinstance(body, ServedCompletion | ServedTokens)
+    record.operation = "text_completion" if is_text else "chat"
+    if isinstance(body, ServedTokens):
+        record.answer_id = request_id(asked)
+    elif isinstance(body, ServedResponse):
+        record.answer_id = f"resp_{asked.name}"
+    elif isinstance(body, ServedMessage):
+        record.answer_id = f"msg_{asked.name}"
+    else:
+        record.answer_id = f"{'cmpl' if is_text else 'chatcmpl'}-{asked.name}"
     record.model, record.params, record.streams = asked.model, asked.params, body.stream
 
 
