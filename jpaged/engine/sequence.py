@@ -203,22 +203,26 @@ class Sequence:
             tokens += self.spans.block_bytes(start, past)
         return tokens if i else self.salt + tokens
 
-    def stored_bytes(self, size: int) -> bytes | None:
-        """Return what its first block is of, in a form that means the same in every process; None
-        where no other process may find it. size: tokens a block.
+    def stored_bytes(self, i: int, size: int) -> bytes | None:
+        """Return what its block i is of, in a form that means the same in every process; None where
+        no other process may find it. size: tokens a block.
         """
+        start, past = i * size, (i + 1) * size
+        ids = array("i", self.token_ids[start:past]).tobytes()
+        if self.spans is not None:
+            ids += self.spans.block_bytes(start, past, in_files=True)
+        if i:
+            return ids
         adapter, scoring = self.adapter, self.scoring
-        own_salt = b"" if self.named_salt is None else self.named_salt.encode()
-        salt = own_salt + (b"" if adapter is None else adapter.salt)
-        if self.salt != salt + (b"" if scoring is None else scoring.salt):
+        salt = b"" if self.named_salt is None else self.named_salt.encode()
+        routes = b"" if scoring is None else scoring.salt
+        if self.salt != salt + (b"" if adapter is None else adapter.salt) + routes:
             return None  # it shares with no other request
         changes = b"" if adapter is None else adapter.digest
         if changes is None:
             return None
-        parts = (own_salt, changes, b"" if scoring is None else scoring.salt)
-        sizes = array("q", map(len, parts)).tobytes()
-        spans = b"" if self.spans is None else self.spans.block_bytes(0, size)
-        return sizes + b"".join(parts) + array("i", self.token_ids[:size]).tobytes() + spans
+        parts = (salt, changes, routes)
+        return array("q", map(len, parts)).tobytes() + b"".join(parts) + ids
 
     def run(
         self, *, device_row: int, adapter_slot: int | None, num_computed: int, fill: int

@@ -2,6 +2,8 @@
 
 import bisect
 import dataclasses
+import functools
+import hashlib
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -39,6 +41,21 @@ class Span:
     def end(self) -> int:
         """The position after its last token."""
         return self.start + len(self)
+
+    @functools.cached_property
+    def numbers_digest(self) -> bytes:
+        """What its numbers are known by in every process: `digest`, unless the caller has named it.
+        A name is of pixels, say, and other weights make other numbers of them.
+        """
+        if self.named is None:
+            return self.digest
+        form = f"{self.embeddings.dtype} {self.embeddings.shape} {self.grid}"
+        digest = hashlib.blake2b(form.encode(), digest_size=32)
+        digest.update(np.ascontiguousarray(self.embeddings).tobytes())
+        if self.deepstack is not None:
+            digest.update(f"{self.deepstack.dtype} {self.deepstack.shape}".encode())
+            digest.update(np.ascontiguousarray(self.deepstack).tobytes())
+        return digest.digest()
 
 
 class Piece(NamedTuple):
@@ -95,12 +112,14 @@ class Spans:
             if begin < past:
                 yield Piece(begin - start, span, begin - span.start, past - begin)
 
-    def block_bytes(self, start: int, end: int) -> bytes:
+    def block_bytes(self, start: int, end: int, *, in_files: bool = False) -> bytes:
         """Return what the tokens [start, end) are of beside their ids: the spans among them, and
-        which part of each; nothing where there is none.
+        which part of each; nothing where there is none. in_files: by their numbers.
         """
         parts = [
-            NO_TOKEN + np.array([p.place, p.first], np.int32).tobytes() + p.span.digest
+            NO_TOKEN
+            + np.array([p.place, p.first], np.int32).tobytes()
+            + (p.span.numbers_digest if in_files else p.span.digest)
             for p in self.pieces(start, end)
         ]
         return b"".join(parts)

@@ -245,7 +245,7 @@ class Contents:
             if parent.digest is None:
                 content = Content(key, ids, parent)
             else:
-                stored = seq.stored_bytes(size) if i == 0 else ids
+                stored = seq.stored_bytes(i, size)
                 name = None if stored is None else stored_digest(parent.digest, stored)
                 content = Content(key, ids, parent, digest=name, stored_ids=stored or b"")
             self._known[key] = content

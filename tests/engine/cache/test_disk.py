@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jpaged.engine.adapters import AdapterVersion
@@ -22,6 +23,7 @@ from jpaged.engine.cache.costs import BestRate, Costs, Rate
 from jpaged.engine.cache.disk import Disk
 from jpaged.engine.scoring import Scoring
 from jpaged.engine.sequence import Request, Sequence, Status
+from jpaged.engine.spans import Span, Spans
 from tests.engine.cache.test_store import fill, prompt
 from tests.engine.host import Host, identity
 from tests.engine.mock import MockBytes, Window, expected, generated
@@ -200,12 +202,28 @@ def test_salts_cannot_stand_for_each_other() -> None:
         made(params, salt="x", adapter=x),
         made(params, salt="xx", adapter=adapter(1, b"x" * 31)),
     ]
-    stored = [seq.stored_bytes(4) for seq in seqs]
+    stored = [seq.stored_bytes(0, 4) for seq in seqs]
     assert None not in stored and len(set(stored)) == len(seqs)
     hidden = made(params)
     Request([hidden]).hide(3)
-    assert hidden.stored_bytes(4) is None
-    assert made(params, scoring=Scoring()).stored_bytes(4) == stored[0]
+    assert hidden.stored_bytes(0, 4) is None
+    assert made(params, scoring=Scoring()).stored_bytes(0, 4) == stored[0]
+
+
+def test_images_are_known_by_their_numbers() -> None:
+    """Not by the name that a caller has for them in one process."""
+    params = Host(1).sequence(prompt(4)).sampling_params
+
+    def stored(number: float, named: bytes | None) -> list[bytes | None]:
+        numbers = np.full((3, 2), number, np.float32)
+        span = Span(start=5, embeddings=numbers, digest=named or bytes([int(number)]), named=named)
+        spans = Spans((span,), 12)
+        seq = Sequence("0", prompt(12), params, max_model_len=99, spans=spans)
+        return [seq.stored_bytes(i, 4) for i in range(3)]
+
+    one, other, same = stored(1.0, b"x"), stored(2.0, b"x"), stored(1.0, b"x")
+    assert one == same and one[0] == other[0] and one[1] != other[1] and one[2] == other[2]
+    assert stored(1.0, None)[1] != stored(2.0, None)[1]
 
 
 def test_new_weights_find_nothing_old_and_old_ones_theirs(folder: Path, depth: int) -> None:
