@@ -212,7 +212,7 @@ ERRORS: list[tuple[dict[str, Any], str, str | None]] = [
     (body_of(n=10**9), "invalid_value", "n"),
     (body_of(logprobs=9), "invalid_value", "logprobs"),
     (body_of(logprobs=True), "invalid_value", "sampling_params"),
-    (body_of(bad_words=["a"]), "unsupported_field", "sampling_params"),
+    (body_of(repetition_detection={"a": 1}), "unsupported_field", "sampling_params"),
     (body_of(sampling_mask=True), "invalid_value", None),
     (body_of(logit_bias={str(i): 1.0 for i in range(90)}), "invalid_value", "logit_bias"),
     (body_of() | {"features": {"mm_hashes": {}}}, "unsupported_field", "features"),

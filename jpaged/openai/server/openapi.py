@@ -2,7 +2,7 @@
 typed dictionaries that answers are.
 """
 
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, TypeAdapter
 
@@ -15,10 +15,13 @@ from jpaged.openai.server.bodies import (
     Tokenize,
     TokenizeChat,
 )
+from jpaged.openai.server.control import UpdateWeights
 from jpaged.openai.server.message_bodies import CountedMessages, MessagesBody
 from jpaged.openai.server.response_bodies import KeptResponseBody, ResponseBody
 from jpaged.openai.server.settings import ServerSettings
 from jpaged.openai.server.status import version
+from jpaged.openai.server.token_bodies import TokensBody
+from jpaged.session import OnPause
 
 REF = "#/components/schemas/{model}"
 Schema = dict[str, Any]
@@ -122,6 +125,31 @@ VERSION: Schema = {
     "type": "object",
     "required": ["version"],
     "properties": {"version": TEXT},
+}
+
+
+DRAWN: Schema = {
+    "type": "object",
+    "required": ["request_id", "choices"],
+    "properties": {
+        "request_id": TEXT,
+        "choices": {"type": "array", "minItems": 1, "items": OBJECT},
+    },
+}
+PAUSED: Schema = {
+    "type": "object",
+    "required": ["status"],
+    "properties": {"status": {"enum": ["paused", "resumed"]}},
+}
+IS_PAUSED: Schema = {
+    "type": "object",
+    "required": ["is_paused"],
+    "properties": {"is_paused": {"type": "boolean"}},
+}
+WEIGHTS: Schema = {
+    "type": "object",
+    "required": ["weight_version"],
+    "properties": {"weight_version": INTEGER, "seconds": {"type": "number"}},
 }
 
 
@@ -234,6 +262,22 @@ def describe(settings: ServerSettings, names: list[str]) -> Schema:
             False,
         ),
     }
+    posts |= {
+        "/inference/v1/generate": (
+            "Go on with token ids, in vLLM's form of tokens in and tokens out.",
+            [TokensBody],
+            made.answer("DrawnTokens", DRAWN),
+            True,
+        ),
+        "/pause": ("Have no step run until /resume.", [], made.answer("Paused", PAUSED), False),
+        "/resume": ("Go on after /pause.", [], made.answer("Resumed", PAUSED), False),
+        "/update_weights": (
+            "Serve the weights of a folder from now on.",
+            [UpdateWeights],
+            made.answer("NewWeights", WEIGHTS),
+            False,
+        ),
+    }
     listed = made.answer("Pooled", POOLED)
     for path, kind in pooling.ROUTES.items():
         posts[path] = ("Return embeddings, scores, ranks or labels.", [kind], listed, False)
@@ -248,6 +292,12 @@ def describe(settings: ServerSettings, names: list[str]) -> Schema:
         "/ready": ("Tell whether a request would be taken.", made.answer("Ready", ALIVE), True),
         "/version": ("Return the version.", made.answer("Version", VERSION), False),
         "/status": ("Return what is served, and what runs.", OBJECT, False),
+        "/is_paused": ("Tell whether it is paused.", made.answer("IsPaused", IS_PAUSED), False),
+        "/weight_info": (
+            "Return the version of the weights.",
+            made.answer("WeightInfo", WEIGHTS),
+            False,
+        ),
     }
     paths: dict[str, Schema] = {}
     for path, (summary, kinds, answer, streams) in posts.items():
@@ -255,10 +305,15 @@ def describe(settings: ServerSettings, names: list[str]) -> Schema:
         content: Schema = {"application/json": {"schema": answer}}
         if streams:
             content["text/event-stream; charset=utf-8"] = {}
-        schema = bodies[0] if len(bodies) == 1 else {"anyOf": bodies}
-        body = {"required": True, "content": {"application/json": {"schema": schema}}}
-        is_open = not settings.api_keys
-        paths[path] = {"post": {"requestBody": body, **_operation(path, summary, content, is_open)}}
+        operation = _operation(path, summary, content, not settings.api_keys)
+        if bodies:
+            schema = bodies[0] if len(bodies) == 1 else {"anyOf": bodies}
+            body = {"required": True, "content": {"application/json": {"schema": schema}}}
+            operation = {"requestBody": body, **operation}
+        if path == "/pause":
+            modes = {"enum": list(get_args(OnPause))}
+            operation["parameters"] = [{"name": "mode", "in": "query", "schema": modes}]
+        paths[path] = {"post": operation}
     for path, (summary, answer, is_open) in gets.items():
         content = {"application/json": {"schema": answer}}
         operation = _operation(path, summary, content, is_open or not settings.api_keys)
