@@ -451,9 +451,9 @@ def replayed_past_the_end_of_a_block(patch: pytest.MonkeyPatch) -> None:
 def state_of_another_block(patch: pytest.MonkeyPatch) -> None:
     """A match goes on from the state of some other block that is cached."""
 
-    def mutated(self: State, content: Content) -> Any:
+    def mutated(self: State, content: Content, *, in_files: bool) -> Any:
         others = [b for c, b in self.cached.items() if c is not content]
-        return others[0] if others else matched(self, content)
+        return others[0] if others else matched(self, content, in_files=in_files)
 
     matched = State.matched
     patch.setattr(State, "matched", mutated)
