@@ -7,7 +7,6 @@ served in as few engines as hold every pair (a covering array), many settings in
 import dataclasses
 import functools
 import itertools
-import os
 import random
 import re
 import tempfile
@@ -46,7 +45,8 @@ PLAIN: dict[str, Any] = {
     "num_blocks": 96,
     "max_logprobs": 5,
 }
-STORE = f"{tempfile.gettempdir()}/jpaged-test-{os.getpid()}"  # served pairs share it
+FOLDER = tempfile.TemporaryDirectory(prefix="jpaged-test-")  # gone with the process
+STORE = FOLDER.name  # served pairs share it
 GUESSING = {"num_tokens": 3, "adaptive": False}
 # Values of every field of EngineConfig that differ from PLAIN. Fields that no pair can change are
 # in UNPAIRED.

@@ -304,7 +304,7 @@ longer = dataclasses.replace(params.config, max_position_embeddings=count + 64)
 params = jpaged.Params(dict(params), longer, params.source)
 store = {} if folder == "none" else {"prefix_store": folder}
 llm = jpaged.LLM(params, max_num_seqs=2, num_blocks=count // 64 + 8, **store)
-text = [7 + (i * i * 31 + i // 5) % 4000 for i in range(count)]
+text = [7 + (i * i * 31 + i // 5) % 2000 for i in range(count)]
 asked = jpaged.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 (out,) = llm.generate([text + [11, 12, 13]], asked, use_tqdm=False)
 done = out.outputs[0]
