@@ -149,9 +149,10 @@ def _get(parts: SplitResult, limits: ImageLimits, ends: float) -> tuple[bytes, s
     except RequestError:
         raise
     except (OSError, http.client.HTTPException, ValueError) as e:
+        # The socket's own limit may end the wait before the timer does.
         raise (
             _late(limits)
-            if is_late.is_set()
+            if is_late.is_set() or isinstance(e, TimeoutError)
             else RequestError(f"image URL: {host!r} gave no image ({type(e).__name__}: {e})")
         ) from e
     finally:
@@ -174,6 +175,8 @@ def _connected(addresses: list[tuple[Any, ...]], limits: ImageLimits, ends: floa
         except OSError as e:
             last = e
             made.close()
+    if isinstance(last, TimeoutError):
+        raise _late(limits) from last
     raise RequestError(f"image URL: cannot connect ({last})") from last
 
 

@@ -85,6 +85,7 @@ class Form:
     It stands for jpaged.structured's Matcher. fails_after: so many tokens it cannot go on.
     """
 
+    name = "structured"
     words = -(-VOCAB // 32)
 
     def __init__(self, eos_ids: frozenset[int] = frozenset(), fails_after: int = 1000):
