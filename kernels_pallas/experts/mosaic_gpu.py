@@ -30,8 +30,10 @@ def unsupported(shapes: Shapes, device: Any) -> str | None:
             return f"{name} {getattr(shapes, name)} is not a multiple of {whole}"
     if shapes.dtype != jnp.bfloat16:
         return f"dtype {shapes.dtype}"
-    if device is not None and device.compute_capability != "9.0":
-        return f"compute capability {device.compute_capability}: only 9.0"
+    if device is not None:
+        capability = getattr(device, "compute_capability", None)  # a CPU has none
+        if capability != "9.0":
+            return f"compute capability {capability}: only 9.0"
     return None
 
 
