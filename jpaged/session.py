@@ -398,7 +398,10 @@ class Session:
         config, size = self.inputs.model.pooling, self.inputs.model.hidden_size
         options = embedding_options(config, size, pooling, normalize, dimensions)
         vectors = self.pooled(prompts, options, lora=lora)
-        return np.stack(vectors) if vectors else np.zeros((0, size), np.float32)
+        width = size if config is None else config.width(size)
+        return (
+            np.stack(vectors) if vectors else np.zeros((0, options.dimensions or width), np.float32)
+        )
 
     def classify(self, prompts: PromptsLike, *, lora: PyTree = None) -> np.ndarray:
         """Return the logits of the labels of each prompt, [N, Y]: see jpaged.classify."""

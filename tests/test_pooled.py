@@ -275,6 +275,7 @@ def test_bad_embeddings(params: jpaged.Params) -> None:
     with pytest.raises(CapacityError, match="longer than max_model_len=64"):
         jpaged.embed(params, [[1] * 65], engine_config=ENGINE)
     assert jpaged.embed(params, [], engine_config=ENGINE).shape == (0, CONFIG.hidden_size)
+    assert jpaged.embed(params, [], dimensions=3, engine_config=ENGINE).shape == (0, 3)
 
 
 def test_configs() -> None:

@@ -55,6 +55,10 @@ class PoolingConfig:
         if self.dense:
             _check_follows(hidden_size, self.dense[0])
 
+    def width(self, hidden_size: int) -> int:
+        """Return how many numbers a vector has."""
+        return self.dense[-1].outputs if self.dense else hidden_size
+
     def params(self) -> Iterator[ParamSpec]:
         """The parameters of the dense layers."""
         for i, dense in enumerate(self.dense):

@@ -21,12 +21,12 @@ from jpaged.errors import RequestError
 from jpaged.models.config import ModelConfig
 from jpaged.openai.fields import Integer, Tokens, Truncation
 from jpaged.openai.protocol import Body
-from jpaged.request.inputs import Inputs
+from jpaged.request.inputs import Inputs, with_adapter
 from jpaged.request.pooled import embedding_options
 
 Task = Literal["embed", "classify"]
 MOST_TEXTS = 2048  # of one request, as OpenAI has it
-HARMLESS = frozenset({"user", "request_id", "priority", "cache_salt"})
+HARMLESS = frozenset({"user", "request_id"})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,12 +45,14 @@ class PooledRequest(Body):
     harmless: ClassVar[frozenset[str]] = HARMLESS
     not_built: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "add_special_tokens": (True,),
+        "priority": (0,),
         "truncation_side": ("left",),
         "mm_processor_kwargs": ({},),
     }
 
     model: str | None = None
     truncate_prompt_tokens: Truncation | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
 
     def task(self, model: ModelConfig) -> Task:
         """Return what the model must make. Raises RequestError for one that does not have it."""
@@ -67,8 +69,16 @@ class PooledRequest(Body):
         """
         raise NotImplementedError
 
-    def answer(self, made: np.ndarray, lists: Sequence[Sequence[int]], name: str) -> JsonObject:
-        """Return the answer. made: f32 [N, ...], vectors or logits of these token lists. name: of
+    def prompts(self, lists: Sequence[list[int]], adapter: str | None) -> list[Any]:
+        """Return these token lists as prompts, which an adapter of this name reads."""
+        salt = {} if self.cache_salt is None else {"cache_salt": self.cache_salt}
+        prompts: list[Any] = [{"prompt_token_ids": ids, **salt} for ids in lists]
+        return prompts if adapter is None else [with_adapter(adapter, x) for x in prompts]
+
+    def answer(
+        self, task: Task, made: np.ndarray, lists: Sequence[Sequence[int]], name: str
+    ) -> JsonObject:
+        """Return the answer. made: f32 [N, ...], what the task gave of these token lists. name: of
         the model.
         """
         raise NotImplementedError
@@ -131,7 +141,9 @@ class EmbeddingRequest(PooledRequest):
     def token_lists(self, inputs: Inputs) -> list[list[int]]:
         return [self.fitted(inputs, text) for text in self.input]
 
-    def answer(self, made: np.ndarray, lists: Sequence[Sequence[int]], name: str) -> JsonObject:
+    def answer(
+        self, task: Task, made: np.ndarray, lists: Sequence[Sequence[int]], name: str
+    ) -> JsonObject:
         data = [
             {"object": "embedding", "index": i, "embedding": self._written(vector)}
             for i, vector in enumerate(made)
@@ -160,7 +172,9 @@ class ClassifyRequest(PooledRequest):
     def token_lists(self, inputs: Inputs) -> list[list[int]]:
         return [self.fitted(inputs, text) for text in self.input]
 
-    def answer(self, made: np.ndarray, lists: Sequence[Sequence[int]], name: str) -> JsonObject:
+    def answer(
+        self, task: Task, made: np.ndarray, lists: Sequence[Sequence[int]], name: str
+    ) -> JsonObject:
         shown = _activated(made) if self.use_activation else made
         data = [
             {
@@ -203,12 +217,12 @@ class PairsRequest(PooledRequest):
             return [self.fitted(inputs, first, second) for first, second in pairs]
         return [self.fitted(inputs, text) for text in _texts_of(pairs)]
 
-    def scores(self, made: np.ndarray) -> list[float]:
+    def scores(self, task: Task, made: np.ndarray) -> list[float]:
         """Return a number for each pair."""
+        if task == "classify":
+            return (_activated(made) if self.use_activation else made)[:, 0].tolist()
         pairs = self.pairs()
         texts = {text: i for i, text in enumerate(_texts_of(pairs))}
-        if made.shape[1] == 1 and len(made) == len(pairs):
-            return (_activated(made) if self.use_activation else made)[:, 0].tolist()
         cosines = [np.dot(made[texts[first]], made[texts[second]]) for first, second in pairs]
         return [float(cosine) for cosine in cosines]
 
@@ -244,10 +258,12 @@ class ScoreRequest(PairsRequest):
             )
         return list(zip(first, second, strict=True))
 
-    def answer(self, made: np.ndarray, lists: Sequence[Sequence[int]], name: str) -> JsonObject:
+    def answer(
+        self, task: Task, made: np.ndarray, lists: Sequence[Sequence[int]], name: str
+    ) -> JsonObject:
         data = [
             {"index": i, "object": "score", "score": score}
-            for i, score in enumerate(self.scores(made))
+            for i, score in enumerate(self.scores(task, made))
         ]
         return _listed("score", name, data, lists)
 
@@ -263,8 +279,10 @@ class RerankRequest(PairsRequest):
     def pairs(self) -> list[tuple[str, str]]:
         return [(self.query, document) for document in self.documents]
 
-    def answer(self, made: np.ndarray, lists: Sequence[Sequence[int]], name: str) -> JsonObject:
-        scores = self.scores(made)
+    def answer(
+        self, task: Task, made: np.ndarray, lists: Sequence[Sequence[int]], name: str
+    ) -> JsonObject:
+        scores = self.scores(task, made)
         order = sorted(range(len(scores)), key=lambda i: -scores[i])  # equal ones in their order
         results: list[JsonObject] = []
         for i in order[: self.top_n or len(order)]:

@@ -71,9 +71,8 @@ def embedding_options(
         raise RequestError(f"pooling={pooling!r}: must be 'last', 'first', 'mean' or None")
     if normalize is not None and not isinstance(normalize, bool):
         raise RequestError(f"normalize={normalize!r}: must be True, False or None")
-    width = known.dense[-1].outputs if known.dense else hidden_size
     if dimensions is not None:
-        check_whole("dimensions", dimensions, 1, width)
+        check_whole("dimensions", dimensions, 1, known.width(hidden_size))
     return PoolOptions(
         at=pooling or known.at,
         of_model="dense" if known.dense else None,

@@ -99,6 +99,17 @@ def test_embeddings(live: Live, llm: LLM) -> None:
     np.testing.assert_array_equal(np.array(one[0]["embedding"], np.float32), llm.embed([[41]])[0])
 
 
+def test_a_salt_keeps_prefixes_apart(live: Live) -> None:
+    """A text is found again under the salt that it came with, and under no other."""
+    text = "a long text of that salt alone"
+    found: list[int] = []
+    for salt in ("one", "two", "one"):
+        before = live.call(lambda llm: llm.stats()["prefill_tokens"])
+        live.post(EMBEDDINGS, {"input": text, "cache_salt": salt})
+        found.append(live.call(lambda llm: llm.stats()["prefill_tokens"]) - before)
+    assert found[0] == found[1] > found[2]
+
+
 def test_beside_what_is_generated(live: Live) -> None:
     """One batch with a stream, whose tokens are as if alone."""
     body = {"prompt": "hello there", "seed": 3, "max_tokens": 30, "ignore_eos": True}
@@ -182,6 +193,8 @@ def test_pairs_by_a_head_of_one_label(folder: Path, reward: LLM) -> None:
         (EMBEDDINGS, {"input": "a" * 100}, "longer than max_model_len", None),
         (EMBEDDINGS, {"input": [[5000]]}, "5000", None),
         (EMBEDDINGS, {"input": "a", "model": "other"}, "not served here", "model"),
+        (EMBEDDINGS, {"input": "a", "priority": 1}, "priority=1", "priority"),
+        (EMBEDDINGS, {"input": "a", "cache_salt": ""}, "cache_salt=", "cache_salt"),
         (EMBEDDINGS, {"input": "a", "add_special_tokens": False}, "add_special_tokens=", None),
         ("/classify", {"input": "a"}, "no head of labels", None),
         ("/score", {"queries": "a"}, "documents or text_2: this one has neither", None),

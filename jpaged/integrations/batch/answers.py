@@ -14,6 +14,7 @@ import numpy as np
 
 from jpaged.integrations.batch.lines import BatchRequest
 from jpaged.openai import responses
+from jpaged.openai.pooled import Task
 from jpaged.openai.responses import BatchAnswer, Failure
 from jpaged.request.outputs import RequestOutput
 
@@ -43,13 +44,13 @@ def answer_line(request: BatchRequest, output: RequestOutput) -> Mapping[str, An
 
 
 def pooled_line(
-    request: BatchRequest, made: np.ndarray, lists: Sequence[Sequence[int]]
+    request: BatchRequest, task: Task, made: np.ndarray, lists: Sequence[Sequence[int]]
 ) -> Mapping[str, Any]:
-    """Return the output line of a request for embeddings, scores or ranks. made: of the tokens of
-    its texts.
+    """Return the output line of a request for embeddings, scores or ranks. made: what the task gave
+    of the tokens of its texts.
     """
     assert request.pooled is not None
-    body = request.pooled.answer(made, lists, request.model)
+    body = request.pooled.answer(task, made, lists, request.model)
     body["id"] = f"{body['id'].partition('-')[0]}-{request.number}"  # the same in each run
     return _batch_line(request, 200, body)
 

@@ -25,7 +25,6 @@ from jpaged.integrations.batch.progress import Progress
 from jpaged.integrations.batch.source import BatchError, Source
 from jpaged.integrations.batch.stats import SAMPLES, BatchStats, CutBy
 from jpaged.openai.pooled import POOLED_URLS, Embedding, PooledRequest, Task
-from jpaged.request.inputs import with_adapter
 from jpaged.request.outputs import RequestOutput
 
 # Exit statuses. After a signal it is 128 + the signal's number.
@@ -247,10 +246,7 @@ class Run:
         """Return what the model makes of the texts of lines."""
         prompts: list[Any] = []
         for member in members:
-            texts: list[Any] = [{"prompt_token_ids": ids} for ids in member.lists]
-            if (adapter := member.request.adapter) is not None:
-                texts = [with_adapter(adapter, text) for text in texts]
-            prompts += texts
+            prompts += member.body.prompts(member.lists, member.request.adapter)
         if task == "classify":
             return self.llm.classify(prompts)
         return self.llm.embed(prompts, dimensions=asked.dimensions, normalize=asked.normalize)
@@ -259,7 +255,7 @@ class Run:
         first = 0
         for member in members:
             end = first + len(member.lists)
-            line = pooled_line(member.request, made[first:end], member.lists)
+            line = pooled_line(member.request, member.task, made[first:end], member.lists)
             first = end
             tokens, latency = sum(map(len, member.lists)), time.perf_counter() - member.began
             self.stats.add_pooled(tokens, latency)

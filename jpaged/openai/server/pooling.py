@@ -19,7 +19,7 @@ from jpaged.openai.pooled import (
 from jpaged.openai.server.generation import Generation
 from jpaged.openai.server.settings import ServerSettings
 from jpaged.openai.server.wire import Exchange, Held, encode
-from jpaged.request.inputs import with_adapter, with_salt
+from jpaged.request.inputs import with_salt
 
 ROUTES: dict[str, type[PooledRequest]] = {
     "/v1/embeddings": EmbeddingRequest,
@@ -59,13 +59,12 @@ class Pooling:
                 exchange.text = ""
                 held.close()
                 exchange.record.pools("embeddings" if task == "embed" else task, model, lists)
-                prompts: list[Any] = [{"prompt_token_ids": ids} for ids in lists]
-                if model in self._llm.adapters:
-                    prompts = [with_adapter(model, prompt) for prompt in prompts]
+                adapter = model if model in self._llm.adapters else None
+                prompts = body.prompts(lists, adapter)
                 if party.salt is not None:
                     prompts = [with_salt(party.salt, prompt) for prompt in prompts]
                 made = await self._made(task, body, prompts)
-                answer = await generation.prepare(0, _answered, body, made, lists, model)
+                answer = await generation.prepare(0, _answered, body, task, made, lists, model)
         await exchange.answer(answer)
 
     async def _made(self, task: Task, body: PooledRequest, prompts: list[Any]) -> np.ndarray:
@@ -85,6 +84,11 @@ def _understood(llm: Any, body: PooledRequest) -> tuple[Task, list[list[int]]]:
 
 
 def _answered(
-    llm: Any, body: PooledRequest, made: np.ndarray, lists: list[list[int]], model: str
+    llm: Any,
+    body: PooledRequest,
+    task: Task,
+    made: np.ndarray,
+    lists: list[list[int]],
+    model: str,
 ) -> bytes:
-    return encode(body.answer(made, lists, model))
+    return encode(body.answer(task, made, lists, model))
