@@ -76,6 +76,15 @@ def _one_prompt(value: Any) -> Any:
     return value
 
 
+def as_many(value: Any) -> Any:
+    """Return a list of prompts. A list of texts or of lists of ids has many prompts; a text, or a
+    list of ids, is one.
+    """
+    if isinstance(value, list) and value and all(isinstance(v, str | list) for v in value):
+        return value
+    return [value]
+
+
 def _joined(content: Any) -> Any:
     """Return the text of a message whose content is a list of parts. A refusal counts as text."""
     if not isinstance(content, list):

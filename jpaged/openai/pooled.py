@@ -19,7 +19,7 @@ from jpaged.checkpoint.kept_tokenizer import whole
 from jpaged.checks import JsonObject
 from jpaged.errors import RequestError
 from jpaged.models.config import ModelConfig
-from jpaged.openai.fields import Integer, Tokens, Truncation
+from jpaged.openai.fields import Integer, Tokens, Truncation, as_many
 from jpaged.openai.protocol import Body
 from jpaged.request.inputs import Inputs, with_adapter
 from jpaged.request.pooled import embedding_options
@@ -101,23 +101,16 @@ class PooledRequest(Body):
         return ids
 
 
-def _many(value: Any) -> Any:
-    """Return a list of texts: a text, or a list of ids, is one."""
-    if isinstance(value, list) and value and all(isinstance(v, str | list) for v in value):
-        return value
-    return [value]
-
-
 Texts = Annotated[
     list[str | Tokens],
     FailFast(),
-    BeforeValidator(_many, json_schema_input_type=str | Tokens | list[str | Tokens]),
+    BeforeValidator(as_many, json_schema_input_type=str | Tokens | list[str | Tokens]),
     Field(min_length=1, max_length=MOST_TEXTS),
 ]
 Strings = Annotated[
     list[str],
     FailFast(),
-    BeforeValidator(_many, json_schema_input_type=str | list[str]),
+    BeforeValidator(as_many, json_schema_input_type=str | list[str]),
     Field(min_length=1, max_length=MOST_TEXTS),
 ]
 

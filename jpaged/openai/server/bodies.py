@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BeforeValidator, FailFast, Field, PrivateAttr, model_validator
 
-from jpaged.openai.fields import Integer, Tokens, short
+from jpaged.openai.fields import Integer, Tokens, as_many, short
 from jpaged.openai.protocol import (
     Body,
     BodyError,
@@ -271,15 +271,6 @@ class Translated(ServedChat):
         return body
 
 
-def _many_prompts(value: Any) -> Any:
-    """Return a list of prompts. A list of texts or of lists of ids has many prompts; a text, or a
-    list of ids, is one.
-    """
-    if isinstance(value, list) and value and all(isinstance(v, str | list) for v in value):
-        return value
-    return [value]
-
-
 class ServedCompletion(Served, CompletionRequest):
     """The body of POST /v1/completions.
 
@@ -290,7 +281,7 @@ class ServedCompletion(Served, CompletionRequest):
     prompt: Annotated[  # pyright: ignore[reportIncompatibleVariableOverride]
         list[str | Tokens],
         FailFast(),
-        BeforeValidator(_many_prompts, json_schema_input_type=str | Tokens | list[str | Tokens]),
+        BeforeValidator(as_many, json_schema_input_type=str | Tokens | list[str | Tokens]),
         Field(min_length=1),
     ]
     echo: bool = False
