@@ -303,6 +303,28 @@ class Generation:
     ) -> None:
         events = _events(self._llm, asked)
         outputs: list[RequestOutput] = []
+        weight = 1 + (asked.form.top or 0)
+
+        def pass_on(news: list[News]) -> bool:
+            """Write pieces where they come, unless they are many, the last, or must wait."""
+            if not exchange.is_ready:
+                return False
+            worth = 0
+            for _, item in news:
+                if not isinstance(item, CompletionChunk):
+                    return False
+                worth += len(item.token_ids_delta) * weight
+            if worth > MOST_A_TURN:
+                return False
+            written = b""
+            for prompt, chunk in news:
+                assert isinstance(chunk, CompletionChunk)
+                watch.chunk(prompt, chunk)
+                written += events.pieces(prompt, chunk)
+            if written:
+                exchange.write_now(written)
+            return True
+
         while True:
             written: list[bytes] = []
             worth = 0
@@ -310,7 +332,7 @@ class Generation:
                 if isinstance(item, CompletionChunk):
                     watch.chunk(prompt, item)
                     written.append(events.pieces(prompt, item))
-                    worth += len(item.token_ids_delta) * (1 + (asked.form.top or 0))
+                    worth += len(item.token_ids_delta) * weight
                     if worth > MOST_A_TURN:  # let the event loop serve others
                         worth = 0
                         await asyncio.sleep(0)
@@ -324,7 +346,7 @@ class Generation:
                 break
             if any(written):
                 await exchange.write_piece(b"".join(written))
-            news = await inbox.take()
+            news = await inbox.pass_on(pass_on)
         await exchange.write(b"".join(written) + events.end(outputs), more=False)
 
 
