@@ -62,7 +62,8 @@ class NamedLogprobs(collections.abc.Sequence[dict[int, Logprob] | None]):
         tokenizer: Tokenizer | None,
         texts: dict[int, str] | None = None,
     ):
-        self._rows, self._tokenizer = rows, tokenizer
+        # The fast tokenizer beneath, where there is one.
+        self._rows, self._tokenizer = rows, getattr(tokenizer, "backend_tokenizer", tokenizer)
         self._texts: dict[int, str] = {} if texts is None else texts  # of tokens decoded so far
 
     @staticmethod

@@ -64,6 +64,7 @@ log = logging.getLogger("jpaged")
 
 IGNORED = b"x-jpaged-ignored-fields"
 MOST_LOGGED = 256  # names of unknown fields that are logged while the server runs
+SHORT_BODY = 1 << 11  # characters; reading so few takes no longer than handing them to a thread
 LONG_BODY = 1 << 17  # characters; a longer body is read and tokenized beside few others
 MOST_LONG = 2  # long bodies that are read at once
 MOST_A_TURN = 256  # tokens and alternatives of a stream that one turn of the event loop writes
@@ -108,7 +109,10 @@ class Generation:
         async with asyncio.timeout(self._settings.request_timeout_s):
             length = len(exchange.text)
             party = self.party_of(exchange)
-            body = await self.prepare(length, self._read, kind, exchange.text, party.shared)
+            if length <= SHORT_BODY and kind is not ServedKeptResponse:
+                body = self._read(self._llm, kind, exchange.text, party.shared)
+            else:
+                body = await self.prepare(length, self._read, kind, exchange.text, party.shared)
             self.report_ignored(exchange, body.ignored)
             model = self.check_model(body.model)
             params = self._params(body)

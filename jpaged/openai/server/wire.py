@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 import h11
+from pydantic_core import PydanticSerializationError, to_json
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jpaged.openai.protocol import BodyError
@@ -31,7 +32,6 @@ DISCARD_S = 1.0
 PING = b": ping\n\n"  # a comment, which readers of events skip
 WORD = re.compile(r"[\w.-]{1,60}", re.ASCII)
 MOST_NAMES = 8  # names of fields in a header, at most
-COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 OWN_HOSTS = ("localhost", "127.0.0.1", "::1")
 EVERY_ADDRESS = ("0.0.0.0", "::", "")
 EXTRA_CONNECTIONS = 16
@@ -85,8 +85,8 @@ class Gone(Exception):
 def encode(value: Any) -> bytes:
     """Return JSON in UTF-8. Text that UTF-8 cannot encode is escaped."""
     try:
-        return COMPACT.encode(value).encode()
-    except UnicodeEncodeError:
+        return to_json(value)
+    except PydanticSerializationError:  # half of a surrogate pair
         return json.dumps(value, separators=(",", ":")).encode()
 
 
