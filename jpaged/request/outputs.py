@@ -3,7 +3,7 @@
 import collections.abc
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
@@ -11,7 +11,6 @@ import numpy as np
 from jpaged.engine.generated import Top
 from jpaged.engine.keys import Key
 from jpaged.engine.sequence import Request, Sequence
-from jpaged.errors import RequestError
 from jpaged.request.detokenizer import decode
 from jpaged.request.embeddings import EmbeddingSpan, as_mapping
 from jpaged.search.beam import BeamSearch

@@ -9,7 +9,7 @@ import pytest
 from tests.clients.served import KEY, TALK, Trip, demo, url, whole
 
 pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("ignore")]  # they are its own
-instructor: Any = pytest.importorskip("instructor", reason="'clients-openai2' is not installed")
+instructor: Any = pytest.importorskip("instructor", reason="'clients-apart' is not installed")
 openai: Any = pytest.importorskip("openai")
 pytest.importorskip("llguidance")
 
@@ -38,7 +38,9 @@ def ask(client: Any, mode: str, kind: Any, **more: Any) -> Any:
     create = made.chat.completions.create
     return whole(
         lambda seed: create(
-            response_model=kind, extra_body={"seed": seed, "temperature": 1.0, **more}, **asked
+            response_model=kind,
+            extra_body={"seed": seed, "repetition_penalty": 1.3, **more},
+            **asked,
         )
     )
 

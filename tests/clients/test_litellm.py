@@ -10,7 +10,7 @@ from tests.clients.served import KEY, TALK, Trip, demo, url
 from tests.openai.live import Live
 
 pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("ignore")]  # they are its own
-litellm: Any = pytest.importorskip("litellm", reason="the extra 'clients-openai2' is not installed")
+litellm: Any = pytest.importorskip("litellm", reason="the extra 'clients-apart' is not installed")
 PROVIDERS = ("openai/demo", "hosted_vllm/demo")
 
 

@@ -55,7 +55,17 @@ def test_a_schema(run: Callable[..., str]) -> None:
     pytest.importorskip("llguidance")
     schema = json.dumps(Trip.model_json_schema())
     for seed in range(8):  # so small a model may write white space up to the limit
-        limits = ("-o", "max_tokens", "300", "-o", "temperature", "1", "-o", "seed", str(seed))
+        limits = (
+            "-o",
+            "max_tokens",
+            "300",
+            "-o",
+            "frequency_penalty",
+            "1",
+            "-o",
+            "seed",
+            str(seed),
+        )
         text = run("-m", "demo", *limits, "--schema", schema, "Write a class.")
         if text.rstrip().endswith("}"):
             assert Trip.model_validate_json(text)
