@@ -1,7 +1,7 @@
 """What the clients of a server ask here: the embedded model, with a template that has tools."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import pydantic
@@ -50,7 +50,7 @@ def url(live: Live) -> str:
     return f"http://127.0.0.1:{live.port}/v1"
 
 
-def whole[T](ask: Any, *, seeds: int = 8) -> T:
+def whole(ask: Callable[[int], Any], *, seeds: int = 8) -> Any:
     """Return the first answer of ask(seed) that is whole: so small a model may write white space,
     or call after call, up to max_tokens, which the client reports in its own way.
     """
