@@ -64,6 +64,7 @@ log = logging.getLogger("jpaged")
 
 IGNORED = b"x-jpaged-ignored-fields"
 MOST_LOGGED = 256  # names of unknown fields that are logged while the server runs
+SHORT_BODY = 1 << 11  # characters; reading so few takes no longer than handing them to a thread
 LONG_BODY = 1 << 17  # characters; a longer body is read and tokenized beside few others
 MOST_LONG = 2  # long bodies that are read at once
 MOST_A_TURN = 256  # tokens and alternatives of a stream that one turn of the event loop writes
@@ -108,7 +109,10 @@ class Generation:
         async with asyncio.timeout(self._settings.request_timeout_s):
             length = len(exchange.text)
             party = self.party_of(exchange)
-            body = await self.prepare(length, self._read, kind, exchange.text, party.shared)
+            if length <= SHORT_BODY and kind is not ServedKeptResponse:
+                body = self._read(self._llm, kind, exchange.text, party.shared)
+            else:
+                body = await self.prepare(length, self._read, kind, exchange.text, party.shared)
             self.report_ignored(exchange, body.ignored)
             model = self.check_model(body.model)
             params = self._params(body)
@@ -303,6 +307,28 @@ class Generation:
     ) -> None:
         events = _events(self._llm, asked)
         outputs: list[RequestOutput] = []
+        weight = 1 + (asked.form.top or 0)
+
+        def pass_on(news: list[News]) -> bool:
+            """Write pieces where they come, unless they are many, the last, or must wait."""
+            if not exchange.is_ready:
+                return False
+            worth = 0
+            for _, item in news:
+                if not isinstance(item, CompletionChunk):
+                    return False
+                worth += len(item.token_ids_delta) * weight
+            if worth > MOST_A_TURN:
+                return False
+            written = b""
+            for prompt, chunk in news:
+                assert isinstance(chunk, CompletionChunk)
+                watch.chunk(prompt, chunk)
+                written += events.pieces(prompt, chunk)
+            if written:
+                exchange.write_now(written)
+            return True
+
         while True:
             written: list[bytes] = []
             worth = 0
@@ -310,7 +336,7 @@ class Generation:
                 if isinstance(item, CompletionChunk):
                     watch.chunk(prompt, item)
                     written.append(events.pieces(prompt, item))
-                    worth += len(item.token_ids_delta) * (1 + (asked.form.top or 0))
+                    worth += len(item.token_ids_delta) * weight
                     if worth > MOST_A_TURN:  # let the event loop serve others
                         worth = 0
                         await asyncio.sleep(0)
@@ -324,7 +350,7 @@ class Generation:
                 break
             if any(written):
                 await exchange.write_piece(b"".join(written))
-            news = await inbox.take()
+            news = await inbox.pass_on(pass_on)
         await exchange.write(b"".join(written) + events.end(outputs), more=False)
 
 

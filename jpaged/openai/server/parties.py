@@ -3,7 +3,7 @@ prefixes.
 """
 
 import dataclasses
-import hmac
+import hashlib
 import ipaddress
 import secrets
 
@@ -55,7 +55,7 @@ class Parties:
         return Party(name=self._digest(f"address {_network(address)}"), salt=None, is_known=False)
 
     def _digest(self, text: str) -> str:
-        return hmac.digest(self._secret, text.encode(), "sha256").hex()[:32]
+        return hashlib.blake2b(text.encode(), key=self._secret, digest_size=16).hexdigest()
 
 
 def _network(address: str | None) -> str:

@@ -113,5 +113,6 @@ def _fixed(llm: LLM) -> dict[str, Any]:
         "max_logprobs": config.max_logprobs,
         "vocab_size": llm.model_config.vocab_size,
         "defaults": {name: getattr(defaults, name) for name in CONTROLS},
+        "has_tokenizer": llm.tokenizer is not None,
         "has_chat_template": bool(getattr(llm.tokenizer, "chat_template", None)),
     }
