@@ -53,6 +53,7 @@ class QwenVisionConfig:
     theta: float
 
     in_blocks = True
+    on_axes = True
     buckets = BUCKETS
 
     def __post_init__(self) -> None:
