@@ -131,9 +131,9 @@ class Switches:
     `layer_types`, "every layer" one `sliding_window`. rope_by_kind: layers with a window have rope
     parameters of their own. partial_rotary: part of a head may be rotated. query_scaling: rotated
     queries may be scaled by their position. no_rope: the key that lists a 0 for each layer without
-    rope. axes: sections of a rope by positions on three axes, where a file does not say them and the
-    rope is of as many dimensions; None: the rope has one position. alternating: as of RopeConfig.
-    activation: the key of the MLP's. experts: of a mixture.
+    rope. axes: sections of a rope by positions on three axes, where a file does not say them and
+    the rope is of as many dimensions; None: the rope has one position. alternating: as of
+    RopeConfig. activation: the key of the MLP's. experts: of a mixture.
     """
 
     always: Mapping[str, Any] = dataclasses.field(default_factory=dict)
