@@ -409,6 +409,11 @@ def params_from(
     not take, and LoRA parts without a lora_scale.
     """
     model = ModelConfig.coerce(config, images=images)
+    if images and model.vision is None:
+        raise ConfigError(
+            "images=True: this ModelConfig has no vision tower; ModelConfig.from_hf(..., "
+            "images=True) reads one"
+        )
     leaves = dict(find_leaves(tree))
     table, whole = name_map(family, leaves, model), _whole(family, model)
     source = _Source(model, table, leaves, lora_scale, whole)

@@ -419,14 +419,9 @@ class ModelConfig:
         images: bool = False,
     ) -> Self:
         """From a ModelConfig (as it is), a Hugging Face config dict, or a folder that holds a
-        config.json. images: with the vision tower; ConfigError for a ModelConfig without one.
+        config.json. images: as of from_hf.
         """
         if isinstance(config, cls):
-            if images and config.vision is None:
-                raise ConfigError(
-                    "images=True: this ModelConfig has no vision tower; ModelConfig.from_hf(..., "
-                    "images=True) reads one"
-                )
             return config
         if isinstance(config, Mapping):
             return cls.from_hf(config, images=images)
