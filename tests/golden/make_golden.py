@@ -1,6 +1,6 @@
 """Stores what transformers computes for the tiny models of tests/golden/configs.py:
-tests/golden/NAME.npz, seeds.npz, mtp.npz, routes.npz, heads.npz, spans.npz, towers.npz, pictures.npz,
-beams.json.
+tests/golden/NAME.npz, seeds.npz, mtp.npz, routes.npz, heads.npz, spans.npz, towers.npz,
+pictures.npz, beams.json.
 
     python tests/golden/make_golden.py [NAME ...]
     python tests/golden/make_golden.py --here     # in this interpreter: it has torch, transformers

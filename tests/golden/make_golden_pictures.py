@@ -1,5 +1,5 @@
-"""What transformers makes of prompts with images, from pixels to logprobs: see make_golden.py, which
-runs it as `pictures`.
+"""What transformers makes of prompts with images, from pixels to logprobs: see make_golden.py,
+which runs it as `pictures`.
 """
 
 import importlib

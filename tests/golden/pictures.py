@@ -65,7 +65,9 @@ def write(name: str, folder: Path) -> Path:
     from safetensors.numpy import save_file
 
     shapes = towers.load(name).shapes
-    for key, (*_, width) in [(k, x) for k, x in shapes.items() if k.endswith("position_embedding_table")]:
+    for key, (*_, width) in [
+        (k, x) for k, x in shapes.items() if k.endswith("position_embedding_table")
+    ]:
         shapes[key] = (2, LONGEST, width)
     save_file(towers.tensors(name, shapes), folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config_of(name)))
