@@ -120,7 +120,7 @@ def test_embeddings_that_were_passed(
     """They are constants, beside images too; a model without its tower takes them."""
     _, params, outs = drawn
     (span,) = encode_images(params, [PICTURES[0]])
-    passed = EmbeddingSpan(span.embeddings, grid=tuple(span.grid), deepstack=span.deepstack)
+    passed = EmbeddingSpan(span.embeddings, grid=span.grid, deepstack=span.deepstack)
     (start, image), *_ = (outs[0].embeddings or {}).items()
     assert image.grid == passed.grid
     mixed = [dataclasses.replace(outs[0], embeddings={start: passed}), outs[1]]

@@ -3,26 +3,29 @@
 from collections.abc import Sequence
 from typing import Any
 
-from jpaged.errors import RequestError
+from jpaged.errors import RequestError, UnsupportedError
 from jpaged.images.placeholders import Marks, expanded_text, starts_of
 from jpaged.images.spans import Prepared
 from jpaged.images.videos import PreparedVideo
-from jpaged.models.vision.qwen import QwenVisionConfig
+from jpaged.models.vision.qwen import Qwen3VisionConfig, Qwen25VisionConfig
+from jpaged.models.vision.tower import VisionConfig
 from jpaged.request.embeddings import EmbeddingSpan
 
 
 def video_prompt(
     text: str,
     videos: Sequence[PreparedVideo],
-    vision: QwenVisionConfig,
+    vision: VisionConfig,
     tokenizer: Any,
     *,
     images: Sequence[Prepared] = (),
 ) -> dict[str, Any]:
     """Return a prompt of the engine of a text with one placeholder a video, and one an image, as
     chat templates write them: {"prompt_token_ids", "embeddings"}. tokenizer: of transformers.
-    RequestError where they are not as many.
+    RequestError where they are not as many, UnsupportedError for a model whose videos are not read.
     """
+    if not isinstance(vision, Qwen3VisionConfig | Qwen25VisionConfig):
+        raise UnsupportedError(f"videos of {type(vision).__name__} are not read")
     name_of = tokenizer.convert_ids_to_tokens
     image, begin, end = (name_of(id) for id in vision.tokens)
     if images:
@@ -48,9 +51,7 @@ def video_prompt(
     return {"prompt_token_ids": ids, "embeddings": embeddings}
 
 
-def _text_of(
-    one: PreparedVideo, vision: QwenVisionConfig, video: str, marks: tuple[str, str]
-) -> str:
+def _text_of(one: PreparedVideo, vision: VisionConfig, video: str, marks: tuple[str, str]) -> str:
     """Return what stands in the place of a video's placeholder."""
     counts = [piece.rows(vision).size for piece in one.pieces]
     if one.times is None:

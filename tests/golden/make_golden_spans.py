@@ -118,8 +118,9 @@ def make_videos(out: Path) -> None:
         }
     frames = np.uint8(np.clip(127 + 60 * noise("video/frames", (5, 16, 24, 3)), 0, 255))
     whole = torch.from_numpy(frames).permute(0, 3, 1, 2)[None].contiguous()
-    patches, *grid = Qwen3VLVideoProcessor.patchify(None, whole, 4, 2, 2)
-    times = Qwen3VLProcessor._calculate_timestamps(None, list(range(5)), 2.0, 2)
+    nobody: Any = None  # neither reads what it is a method of
+    patches, *grid = Qwen3VLVideoProcessor.patchify(nobody, whole, 4, 2, 2)
+    times = Qwen3VLProcessor._calculate_timestamps(nobody, list(range(5)), 2.0, 2)
     arrays |= {"frames": frames, "patches": patches.numpy()[0]}
     arrays |= {"grid": np.asarray(grid), "times": np.asarray(times)}
     sizes = [(n, h, w) for n in (2, 5, 16) for h in (9, 64, 333) for w in (20, 100, 1081)]

@@ -148,7 +148,7 @@ def test_a_video_is_served_and_trained(tmp_path: Path, tokenizer: PreTrainedToke
         video_prompt(
             text,
             [prepare_video(preparer, FRAMES, fps=fps)],
-            vision,  # pyright: ignore[reportArgumentType]
+            vision,
             tokenizer,
             images=[preparer.prepare(picture)],
         )
@@ -174,7 +174,7 @@ def test_what_cannot_be_taken_is_named(tmp_path: Path, tokenizer: PreTrainedToke
         prepare_video(preparer, [FRAMES[0], image_of(8, 8)], fps=1.0)
     video, vision = prepare_video(preparer, FRAMES, fps=1.0), preparer.config
     with pytest.raises(RequestError, match="0 of the placeholder <video>, and 1 videos were"):
-        video_prompt("w3", [video], vision, tokenizer)  # pyright: ignore[reportArgumentType]
+        video_prompt("w3", [video], vision, tokenizer)
     with pytest.raises(ConfigError, match=r"patch_size=3 is not 4, which images have"):
         prepare_video(preparer_of("qwen3_vl", tmp_path, patch_size=3), FRAMES, fps=1.0)
     with pytest.raises(UnsupportedError, match="cap_pixels_per_frame=True is not read"):
