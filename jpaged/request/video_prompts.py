@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from jpaged.checkpoint.kept_tokenizer import whole
 from jpaged.errors import RequestError, UnsupportedError
 from jpaged.images.placeholders import Marks, expanded_text, starts_of
 from jpaged.images.spans import Prepared
@@ -10,23 +11,25 @@ from jpaged.images.videos import PreparedVideo
 from jpaged.models.vision.qwen import Qwen3VisionConfig, Qwen25VisionConfig
 from jpaged.models.vision.tower import VisionConfig
 from jpaged.request.embeddings import EmbeddingSpan
+from jpaged.types import Tokenizer
 
 
 def video_prompt(
     text: str,
     videos: Sequence[PreparedVideo],
     vision: VisionConfig,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     *,
     images: Sequence[Prepared] = (),
-) -> dict[str, Any]:
+) -> dict[str, list[int] | dict[int, EmbeddingSpan]]:
     """Return a prompt of the engine of a text with one placeholder a video, and one an image, as
     chat templates write them: {"prompt_token_ids", "embeddings"}. tokenizer: of transformers.
     RequestError where they are not as many, UnsupportedError for a model whose videos are not read.
     """
     if not isinstance(vision, Qwen3VisionConfig | Qwen25VisionConfig):
         raise UnsupportedError(f"videos of {type(vision).__name__} are not read")
-    name_of = tokenizer.convert_ids_to_tokens
+    named: Any = whole(tokenizer)
+    name_of = named.convert_ids_to_tokens
     image, begin, end = (name_of(id) for id in vision.tokens)
     if images:
         marks = Marks(placeholder=image, image=image, before="", after="")
@@ -40,7 +43,7 @@ def video_prompt(
         )
     for i, one in enumerate(videos):
         around[i] += _text_of(one, vision, video, (begin, end))
-    ids = [int(id) for id in tokenizer.encode("".join(around), add_special_tokens=False)]
+    ids = [int(id) for id in named.encode("".join(around), add_special_tokens=False)]
     embeddings: dict[int, EmbeddingSpan] = {}
     pieces = [piece for one in videos for piece in one.pieces]
     for token, of_token in ((vision.tokens.image, images), (vision.video_token, pieces)):

@@ -96,7 +96,7 @@ def test_text_is_that_of_transformers(tmp_path: Path, tokenizer: PreTrainedToken
     told = {"video_grid_thw": STORED["grid"][None], "video_metadata": [metadata]}
     text = Qwen3VLProcessor.replace_video_token(processor, told, 0)
     wanted = tokenizer.encode(f"w3 <begin>{text}<stop> w5", add_special_tokens=False)
-    prompt = video_prompt("w3 <begin><video><stop> w5", [video], vision, tokenizer)
+    prompt: Any = video_prompt("w3 <begin><video><stop> w5", [video], vision, tokenizer)
     assert prompt["prompt_token_ids"] == wanted
     assert wanted.count(vision.video_token) == sum(
         piece.rows(vision).size for piece in video.pieces
@@ -141,7 +141,14 @@ def test_a_video_is_served_and_trained(tmp_path: Path, tokenizer: PreTrainedToke
     preparer = preparer_of("qwen2_5_vl", tmp_path)
     params, vision = jpaged.load_params(tmp_path, images=True), preparer.config
     engine = EngineConfig(
-        max_model_len=64, num_blocks=64, block_size=8, seq_buckets=(8,), images=True
+        max_model_len=64,
+        max_num_seqs=8,
+        seq_buckets=(8,),
+        max_num_batched_tokens=64,
+        token_buckets=(64,),
+        num_blocks=64,
+        block_size=8,
+        images=True,
     )
     text, picture = "w3 <begin><image><stop> w1 <begin><video><stop> w5", image_of(16, 24)
     prompts = [
