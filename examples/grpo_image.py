@@ -119,7 +119,7 @@ def make_update(optimizer: optax.GradientTransformation) -> Any:
         of_loss = jax.grad(loss_of, has_aux=True)
         gradient, apart = of_loss(params, arrays, images, advantages)
         changes, state = optimizer.update(gradient, state)
-        seen = optax.global_norm(gradient["vision"])
+        seen = optax.tree.norm(gradient["vision"])
         return optax.apply_updates(params, changes), state, apart, seen
 
     return update
