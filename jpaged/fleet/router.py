@@ -176,9 +176,7 @@ class Router:
             else:
                 table.early[report.since] = report
             while (next_one := table.early.pop(table.version, None)) is not None:
-                self._set_told(
-                    replica, table, (table.told - next_one.dropped) | next_one.added
-                )
+                self._set_told(replica, table, (table.told - next_one.dropped) | next_one.added)
                 table.version = next_one.version
             table.early = {v: r for v, r in table.early.items() if v > table.version}
             if len(table.early) > MOST_EARLY:

@@ -1,5 +1,5 @@
-"""The router of a fleet on mock replicas: what it believes of them, whatever is lost on the way, and
-where it sends requests.
+"""The router of a fleet on mock replicas: what it believes of them, whatever is lost on the way,
+and where it sends requests.
 """
 
 import collections
@@ -159,7 +159,8 @@ class Fleets(RuleBasedStateMachine):
             assert self.router.load(name) == 0
             for path in itertools.product(range(3), repeat=2):
                 asked = ask(*path)
-                known = [end for k, end in zip(asked.keys, asked.ends, strict=True) if k in replica.held]
+                pairs = zip(asked.keys, asked.ends, strict=True)
+                known = [end for key, end in pairs if key in replica.held]
                 assert self.router.held(asked, name) == max(known, default=0)
         self.router.check()
 
