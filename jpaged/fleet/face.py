@@ -85,10 +85,10 @@ class Replicas(Protocol):
 class FrontModel:
     """What of an LLM is needed where prompts are read and answers written: no weights, no engine.
 
-    folder: of config, tokenizer and generation_config, on this machine.
+    folder: of config, tokenizer and generation_config, on this machine; None: there are none.
     """
 
-    def __init__(self, described: Description, folder: Path):
+    def __init__(self, described: Description, folder: Path | None):
         self.model_config: ModelConfig = described.model
         self.engine_config: EngineConfig = described.engine
         self.fixed = described.fixed
@@ -139,7 +139,7 @@ class FleetLLM:
     draws what that draws, whichever replicas run it.
 
     replicas: those, which end with this object. described: of any of them, which are alike. folder:
-    of the model, on this machine. adapters: the folders by name that replicas began with; see
+    of the model, on this machine, None as in FrontModel. adapters: the folders by name that replicas began with; see
     `first_served`. max_retries: how often a request is run again whose replica has died.
 
     What a client has of an answer stays as it is: a replica that goes on with it begins with the
@@ -150,7 +150,7 @@ class FleetLLM:
         self,
         replicas: Replicas,
         described: Description,
-        folder: Path,
+        folder: Path | None,
         *,
         adapters: Mapping[str, str] | None = None,
         seed: int | jax.Array = 0,
@@ -159,7 +159,7 @@ class FleetLLM:
         self.replicas, self.router = replicas, replicas.router
         self.front = FrontModel(described, folder)
         self._keys, self._max_retries = CallKeys(seed), max_retries
-        self._folder = str(folder)
+        self._folder = None if folder is None else str(folder)
         self._served = first_served(adapters or {})
         self._take_adapters()
         self._numbers = itertools.count(len(self._served.adapters) + 1)  # of adapters

@@ -93,7 +93,7 @@ class _Table:
         # ended, and the next report says what is left of them.
         self.expected: collections.OrderedDict[int, int] = collections.OrderedDict()
         self.early = dict[int, Report]()  # by the version that they build on
-        self.is_unsure = True  # a report of all that it holds is wanted
+        self.is_unsure = False  # a report was missed: one of all that it holds is wanted
         self.calls = dict[str, None]()
         self.load = 0
 
