@@ -139,8 +139,9 @@ class FleetLLM:
     draws what that draws, whichever replicas run it.
 
     replicas: those, which end with this object. described: of any of them, which are alike. folder:
-    of the model, on this machine, None as in FrontModel. adapters: the folders by name that replicas began with; see
-    `first_served`. max_retries: how often a request is run again whose replica has died.
+    of the model, on this machine, None as in FrontModel. adapters: the folders by name that
+    replicas began with; see `first_served`. max_retries: how often a request is run again whose
+    replica has died.
 
     What a client has of an answer stays as it is: a replica that goes on with it begins with the
     tokens that were sent.
