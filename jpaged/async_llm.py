@@ -346,6 +346,11 @@ class AsyncLLM:
         return self._llm.engine_config
 
     @property
+    def all_rows(self) -> int:
+        """Sequences that run at once."""
+        return self._llm.engine_config.all_rows
+
+    @property
     def tokenizer(self) -> Any:
         """The tokenizer given, else the source folder's, else None."""
         return self._llm.tokenizer

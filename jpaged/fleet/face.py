@@ -7,7 +7,7 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,7 +23,7 @@ from jpaged.engine.keys import Key, fold_in
 from jpaged.engine.origin import Origin
 from jpaged.engine.sequence import Request
 from jpaged.engine.types import Report as Stats
-from jpaged.engine_thread import Inbox
+from jpaged.engine_thread import Coming, Inbox
 from jpaged.errors import ConfigError, ReplicaError, RequestError
 from jpaged.fleet.passed_on import PassedOn
 from jpaged.fleet.replica import Changed, Description, Job, Piece, Served, adapter_salt
@@ -61,7 +61,7 @@ class Replicas(Protocol):
 
     router: Router
 
-    def answer(self, ask: Ask, job: Job) -> AsyncIterator[Piece]:
+    def answer(self, ask: Ask, job: Job) -> AsyncGenerator[Piece]:
         """Run a job at the replica that the router chooses; see FleetReplica.answer. Raises
         LostReplica, and ReplicaError where none runs for long.
         """
@@ -127,13 +127,6 @@ class FrontModel:
         return self.inputs.render(chat)
 
 
-class Expected:
-    """Stands for the request that is on its way to one engine, which a fleet's is not yet."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
 class FleetLLM:
     """Answers by the replicas of a fleet as AsyncLLM does by its engine. With the same seed it
     draws what that draws, whichever replicas run it.
@@ -187,11 +180,15 @@ class FleetLLM:
         sampling_params: SamplingParamsLike,
         *,
         streaming: bool = False,
-        coming: Expected | None = None,
+        coming: Coming | None = None,
         origin: Origin | None = None,
     ) -> AsyncIterator[Inbox]:
-        """Run a request of each prompt inside the block: see AsyncLLM.run."""
+        """Run a request of each prompt inside the block: see AsyncLLM.run. coming: what `expect`
+        returned, which ends here.
+        """
         self._check()
+        if coming is not None:
+            coming.close()
         key, asked = self._keys.next(), match_sampling_params(sampling_params, len(prompts))
         inbox, loop = Inbox(), asyncio.get_running_loop()
         jobs = list[tuple[Job, Ask, Request]]()
@@ -350,9 +347,12 @@ class FleetLLM:
         """Return the logits of each prompt's labels: see AsyncLLM.classify."""
         return await self._one("classify", [*prompts])
 
-    def expect(self) -> Expected:
-        """Return what stands for a request that is on its way: no engine waits for it."""
-        return Expected()
+    def expect(self) -> Coming:
+        """Return what stands for a request that is on its way."""
+        return Coming(self)
+
+    def count_coming(self, change: int) -> None:
+        """Do nothing: no step waits for what is on its way to a fleet."""
 
     async def prepare[T, *Args](self, function: Callable[[Any, *Args], T], *args: *Args) -> T:
         """Call function(FrontModel, *args) in one of the threads that render and tokenize."""
@@ -520,6 +520,11 @@ class FleetLLM:
     def engine_config(self) -> EngineConfig:
         """That of one replica."""
         return self.front.engine_config
+
+    @property
+    def all_rows(self) -> int:
+        """Sequences that run at once, on the replicas that run now."""
+        return self.front.engine_config.all_rows * max(len(self.router.replicas), 1)
 
     @property
     def tokenizer(self) -> Any:

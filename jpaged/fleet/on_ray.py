@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import importlib
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -110,7 +110,7 @@ class RayReplicas:
         self.router, self._handle, self._owns_ray = router, handle, owns_ray
         self._answers = handle.options(method_name="answer", stream=True)
 
-    async def answer(self, ask: Ask, job: Job) -> AsyncIterator[Piece]:
+    async def answer(self, ask: Ask, job: Job) -> AsyncGenerator[Piece]:
         name, stream = None, self._answers.remote(ask, job)
         is_over = False
         try:
@@ -145,7 +145,9 @@ class RayReplicas:
 
     def _told(self, error: BaseException, name: str | None) -> BaseException:
         """Return LostReplica for what Ray raises where a replica has died, else the error."""
-        cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+        cause: Any = error
+        if isinstance(error, ray.exceptions.RayTaskError):
+            cause = getattr(error, "cause", error)
         gone = (
             ray.exceptions.RayActorError,
             ray.exceptions.ActorUnavailableError,

@@ -156,9 +156,10 @@ class Router:
             return list(self._names)
 
     def report(self, replica: str, report: Report) -> bool:
-        """Take what a replica says of itself. Return False where an earlier report is missing: one
-        of all that it holds is wanted, which `unsure` names too. What is not newer than what is
-        known changes nothing; a replica that was removed is no more.
+        """Take what a replica says of itself. Return False where an earlier report is missing. It may
+        be on its way, so what builds on it waits for it; after MOST_EARLY of these `unsure` names
+        the replica. What is not newer than what is known changes nothing; a replica that was
+        removed is no more.
         """
         with self._lock:
             table = self._tables.get(replica)
@@ -169,7 +170,7 @@ class Router:
                 table.life, table.version, table.is_unsure = report.life, -1, True
                 table.early.clear()
             if report.version <= table.version:
-                return not table.is_unsure
+                return not table.is_unsure and not table.early
             if report.since is None:
                 self._set_told(replica, table, report.added)
                 table.version, table.is_unsure = report.version, False
@@ -184,7 +185,7 @@ class Router:
                 table.early.clear()
             if report.since is None or not table.early:
                 self._drop_ended(replica, table)
-            return not table.is_unsure
+            return not table.is_unsure and not table.early
 
     @property
     def unsure(self) -> frozenset[str]:

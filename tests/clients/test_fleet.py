@@ -81,7 +81,7 @@ def live(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Itera
             swap_space_gib=0.001,
             **SETTINGS,
         )
-        with serving(llm, enable_control=True, max_waiting=64) as live:
+        with serving(llm, enable_control=True, max_waiting=64, ping_s=None) as live:
             live.patience_s = 4 * PATIENCE_S
             yield live
     finally:
@@ -169,7 +169,7 @@ def test_replicas_and_the_router_die_under_load(live: Live, folders: list[Path])
     seconds = list[float]()
 
     def kill() -> None:
-        for _ in range(3):
+        for _ in range(2):
             if is_over.wait(rng.uniform(0.5, 2.0)):
                 return
             kill_one(rng)
@@ -195,7 +195,7 @@ def test_replicas_and_the_router_die_under_load(live: Live, folders: list[Path])
     finally:
         is_over.set()
         killing.join()
-    assert len(seconds) == 3
+    assert len(seconds) == 2
     print("seconds from a kill to two replicas:", [round(s, 1) for s in seconds])
     assert metric(live, "jpaged_fleet_requests_retried_total") > 0
     live.server.llm.router.check()  # pyright: ignore[reportAttributeAccessIssue]

@@ -4,11 +4,11 @@ die when they are told to.
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from jpaged.fleet.face import LostReplica
-from jpaged.fleet.replica import FleetReplica, Job, Piece
+from jpaged.fleet.replica import Job, Piece
 from jpaged.fleet.router import Ask, Router
 
 
@@ -52,7 +52,7 @@ class LocalReplicas:
         self.homes.append(name)
         return name
 
-    async def answer(self, ask: Ask, job: Job) -> AsyncIterator[Piece]:
+    async def answer(self, ask: Ask, job: Job) -> AsyncGenerator[Piece]:
         name = self._chosen(ask)
         dies_after, count = self._dies_after(job), 0
         async for piece in self.alive[name].answer(job):
@@ -98,7 +98,3 @@ class Killer:
             await asyncio.sleep(self._rng.uniform(0.2, 1.8) * self._every_s)
             self._replicas.kill(self._rng.choice(sorted(self._replicas.alive)))
             self.count += 1
-
-
-def is_replica(replica: Any) -> bool:
-    return isinstance(replica, FleetReplica)

@@ -5,6 +5,7 @@ that one engine draws, or has a typed error; updates reach all replicas or none.
 import asyncio
 import collections
 import dataclasses
+import sys
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -324,3 +325,19 @@ def test_a_report_of_a_dead_replica_changes_nothing() -> None:
     router = Router(seed=0)
     report = Report(life=1, version=1, since=None, added=frozenset([5]))
     assert router.report("gone", report) and router.stats()["router_keys"] == 0
+
+
+def test_flags_of_a_fleet_need_one_and_a_fleet_needs_ray(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from jpaged.openai.server.run import FLEET_FLAGS, main
+
+    for flag in FLEET_FLAGS:
+        value = {"--router": "two", "--replica-resources": "GPU=1"}.get(flag, "1")
+        assert main(["--port", "0", flag, value]) == 1
+        assert f"{flag} needs --replicas" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "ray", None)
+    for name in ("jpaged.fleet.on_ray", "jpaged.fleet.cluster"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert main(["--port", "0", "--replicas", "2"]) == 1
+    assert "pip install 'jpaged[ray]'" in capsys.readouterr().err

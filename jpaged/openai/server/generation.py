@@ -178,7 +178,7 @@ class Generation:
     @property
     def is_full(self) -> bool:
         """Whether one more completion would be refused."""
-        return self._choices >= self._llm.engine_config.all_rows + self._settings.max_waiting
+        return self._choices >= self._llm.all_rows + self._settings.max_waiting
 
     @property
     def models(self) -> list[str]:
@@ -249,7 +249,7 @@ class Generation:
         if count > self._settings.max_choices:
             most = self._settings.max_choices
             raise RequestError(f"n: {count} completions (prompts times n) are more than {most}")
-        most = self._llm.engine_config.all_rows + self._settings.max_waiting
+        most = self._llm.all_rows + self._settings.max_waiting
         most_of_party = most - (most // PLACES_A_RESERVED_ONE if party.is_known else 0)
         if self._choices_of[party.name] + count > most_of_party:
             self._metrics.rejected += 1

@@ -54,7 +54,11 @@ KEY_VARIABLE = "JPAGED_API_KEY"
 FLEET_FLAGS = {
     "--min-replicas": "min_replicas",
     "--max-replicas": "max_replicas",
+    "--ray": "ray",
     "--replica-resources": "replica_resources",
+    "--replica-retries": "replica_retries",
+    "--router": "router",
+    "--max-imbalance": "max_imbalance",
 }
 MOST_OF_A_HEAD = 65536
 COMMON = (
@@ -226,17 +230,16 @@ def make_parser(prog: str = PROG) -> Parser:
     most = "let Ray Serve add replicas up to so many where there is much to do"
     add("--max-replicas", help=f"{most} (default: --replicas)", type=int, metavar="N")
     cluster = "local starts Ray on this machine; auto, or HOST:PORT of a cluster (default: local)"
-    add("--ray", help=cluster, metavar="ADDRESS", default="local")
+    add("--ray", help=cluster, metavar="ADDRESS")
     taken = "what Ray reserves for each replica, such as GPU=2 (default: as its devices need)"
     add("--replica-resources", help=taken, nargs="+", metavar="NAME=COUNT")
     retried = "times that a request is run again whose replica has died (default: 3)"
-    add("--replica-retries", help=retried, type=int, metavar="N", default=3)
+    add("--replica-retries", help=retried, type=int, metavar="N")
     policy = "which replica gets a request: docs/cluster.md (default: prefix)"
-    add("--router", help=policy, choices=POLICIES, default="prefix")
+    add("--router", help=policy, choices=POLICIES)
     bound = "tokens by which a replica may be busier than others and still get what begins there"
-    most_tokens = RouterSettings.max_imbalance
-    told = f"{bound} (default: {most_tokens})"
-    add("--max-imbalance", help=told, type=int, metavar="N", default=most_tokens)
+    told = f"{bound} (default: {RouterSettings.max_imbalance})"
+    add("--max-imbalance", help=told, type=int, metavar="N")
     add = parser.add_argument_group("logs and traces").add_argument
     lines = "a line for each request, without its text (default: off)"
     add("--access-log", help=lines, action=argparse.BooleanOptionalAction, default=False)
@@ -401,19 +404,20 @@ def fleet_of(args: argparse.Namespace, model: str, adapters: dict[str, str]) -> 
     except ImportError as e:
         raise ConfigError(f"--replicas: {e}") from e
     resources = parse_resources(args.replica_resources or ())
+    chosen = {"policy": args.router, "max_imbalance": args.max_imbalance}
+    more = {"address": args.ray, "max_retries": args.replica_retries}
     return start_fleet(
         model,
         replicas=args.replicas,
         min_replicas=args.min_replicas,
         max_replicas=args.max_replicas,
-        address=args.ray,
         resources=resources or None,
         adapters={**folders(args.adapter), **adapters},
-        router=RouterSettings(policy=args.router, max_imbalance=args.max_imbalance),
+        router=RouterSettings(**{k: v for k, v in chosen.items() if v is not None}),
         seed=args.seed,
         warms_up=args.warmup,
         drain_s=args.drain_s if "drain_s" in args else ServerSettings.drain_s,
-        max_retries=args.replica_retries,
+        **{k: v for k, v in more.items() if v is not None},
         **engine_settings(args),
     )
 
