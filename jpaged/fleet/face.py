@@ -273,7 +273,7 @@ class FleetLLM:
                             inbox.put([(index, fresh)])
                         continue
                     if isinstance(item, RequestOutput):
-                        item.request_id = request.request_id
+                        item = dataclasses.replace(item, request_id=request.request_id)
                     end(item)
                 if run.is_over:
                     return

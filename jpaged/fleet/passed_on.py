@@ -32,6 +32,22 @@ class _Sample:
     num_seen: int = 0  # tokens
     num_characters: int = 0
 
+    def take(self, chunk: CompletionChunk) -> None:
+        """Count a piece as passed on."""
+        self.token_ids += chunk.token_ids_delta
+        self.logprobs += chunk.token_logprobs_delta
+        for version, start, end in chunk.weight_versions_delta:
+            self.versions += [version] * (end - start)
+        if chunk.logprobs_delta is not None:
+            self.tops += list(chunk.logprobs_delta)
+        if chunk.sampling_mask_delta is not None and chunk.kept_logprobs_delta is not None:
+            self.masks.append(chunk.sampling_mask_delta)
+            self.masses.append(chunk.kept_logprobs_delta)
+        if chunk.text_delta is not None:
+            self.text = (self.text or "") + chunk.text_delta
+        if chunk.finish_reason is not None:
+            self.finish_reason, self.stop_reason = chunk.finish_reason, chunk.stop_reason
+
 
 class PassedOn:
     """The pieces of one request's completions that were passed on, of all replicas that ran it."""
@@ -70,23 +86,8 @@ class PassedOn:
         fresh = chunk if not known and not cut else _without(chunk, len(known), cut)
         if was_ended or not (fresh.token_ids_delta or fresh.text_delta or fresh.finish_reason):
             return None
-        self._take(sample, fresh)
+        sample.take(fresh)
         return fresh
-
-    def _take(self, sample: _Sample, chunk: CompletionChunk) -> None:
-        sample.token_ids += chunk.token_ids_delta
-        sample.logprobs += chunk.token_logprobs_delta
-        for version, start, end in chunk.weight_versions_delta:
-            sample.versions += [version] * (end - start)
-        if chunk.logprobs_delta is not None:
-            sample.tops += list(chunk.logprobs_delta)
-        if chunk.sampling_mask_delta is not None and chunk.kept_logprobs_delta is not None:
-            sample.masks.append(chunk.sampling_mask_delta)
-            sample.masses.append(chunk.kept_logprobs_delta)
-        if chunk.text_delta is not None:
-            sample.text = (sample.text or "") + chunk.text_delta
-        if chunk.finish_reason is not None:
-            sample.finish_reason, sample.stop_reason = chunk.finish_reason, chunk.stop_reason
 
     def continued(self, prompt: Prompt) -> Prompt:
         """Return the prompt as one that goes on after what was passed on: its tokens are kept, and

@@ -156,10 +156,11 @@ class Router:
             return list(self._names)
 
     def report(self, replica: str, report: Report) -> bool:
-        """Take what a replica says of itself. Return False where an earlier report is missing. It may
-        be on its way, so what builds on it waits for it; after MOST_EARLY of these `unsure` names
-        the replica. What is not newer than what is known changes nothing; a replica that was
-        removed is no more.
+        """Take what a replica says of itself. Return False where an earlier report is missing.
+
+        That may be on its way, so what builds on it waits for it; after MOST_EARLY of these
+        `unsure` names the replica. What is not newer than what is known changes nothing, and so
+        does what a replica says that was removed.
         """
         with self._lock:
             table = self._tables.get(replica)

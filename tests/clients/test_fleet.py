@@ -118,23 +118,20 @@ def answer(live: Live, i: int) -> list[int]:
     return [t for e in events for c in e["choices"] for t in c["token_ids"]]
 
 
-def actors() -> list[Any]:
-    """The replicas' actors, as Ray knows them."""
+def kill_one(rng: random.Random) -> str:
+    """Kill a replica as kill -9 does; return the name that the router knows it by."""
     named = ray.util.list_named_actors(all_namespaces=True)
     names = [a["name"] for a in named if a["name"].startswith(f"SERVE_REPLICA::{NAME}#")]
-    return [ray.get_actor(name, namespace="serve") for name in names]
+    name = rng.choice(sorted(names))
+    ray.kill(ray.get_actor(name, namespace="serve"), no_restart=True)
+    return name.rpartition("#")[2]
 
 
-def kill_one(rng: random.Random) -> None:
-    """Kill a replica as kill -9 does."""
-    found = actors()
-    ray.kill(rng.choice(found), no_restart=True)
-
-
-def wait_for(live: Live, replicas: int) -> float:
-    """The seconds until so many replicas are sent to."""
+def wait_without(live: Live, dead: str) -> float:
+    """The seconds until two replicas are sent to, of which none is this one."""
     began = time.monotonic()
-    while len(live.server.llm.router.replicas) < replicas:  # pyright: ignore[reportAttributeAccessIssue]
+    llm: Any = live.server.llm
+    while len(set(llm.router.replicas) - {dead}) < 2:
         assert time.monotonic() - began < 4 * PATIENCE_S
         time.sleep(0.05)
     return time.monotonic() - began
@@ -172,10 +169,7 @@ def test_replicas_and_the_router_die_under_load(live: Live, folders: list[Path])
         for _ in range(2):
             if is_over.wait(rng.uniform(0.5, 2.0)):
                 return
-            kill_one(rng)
-            began = time.monotonic()
-            time.sleep(0.5)
-            seconds.append(wait_for(live, 2) + time.monotonic() - began)
+            seconds.append(wait_without(live, kill_one(rng)))
 
     def forget() -> None:
         llm: Any = live.server.llm
@@ -206,16 +200,13 @@ def test_what_a_dead_replica_wrote_is_found_by_the_next(live: Live) -> None:
     tests here are those of engines without it.
     """
     assert metric(live, "jpaged_store_write_blocks_total") > 0
-    kill_one(random.Random(0))
-    time.sleep(0.5)
-    wait_for(live, 2)
+    wait_without(live, kill_one(random.Random(0)))
     for i in range(8):
         answer(live, i)
     assert metric(live, "jpaged_store_bad_blocks_total") == 0
 
 
 def test_weights_reach_every_replica(live: Live, folders: list[Path]) -> None:
-    wait_for(live, 2)
     _, second, broken = folders
     told = live.post("/update_weights", {"folder": str(second)})
     assert told["weight_version"] == 2 and told["replicas"] == 2
@@ -225,9 +216,7 @@ def test_weights_reach_every_replica(live: Live, folders: list[Path]) -> None:
         assert list(threads.map(lambda i: answer(live, i), range(8))) == expected
     status, error, _ = live.request("/update_weights", {"folder": str(broken)})
     assert status == 400 and error["error"]["code"] == "invalid_weights"
-    kill_one(random.Random(1))
-    time.sleep(0.5)
-    wait_for(live, 2)
+    wait_without(live, kill_one(random.Random(1)))
     live.post("/pause", {})
     with ThreadPoolExecutor(8) as threads:  # also from a replica that began with the old weights
         asked = [threads.submit(answer, live, i) for i in range(8)]
