@@ -139,10 +139,18 @@ class Delivery:
         return [(self.index, chunk) for chunk in chunks]
 
 
+class CountsComing(Protocol):
+    """What requests are on their way to."""
+
+    def count_coming(self, change: int) -> None:
+        """Count so many more of them."""
+        ...
+
+
 class Coming:
     """A request that is on its way, until it is added or given up."""
 
-    def __init__(self, thread: "EngineThread"):
+    def __init__(self, thread: CountsComing):
         self._thread = thread
         self._is_counted = True
         thread.count_coming(1)

@@ -201,6 +201,15 @@ class PrefixCache:
             for block in group.blocks:
                 block.content = None
 
+    def keys(self) -> set[int]:
+        """Return the chained hashes of the blocks that can be found in the pool or in host memory:
+        of the first group whose blocks all later tokens read, else of the first.
+        """
+        whole = [group for group in self.groups if group.window is None]
+        group = (whole or list(self.groups))[0]
+        contents = [*group.cached, *(() if self.store is None else self.store.contents())]
+        return {content.hash for content in contents if content.hash is not None}
+
     def forget_free(self) -> None:
         """Forget the contents of blocks that nobody owns."""
         for group in self.groups:

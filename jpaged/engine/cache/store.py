@@ -92,6 +92,10 @@ class BlockStore(Protocol):
         """Forget everything."""
         ...
 
+    def contents(self) -> Iterable[Content]:
+        """Return what is kept in host memory."""
+        ...
+
     def check(self, root: Content) -> None:
         """Assert that bytes are counted and that all that is kept is of this root."""
         ...
@@ -170,6 +174,9 @@ class HostStore:
         for content in reversed(list(contents)):
             if content in self._slots:
                 self._slots.move_to_end(content)
+
+    def contents(self) -> Iterable[Content]:
+        return self._slots.keys()
 
     def clear(self) -> None:
         self._slots.clear()

@@ -119,6 +119,9 @@ class TieredStore:
     def num_groups(self) -> int:
         return self.host.num_groups
 
+    def contents(self) -> Iterable[Content]:
+        return self.host.contents()
+
     def clear(self) -> None:
         """Forget everything but the files, whose blocks are found again under their identity."""
         self.host.clear()
