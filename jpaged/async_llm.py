@@ -19,6 +19,7 @@ from jpaged.engine.types import Report
 from jpaged.engine_thread import Coming, Delivery, Inbox
 from jpaged.errors import ConfigError
 from jpaged.llm import LLM
+from jpaged.models.config import ModelConfig
 from jpaged.models.pooling import Pooled
 from jpaged.request.inputs import (
     Chat,
@@ -335,6 +336,10 @@ class AsyncLLM:
     @property
     def engine_config(self) -> EngineConfig:
         return self._llm.engine_config
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return self._llm.model_config
 
     @property
     def tokenizer(self) -> Any:

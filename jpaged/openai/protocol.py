@@ -8,7 +8,7 @@ name). `Body.read` refuses unknown fields; `Body.read_known` leaves them out and
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, LiteralString, NoReturn, Self
 
 from pydantic import (
@@ -307,6 +307,8 @@ class GenerationRequest(SamplingFields, FormFields):
     tool_choice: Any = None
     reasoning_effort: str | None = None
 
+    _images: Sequence[Any] | None = PrivateAttr(default=None)
+
     def sampling(self) -> dict[str, Any]:
         return super().sampling() | _unless_none(structured=next(iter(self.forms.values()), None))
 
@@ -322,11 +324,35 @@ class GenerationRequest(SamplingFields, FormFields):
                 refuse(f"{name} needs messages", name)
         return self
 
+    @property
+    def image_sources(self) -> list[str]:
+        """Where the images of the prompt are, in order: data: URLs, URLs, or paths."""
+        return []
+
+    def put_images(self, images: Sequence[Any] | None) -> None:
+        """Take the images that the sources stand for, in order and in any form that a prompt takes;
+        None: give them up again.
+        """
+        self._images = images
+
+    def forget_sources(self) -> None:
+        """Give up where the images are, which may be megabytes, once the prompt is made."""
+
     def given_prompt(self, llm: Any) -> str | list[int]:
         """Return the prompt as text or token ids; a conversation is rendered by the model's chat
-        template.
+        template, with one placeholder an image.
         """
         raise NotImplementedError
+
+    def with_images(self, prompt: Any) -> Any:
+        """Return a prompt (text or ids) with the images of the body, which `put_images` has taken;
+        the prompt itself where there are none.
+        """
+        if not (sources := self.image_sources):
+            return prompt
+        assert self._images is not None and len(self._images) == len(sources)
+        name = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
+        return {name: prompt, "images": list(self._images)}
 
     def prompt_for(self, llm: Any, params: SamplingParams) -> Any:
         """Return the prompt that LLM.add_request takes: rendered, cut and salted as the body asks.
@@ -335,13 +361,19 @@ class GenerationRequest(SamplingFields, FormFields):
         return self.fitted(self.given_prompt(llm), llm, params)
 
     def fitted(self, prompt: Any, llm: Any, params: SamplingParams) -> Any:
-        """Return a prompt after truncation, and with its salt, as the body asks."""
+        """Return a prompt after truncation, with its images and its salt, as the body asks."""
+        if self.truncate_prompt_tokens is not None and self.image_sources:
+            said = "truncate_prompt_tokens does not work with images, whose places it would cut"
+            raise BodyError(said, param="truncate_prompt_tokens", code="unsupported_field")
         if self.truncate_prompt_tokens is not None:
             ids = llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
             room = llm.engine_config.max_model_len - (params.max_tokens or 1)
             most = self.truncate_prompt_tokens
             prompt = ids[-(most if most > 0 else max(room, 1)) :]
-        if self.cache_salt is not None:
+        prompt = self.with_images(prompt)
+        if self.cache_salt is not None and isinstance(prompt, dict):
+            prompt = {**prompt, "cache_salt": self.cache_salt}
+        elif self.cache_salt is not None:
             name = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
             prompt = {name: prompt, "cache_salt": self.cache_salt}
         return prompt
@@ -411,7 +443,11 @@ class Message(Body):
     def _is_whole(self) -> Self:
         if self.content is None and self.role != "assistant":
             raise ValueError("has no content")
-        self.content = "\n".join(filter(None, (self.content, self.refusal)))
+        if isinstance(self.content, list):
+            if self.role == "assistant":
+                raise ValueError("an assistant's message cannot have an image")
+        else:
+            self.content = "\n".join(filter(None, (self.content, self.refusal)))
         if self.reasoning is not None:
             if self.reasoning_content not in (None, self.reasoning):
                 raise ValueError("reasoning and reasoning_content differ: send only one of them")
@@ -465,7 +501,30 @@ class Conversation(ChosenLogprobs):
 
     @property
     def conversation(self) -> list[dict[str, Any]]:
-        return [message.model_dump(exclude_none=True) for message in self.messages]
+        """The messages for the chat template, which writes a placeholder for {"type": "image"}."""
+        return [
+            message.model_dump(exclude_none=True, exclude={"content"})
+            | {"content": _for_template(message.content)}
+            for message in self.messages
+        ]
+
+    @property
+    def image_sources(self) -> list[str]:
+        return [part["image_url"]["url"] for part in self._image_parts]
+
+    def forget_sources(self) -> None:
+        for part in self._image_parts:
+            part["image_url"] = {"url": ""}
+
+    @property
+    def _image_parts(self) -> list[dict[str, Any]]:
+        return [
+            part
+            for message in self.messages
+            if isinstance(message.content, list)
+            for part in message.content
+            if part["type"] == "image_url"
+        ]
 
     @property
     def template(self) -> dict[str, Any]:
@@ -500,6 +559,13 @@ URLS: dict[str, type[GenerationRequest]] = {
     "/v1/chat/completions": ChatCompletionRequest,
     "/v1/completions": CompletionRequest,
 }
+
+
+def _for_template(content: Any) -> Any:
+    """Return a message's content without what its images are, which may be megabytes long."""
+    if not isinstance(content, list):
+        return content
+    return [part if part["type"] == "text" else {"type": "image"} for part in content]
 
 
 def _unless_none(**values: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -184,27 +185,67 @@ def test_lines_of_stdin_are_turns(
     assert out == shown(f"{one}\n{two}\n4 messages in {saved}\n") and two
 
 
+# A chat whose answers wait after their first words, so that they end by Ctrl-C alone, however fast
+# the machine is.
+DRIVER = """
+import sys, time
+from jpaged.cli import chat
+
+load = chat.load
+
+def waiting(args):
+    model, params = load(args)
+    draw = model.draw
+
+    def paused(messages, params):
+        pieces = draw(messages, params)
+        try:
+            for piece in pieces:
+                yield piece
+                if piece.text.strip():
+                    break
+            yield chat.Piece("content", "<waits>")
+            time.sleep(3600)
+        finally:
+            pieces.close()
+
+    model.draw = paused
+    return model, params
+
+chat.load = waiting
+sys.exit(chat.main(sys.argv[1:]))
+"""
+
+
 def test_in_a_terminal() -> None:
     """Ctrl-C stops an answer, another clears the line, Ctrl-D leaves with status 0."""
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "jpaged", "chat", "--temperature", "1", *SIZES]
+    termios.tcsetwinsize(theirs, (24, 80))
+    command = [sys.executable, "-c", DRIVER, "--temperature", "0", *SIZES]
     env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "TERM": "dumb"}
+    env["INPUTRC"] = os.devnull  # what a person has set for the shell
     with subprocess.Popen(
         command, stdin=theirs, stdout=theirs, stderr=theirs, env=env, start_new_session=True
     ) as process:
         os.close(theirs)
-        seen = ""
+        seen, is_closed = "", False
 
-        def until(text: str, seconds: float = 120.0) -> str:
+        def read(seconds: float) -> None:
+            nonlocal seen, is_closed
+            ready, _, _ = select.select([ours], [], [], max(seconds, 0))
+            assert ready, f"nothing more after {seen!r}"
+            try:
+                piece = os.read(ours, 4096)
+            except OSError:  # nobody has the terminal any more
+                piece = b""
+            seen, is_closed = seen + piece.decode(errors="replace"), not piece
+
+        def until(text: str, seconds: float = 240.0) -> str:
             nonlocal seen
             end = time.monotonic() + seconds
             while text not in seen:
-                ready, _, _ = select.select([ours], [], [], max(end - time.monotonic(), 0))
-                assert ready, f"no {text!r} in {seen!r}"
-                try:
-                    seen += os.read(ours, 4096).decode(errors="replace")
-                except OSError:  # the terminal is closed
-                    break
+                assert not is_closed, f"no {text!r} in {seen!r}, at its end"
+                read(end - time.monotonic())
             before, _, seen = seen.partition(text)
             return before
 
@@ -212,8 +253,7 @@ def test_in_a_terminal() -> None:
             assert "/help lists the commands" in until("> ")
             os.write(ours, b"def main():\n")
             until("def main():")
-            until("\n")
-            until("e")  # a letter of the answer
+            assert until("<waits>").strip()
             os.kill(process.pid, signal.SIGINT)
             assert until("> ").count("[stopped, ") == 1
             os.write(ours, b"half a li")
@@ -221,7 +261,9 @@ def test_in_a_terminal() -> None:
             os.kill(process.pid, signal.SIGINT)
             until("> ")
             os.write(ours, b"\x04")
-            assert process.wait(60) == 0
+            while not is_closed:
+                read(240.0)
+            assert process.wait(60) == 0, seen
         finally:
             process.kill()
             os.close(ours)

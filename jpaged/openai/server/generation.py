@@ -27,6 +27,7 @@ from jpaged.openai.server.begun import begun
 from jpaged.openai.server.bodies import Served, ServedChat, ServedCompletion, Translated
 from jpaged.openai.server.echo import text_of
 from jpaged.openai.server.events import Events
+from jpaged.openai.server.images import Images
 from jpaged.openai.server.kept_responses import KeptResponses
 from jpaged.openai.server.message_bodies import ServedMessage
 from jpaged.openai.server.message_events import MessageEvents
@@ -78,6 +79,7 @@ class Generation:
 
     def __init__(self, llm: AsyncLLM, settings: ServerSettings, metrics: Metrics):
         self._llm, self._settings, self._metrics = llm, settings, metrics
+        self.images = Images(llm, settings)
         self._defaults = llm.default_sampling_params()
         self.room = Room(settings.max_bodies_bytes)
         self._format = Format.of(
@@ -115,7 +117,10 @@ class Generation:
             with self.admitted(_num_prompts(body) * params.n, party):
                 adapter = model if model in self._llm.adapters else None
                 told = (body, params, model, adapter, self._format, party.salt)
-                async with self._compiling if _has_form(body, params) else nullcontext():
+                async with (
+                    self.images.loaded(body, held),
+                    self._compiling if _has_form(body, params) else nullcontext(),
+                ):
                     asked = await self.prepare(length, _understood, *told)
                 if self.kept is not None and _is_to_be_kept(body):
                     keep = partial(self.kept.put, party.shared, body.asked.items)
@@ -456,10 +461,12 @@ def _understood(
         ready = (llm.session.inputs.prompt(prompt) for prompt in prompts)
         prompts = [begun(prompt, begins, params, size, most) for prompt in ready]
     sizes = None
-    # Tokenized once, here, since events report the prompt's tokens before it has run.
-    if body.wants_continuous_usage or (isinstance(body, ServedMessage) and body.stream):
+    is_sized = body.wants_continuous_usage or (isinstance(body, ServedMessage) and body.stream)
+    # Tokenized once, here, since events report the prompt's tokens before it has run. Images are
+    # made smaller here, so that none waits for the engine in its own size.
+    if is_sized or body.image_sources:
         tokenized = [llm.session.inputs.prompt(prompt) for prompt in prompts]
-        prompts, sizes = tokenized, [len(prompt.ids) for prompt in tokenized]
+        prompts, sizes = tokenized, [len(p.ids) for p in tokenized] if is_sized else None
     return Asked(
         body=body,
         params=params,

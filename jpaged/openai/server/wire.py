@@ -183,7 +183,7 @@ class Exchange:
         if length and self.header(b"transfer-encoding"):  # a proxy may have used the other one
             said = "a request must not have both a Content-Length and a Transfer-Encoding"
             raise ApiError(400, said, headers={"Connection": "close"})
-        most = self.settings.max_body_bytes
+        most = self.settings.body_bytes
         large = ApiError(413, f"the body is longer than {most} bytes", code="body_too_large")
         if length.isdigit() and int(length[:20]) > most:
             raise large
@@ -283,7 +283,7 @@ class Exchange:
         """Read the rest of a body for a moment: a client that cannot finish sending does not read
         the answer.
         """
-        left = 4 * self.settings.max_body_bytes
+        left = 4 * self.settings.body_bytes
         with suppress(TimeoutError):
             async with asyncio.timeout(DISCARD_S):
                 while self._unread and left > 0:
