@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         RequestError,
         UnsupportedError,
     )
+    from jpaged.images.limits import ImageLimits
     from jpaged.llm import LLM
     from jpaged.models.config import ModelConfig
     from jpaged.models.lora import Adapter, initial_lora, merged
@@ -72,6 +73,7 @@ __all__ = [
     "EmbeddingSpan",
     "EngineConfig",
     "GenerationError",
+    "ImageLimits",
     "JpagedError",
     "Limits",
     "Logprob",
@@ -150,6 +152,7 @@ _NAMES = {
         "RequestError",
         "UnsupportedError",
     ),
+    "jpaged.images.limits": ("ImageLimits",),
     "jpaged.llm": ("LLM",),
     "jpaged.models.config": ("ModelConfig",),
     "jpaged.models.lora": (

@@ -64,6 +64,7 @@ class Facts:
     adapter_rank, adapter_changes: of an adapter. draws_masked, scores_masked: a request wants
     tokens of a given form, or the scores of such a text. scores_more: a call wants more of scores
     than logprobs. num_embedded: tokens of a prompt that have embeddings in their place.
+    num_images: of a prompt.
     """
 
     config: EngineConfig | None = None
@@ -106,6 +107,7 @@ class Facts:
     scores_masked: bool | None = None
     scores_more: bool | None = None
     num_embedded: int | None = None
+    num_images: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -731,16 +733,17 @@ def heads_read_plain_embeddings(draft: ModelConfig, model: ModelConfig) -> str |
     return None
 
 
-@_rule("speculative.method", "max_embeddings", error=UnsupportedError)
+@_rule("speculative.method", "max_embeddings", "images", error=UnsupportedError)
 def guesses_of_models_read_tokens(config: EngineConfig) -> str | None:
-    """`max_embeddings` above 0 takes no `speculative`, or `method="ngram"`: a model that guesses,
-    and a head, read tokens alone.
+    """`max_embeddings` above 0, and `images`, take no `speculative`, or `method="ngram"`: a model
+    that guesses, and a head, read tokens alone.
     """
     asked = config.speculative
-    if config.max_embeddings and asked is not None and asked.has_model:
+    if (config.max_embeddings or config.images) and asked is not None and asked.has_model:
         return (
-            f"max_embeddings={config.max_embeddings}: speculative with method={asked.method!r} "
-            "reads tokens alone; 'ngram' goes with embeddings, or pass max_embeddings=0"
+            f"max_embeddings={config.max_embeddings}, images={config.images}: speculative with "
+            f"method={asked.method!r} reads tokens alone; 'ngram' goes with embeddings, or pass max_embeddings=0 "
+            "and images=False"
         )
     return None
 
@@ -753,6 +756,38 @@ def embeddings_need_a_pool(config: EngineConfig, num_embedded: int) -> str | Non
             f"{num_embedded} embeddings in place of tokens: max_embeddings=0; pass max_embeddings= "
             "of EngineConfig, the rows of a pool that a prefill step takes at most"
         )
+    return None
+
+
+@_rule("images", "model")
+def images_need_a_tower(config: EngineConfig, model: ModelConfig) -> str | None:
+    """`images` takes a model with a vision tower: the folder of one, or params that
+    `load_params(FOLDER, images=True)` has read.
+    """
+    if config.images and model.vision is None:
+        return (
+            f"images=True: these params of {model.family} have no vision tower; pass a folder that "
+            "has one, or params of load_params(FOLDER, images=True)"
+        )
+    return None
+
+
+@_rule("images", "processes", error=UnsupportedError)
+def images_are_encoded_in_one_process(config: EngineConfig, processes: int) -> str | None:
+    """`images` takes a model whose devices are all of one process."""
+    if config.images and processes > 1:
+        return (
+            f"images=True over {processes} processes: towers run in one; pass embeddings= with "
+            "max_embeddings, or serve the model in one process"
+        )
+    return None
+
+
+@_rule("images", "prompts with images", error=RequestError)
+def images_need_the_setting(config: EngineConfig, num_images: int) -> str | None:
+    """Prompts with images take an engine with `images`."""
+    if num_images and not config.images:
+        return f"{num_images} images in a prompt: images=False; pass images=True of EngineConfig"
     return None
 
 

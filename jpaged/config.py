@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, get_args
 from jpaged.checks import at_least
 from jpaged.combinations import Facts, check_combination
 from jpaged.errors import ConfigError, UnsupportedError
+from jpaged.images.limits import ImageLimits
 from kernels_pallas.paged_attention import IMPLEMENTATIONS, Name
 
 if TYPE_CHECKING:  # which stands on jax, as this module must not
@@ -35,6 +36,12 @@ SPECULATIVE = (
     '"num_tokens": 8}, by a smaller model: {"method": "draft", "model": FOLDER}, by an EAGLE-3 '
     'head: {"method": "eagle", "model": FOLDER}, or by the head that the model\'s own files have: '
     '{"method": "mtp"}'
+)
+
+IMAGE_LIMITS = (
+    'what an image may be and where it may come from, as {"max_pixels": 4000000, "local_paths": '
+    'false, "hosts": ["images.example.com"]}; None: 32 MiB, 40 million pixels, paths of this '
+    "machine and no URL"
 )
 
 
@@ -302,7 +309,35 @@ class EngineConfig:
         0,
         "what requests may ask for",
         "embeddings in place of tokens, as of images, that a prefill step takes at most: rows of "
-        "their pool on the device; 0: no prompt may have any, and no step reads them",
+        "their pool on the device; 0: no prompt may have any, and no step reads them, but with "
+        "images=True it is max_num_batched_tokens",
+    )
+    images: bool = _knob(
+        False,
+        "what requests may ask for",
+        "prompts may have images, which the vision tower of the model's files encodes; without it "
+        "the text part alone is loaded",
+    )
+    max_image_tokens: int | None = _knob(
+        None,
+        "what requests may ask for",
+        "tokens that an image takes at most: larger images are made smaller before they are "
+        "encoded; None: as the files of the model say",
+    )
+    image_cache_gib: float = _knob(
+        0.5,
+        "batch and memory",
+        "host memory for embeddings of images, so that one that is asked about again is not "
+        "encoded again, GiB",
+        same_answers=KEPT_OR_COMPUTED,
+    )
+    image_limits: ImageLimits | None = dataclasses.field(
+        default=None,
+        metadata={
+            "help": IMAGE_LIMITS,
+            "group": "what requests may ask for",
+            "same_answers": "bounds images; one beyond is an error line, see --retry-failed",
+        },
     )
     max_logit_bias: int = _knob(
         64,
@@ -401,7 +436,9 @@ class EngineConfig:
         at_least(0, self, "swap_min_tokens", "max_loras")
         if self.speculative is not None:
             object.__setattr__(self, "speculative", Speculative.of(self.speculative))
-        chosen = ("max_model_len", "max_num_seqs", "num_blocks", "decode_steps")
+        if self.image_limits is not None:
+            object.__setattr__(self, "image_limits", ImageLimits.of(self.image_limits))
+        chosen = ("max_model_len", "max_num_seqs", "num_blocks", "decode_steps", "max_image_tokens")
         chosen += ("tensor_parallel_size", "data_parallel_size")
         if self.num_states is not None:  # a step reads one and writes the next
             at_least(2, self, "num_states")
@@ -412,6 +449,9 @@ class EngineConfig:
             raise ConfigError(f"memory_utilization={share!r}: must be in (0, 1]")
         if not isinstance(swap, int | float) or not 0.0 <= swap < math.inf:
             raise ConfigError(f"swap_space_gib={swap!r}: must be a number of GiB of at least 0")
+        kept = self.image_cache_gib
+        if not isinstance(kept, int | float) or not 0.0 <= kept < math.inf:
+            raise ConfigError(f"image_cache_gib={kept!r}: must be a number of GiB of at least 0")
         store, most = self.prefix_store, self.prefix_store_gib
         if isinstance(store, Path):
             object.__setattr__(self, "prefix_store", str(store))
@@ -477,6 +517,7 @@ class EngineConfig:
             deterministic=deterministic,
             max_logprobs=min(self.max_logprobs, model.vocab_size),
             max_sampling_mask=min(self.max_sampling_mask, model.vocab_size),
+            max_embeddings=self.max_embeddings or (batched if self.images else 0),
         )
 
     @property
@@ -533,6 +574,10 @@ class EngineFields(TypedDict, total=False):
     max_logprobs: int
     max_sampling_mask: int
     max_embeddings: int
+    images: bool
+    max_image_tokens: int | None
+    image_cache_gib: float
+    image_limits: ImageLimits | Mapping[str, Any] | None
     max_logit_bias: int
     max_stop_ids: int
     strict: bool

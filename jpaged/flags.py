@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import IO, Any, Literal, NoReturn
 
 from jpaged.config import EngineConfig, Group, Speculative
+from jpaged.images.limits import ImageLimits
 from jpaged.types import Settings
 
 HELP_START, HELP_WIDTH = 35, 44  # columns of a help of one screen, of 80
@@ -276,8 +277,8 @@ def _values_of(hint: Any) -> Settings:
     kind = kinds[0]
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
-    if kind is Speculative:
-        return {"type": Speculative.parse, "metavar": "JSON"}
+    if kind in (Speculative, ImageLimits):
+        return {"type": kind.parse, "metavar": "JSON"}
     if typing.get_origin(kind) is tuple:
         item = typing.get_args(kind)[0]
         if typing.get_origin(item) is Literal:

@@ -151,7 +151,7 @@ def _lease(params: PyTree, others: Others, group: object, user: threading.Lock) 
             engine_config = EngineConfig() if engine_config is None else engine_config
             if isinstance(params, str | Path):
                 mesh = serving_mesh(engine_config, mesh)
-                params = load_params(params, mesh=mesh)
+                params = load_params(params, mesh=mesh, images=engine_config.images)
             weights = as_params(params, config)
             guesses = None if draft is None else as_params(draft)
             key = _key(weights, guesses, engine_config, mesh, tokenizer)

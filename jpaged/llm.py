@@ -552,7 +552,9 @@ def _weights(
         return as_params(model), mesh
     mesh = serving_mesh(config, mesh)
     quantization = None if mesh else config.quantization
-    params = read_params(model, dtype=config.dtype, mesh=mesh, quantization=quantization)
+    params = read_params(
+        model, dtype=config.dtype, mesh=mesh, quantization=quantization, images=config.images
+    )
     return params, mesh
 
 

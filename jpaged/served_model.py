@@ -88,7 +88,13 @@ class ServedModel:
             assert not isinstance(mesh, AbstractMesh), "nothing is served on it"
             quantization = None if mesh else config.quantization
             began = time.perf_counter()
-            params = read_params(params, dtype=config.dtype, mesh=mesh, quantization=quantization)
+            params = read_params(
+                params,
+                dtype=config.dtype,
+                mesh=mesh,
+                quantization=quantization,
+                images=self.model_config.vision is not None,
+            )
             self._read_seconds += time.perf_counter() - began
             self._read_bytes += sum(map(_bytes_here, jax.tree.leaves(params)))
         known = None if isinstance(params, Params) else self.model_config

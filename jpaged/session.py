@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Literal, Protocol
 
 import jax
@@ -32,6 +33,7 @@ from jpaged.errors import CapacityError, ConfigError, GenerationError, RequestEr
 from jpaged.models.params import Params
 from jpaged.models.pooling import Pooled
 from jpaged.request.build import Builder
+from jpaged.request.images import PromptImages
 from jpaged.request.inputs import (
     Inputs,
     Prompt,
@@ -57,6 +59,7 @@ from jpaged.request.pooled import (
     through,
 )
 from jpaged.request.scores import ScoreCalls, ScoreOptions, ScoreResult, scores_of, scoring_of
+from jpaged.runtime.image_rows import most_image_tokens
 from jpaged.runtime.runner import Runner
 from jpaged.runtime.step_table import BucketReport, bucket_reports
 from jpaged.runtime.step_table import warmup as compile_steps
@@ -178,6 +181,7 @@ class Session:
             tokenizer,
             params.source,
             self.served.adapters.named,
+            self._image_reader(params.source),
         )
         self.builder = Builder(self.inputs, self.engine_config)
         self.ready: dict[object, RequestOutput] = {}  # by their requests
@@ -194,6 +198,13 @@ class Session:
         # While weights are bound under what runs: the version before, and whether to recompute.
         self._renewal: tuple[int, bool] | None = None
         self._abandoned: deque[Request] = deque()  # of streams that were closed
+
+    def _image_reader(self, folder: Path | None) -> PromptImages | None:
+        """Return what reads the images of prompts; None where no prompt may have any."""
+        vision, config = self.served.model_config.vision, self.engine_config
+        if not config.images or vision is None:
+            return None
+        return PromptImages(folder, vision, config, most=most_image_tokens(vision, config))
 
     @property
     def engine_config(self) -> EngineConfig:
@@ -834,6 +845,8 @@ class Session:
             self.ready.clear()
             self.served.close()
             self._settle()
+        if self.inputs.images is not None:
+            self.inputs.images.close()
 
     def report(self) -> Report:
         """Return the totals of engine and device since the start, and the version of weights."""
@@ -858,8 +871,10 @@ class Session:
         scoring = self._scoring(score)
         with self.whole_call():
             self.served.check_awake()
-            compiled = self.pool.runner.compiled
-            return compile_steps(compiled, scoring=scoring, use_tqdm=use_tqdm)
+            runner, began = self.pool.runner, time.perf_counter()
+            compile_steps(runner.compiled, scoring=scoring, use_tqdm=use_tqdm)
+            runner.compile_tower()
+        return time.perf_counter() - began
 
     def warmup_for(
         self,
@@ -892,6 +907,7 @@ class Session:
             runner.allocate(full=True)
             runner.adapters.allocate()
             runner.embeddings.allocate()
+            runner.compile_tower()
         return time.perf_counter() - began
 
     def _scoring(self, score: ScoreCalls | None) -> Scoring | None:

@@ -6,9 +6,10 @@ import re
 from pathlib import Path
 
 from jpaged.checkpoint.tensors import first_line
-from jpaged.checkpoint.tokenizer import GENERATION_CONFIG, IMAGE_FILES, TOKENIZER_FILES
+from jpaged.checkpoint.tokenizer import GENERATION_CONFIG, TOKENIZER_FILES
 from jpaged.demo import MODELS
 from jpaged.errors import CheckpointError
+from jpaged.images.prepare import IMAGE_FILES
 
 HUB_ID = re.compile(r"(?P<id>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?")
 FILES = (

@@ -18,9 +18,10 @@ import numpy as np
 from jax.core import Tracer
 
 from jpaged.checkpoint.tensors import DTYPES, check_fit, first_line, flat
-from jpaged.checkpoint.tokenizer import GENERATION_CONFIG, IMAGE_FILES, TOKENIZER_FILES
+from jpaged.checkpoint.tokenizer import GENERATION_CONFIG, TOKENIZER_FILES
 from jpaged.checks import read_json
 from jpaged.errors import CheckpointError, ConfigError
+from jpaged.images.prepare import IMAGE_FILES
 from jpaged.models.config import ModelConfig
 from jpaged.models.params import Params, param_shapes, param_table
 from jpaged.models.quantized import is_quantized

@@ -13,8 +13,6 @@ from jpaged.models.hf_defaults import import_transformers
 
 # A folder with one of these has a tokenizer.
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
-# How a model's images are prepared, in two versions of transformers.
-IMAGE_FILES = ("preprocessor_config.json", "processor_config.json")
 TOKENIZER_FILES = (
     *VOCABULARIES,
     "tokenizer_config.json",

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import hashlib
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -18,21 +19,26 @@ NO_TOKEN = b"\xff\xff\xff\xff"  # an int32 that is no token's id
 class Span:
     """Embeddings in place of the n tokens of a prompt from `start` on.
 
-    embeddings: [n, E] floats. deepstack: [layers, n, E], what is added after the first layers, or
-    None. grid: (frames, rows, columns) of the image that they are of, or None. digest: of all of
-    that; spans of one digest are equal. named: what the caller has passed in place of a hash of the
-    numbers, or None.
+    embeddings: [n, E] floats; None of an image that the device encodes when a step first needs its
+    rows. deepstack: [layers, n, E], what is added after the first layers, or None. grid: (frames,
+    rows, columns) of the image that they are of, or None. digest: of all of that; spans of one
+    digest are equal. named: what the caller has passed in place of a hash of the numbers, or None.
+    image: what the device encodes; None where `embeddings` are there.
     """
 
     start: int
-    embeddings: np.ndarray
+    embeddings: np.ndarray | None
     deepstack: np.ndarray | None = None
     grid: tuple[int, int, int] | None = None
     digest: bytes
     named: bytes | None = None
+    image: object | None = None
 
     def __len__(self) -> int:
-        return len(self.embeddings)
+        if self.embeddings is not None:
+            return len(self.embeddings)
+        assert self.grid is not None, "an image has a grid"
+        return math.prod(self.grid)
 
     def __deepcopy__(self, memo: Mapping[int, object]) -> "Span":
         return self  # never changed: a snapshot shares it
@@ -44,10 +50,11 @@ class Span:
 
     @functools.cached_property
     def numbers_digest(self) -> bytes:
-        """What its numbers are known by in every process: `digest`, unless the caller has named it.
-        A name is of pixels, say, and other weights make other numbers of them.
+        """What its numbers are known by in every process with the same weights: `digest`, unless
+        the caller has named it. A name is of pixels, say, and weights that nobody knows of make
+        other numbers of them; an image is encoded by those of the model.
         """
-        if self.named is None:
+        if self.named is None or self.embeddings is None:
             return self.digest
         form = f"{self.embeddings.dtype} {self.embeddings.shape} {self.grid}"
         digest = hashlib.blake2b(form.encode(), digest_size=32)
@@ -188,11 +195,13 @@ def rows_of(pieces: list[Piece], num_deepstack: int, dtype: DTypeLike) -> np.nda
     """Return the rows of some pieces, one after the other, as the pool of embeddings holds them:
     [rows, 1 + num_deepstack, E], zeros where a span has no deepstack.
     """
-    total, width = sum(p.size for p in pieces), pieces[0].span.embeddings.shape[1]
+    arrays = [p.span.embeddings for p in pieces if p.span.embeddings is not None]
+    assert len(arrays) == len(pieces), "images are encoded first"
+    total, width = sum(p.size for p in pieces), arrays[0].shape[1]
     rows = np.zeros((total, 1 + num_deepstack, width), dtype)
     at = 0
-    for _, span, first, count in pieces:
-        rows[at : at + count, 0] = span.embeddings[first : first + count]
+    for (_, span, first, count), embeddings in zip(pieces, arrays, strict=True):
+        rows[at : at + count, 0] = embeddings[first : first + count]
         if span.deepstack is not None:
             rows[at : at + count, 1:] = span.deepstack[:, first : first + count].swapaxes(0, 1)
         at += count

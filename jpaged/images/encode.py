@@ -1,25 +1,19 @@
 """From patches to embeddings: ImageEncoder runs a vision tower over images, several in a call, in
-one compiled program a bucket; `encode_images` is all of it, from sources to embeddings.
+one compiled program a bucket.
 """
 
 import bisect
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from jpaged.errors import ConfigError, RequestError
-from jpaged.images.cache import EmbeddingCache
-from jpaged.images.limits import DEFAULT_LIMITS, ImageLimits
-from jpaged.images.prepare import ImagePreparer
-from jpaged.images.sources import ImageSource, load_image
-from jpaged.images.spans import ImageSpan, Prepared, packed, rows_grid
+from jpaged.images.spans import ImageSpan, Prepared, packed, packed_form, rows_grid
 from jpaged.models.layers.linear import StepContext
 from jpaged.models.params import Params, parameters
-from jpaged.models.quantized import is_quantized
-from jpaged.models.vision.tower import Encoded, Patches, Tower, VisionConfig
-from jpaged.runtime.choices import choose_products
+from jpaged.models.vision.tower import Encoded, Grid, Patches, Tower, VisionConfig
 
 
 @jax.jit
@@ -33,7 +27,10 @@ class ImageEncoder:
 
     buckets: the numbers of rows of embeddings that a program is compiled for; None: those of the
     config. step: how products are computed. alone: an image is never encoded beside others, so that
-    the bits of its embeddings depend on the image alone.
+    the bits of its embeddings depend on the image alone. sharding: where patches are put; None
+    leaves that to jax.
+
+    programs: what is compiled so far, by bucket. Towers of new weights must be of the same form.
     """
 
     def __init__(
@@ -43,8 +40,10 @@ class ImageEncoder:
         buckets: Sequence[int] | None = None,
         step: StepContext | None = None,
         alone: bool = False,
+        sharding: jax.sharding.Sharding | None = None,
     ):
-        self.config, self.alone = config, alone
+        self.config, self.alone, self.sharding = config, alone, sharding
+        self.programs: dict[int, Any] = {}
         self.buckets = tuple(sorted(set(config.buckets if buckets is None else buckets)))
         if not self.buckets or self.buckets[0] < 1:
             raise ConfigError(f"buckets={buckets!r}: must be numbers of rows of at least 1")
@@ -71,10 +70,24 @@ class ImageEncoder:
             spans += self._encode(tower, group)
         return spans
 
+    def needed(self, images: Sequence[Prepared]) -> list[int]:
+        """Return the buckets that images take, each once."""
+        return list(dict.fromkeys(self._bucket(self._grids(x)) for x in self._groups(images)))
+
     def warmup(self, tower: Tower) -> None:
         """Compile the programs of all buckets."""
         for bucket in self.buckets:
-            jax.block_until_ready(run_tower(tower, packed((), self.config, bucket), self.step))
+            self.compile(tower, bucket)
+
+    def compile(self, tower: Tower, bucket: int) -> Any:
+        """Return the program of a bucket, which is compiled the first time."""
+        if bucket not in self.programs:
+            form = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.sharding),
+                packed_form(self.config, bucket),
+            )
+            self.programs[bucket] = run_tower.lower(tower, form, self.step).compile()
+        return self.programs[bucket]
 
     def stats(self) -> dict[str, int]:
         """Return how much was encoded, and how much of it was padding."""
@@ -98,11 +111,19 @@ class ImageEncoder:
             total += rows
         return groups
 
+    def _grids(self, images: Sequence[Prepared]) -> list[Grid]:
+        return [rows_grid(image.grid, self.config) for image in images]
+
+    def _bucket(self, grids: Sequence[Grid]) -> int:
+        return self.buckets[bisect.bisect_left(self.buckets, sum(grid.size for grid in grids))]
+
     def _encode(self, tower: Tower, group: list[Prepared]) -> list[ImageSpan]:
-        grids = [rows_grid(image.grid, self.config) for image in group]
-        total = sum(grid.size for grid in grids)
-        bucket = self.buckets[bisect.bisect_left(self.buckets, total)]
-        encoded = jax.device_get(run_tower(tower, packed(group, self.config, bucket), self.step))
+        grids = self._grids(group)
+        total, bucket = sum(grid.size for grid in grids), self._bucket(grids)
+        program, patches = self.compile(tower, bucket), packed(group, self.config, bucket)
+        if self.sharding is not None:
+            patches = jax.device_put(patches, self.sharding)
+        encoded = jax.device_get(program(tower, patches, self.step))
         self.images, self.calls = self.images + len(group), self.calls + 1
         self.rows, self.padded_rows = self.rows + total, self.padded_rows + bucket - total
         spans, start = [], 0
@@ -120,21 +141,6 @@ class ImageEncoder:
         return spans
 
 
-def step_for(params: Params, *, deterministic: bool = False) -> StepContext:
-    """Return how products are computed where params lie: by the C++ kernels of the text model's
-    layers on a CPU that has them, otherwise by XLA, which also splits them over a mesh.
-    deterministic: as of EngineConfig.
-    """
-    weights = jax.tree.leaves(params["vision"], is_leaf=is_quantized)
-    array = jax.tree.leaves(weights[0])[0]
-    devices = array.devices() if isinstance(array, jax.Array) else set(jax.devices()[:1])
-    if len(devices) > 1:
-        return StepContext()
-    (device,) = devices
-    products = choose_products(device, weights[0].dtype, deterministic=deterministic)
-    return StepContext(products=products)
-
-
 def bind_tower(params: Params) -> Tower:
     """Return the vision tower of params; ConfigError where they have none."""
     config = params.config.vision
@@ -144,47 +150,3 @@ def bind_tower(params: Params) -> Tower:
             "images=True) reads one where the files have it"
         )
     return config.build(parameters(params.config, params))
-
-
-def encode_images(
-    params: Params,
-    images: Sequence[ImageSource],
-    *,
-    preparer: ImagePreparer | None = None,
-    encoder: ImageEncoder | None = None,
-    cache: EmbeddingCache | None = None,
-    weights: Hashable = None,
-    limits: ImageLimits = DEFAULT_LIMITS,
-) -> list[ImageSpan]:
-    """Return the embeddings of images, in order; one that occurs twice is encoded once.
-
-    params: with a vision tower (load_params(FOLDER, images=True)). images: bytes, paths, data:
-    URLs, arrays or Pillow's images. preparer: None is that of the folder that the params came from.
-    encoder: None is one of the config's buckets. cache: where embeddings are looked up and kept;
-    weights: what tells these weights from others there. RequestError for an image that cannot be
-    taken.
-    """
-    vision, tower = params.config.vision, bind_tower(params)
-    assert vision is not None
-    if preparer is None:
-        if params.source is None:
-            raise ConfigError("params of no known folder: pass preparer=ImagePreparer(FOLDER, ...)")
-        preparer = ImagePreparer(params.source, vision)
-    encoder = ImageEncoder(vision, step=step_for(params)) if encoder is None else encoder
-    pixels = [load_image(source, limits) for source in images]
-    digests = [preparer.digest(x) for x in pixels]
-    spans: dict[bytes, ImageSpan] = {}
-    missing: dict[bytes, Any] = {}
-    for digest, x in zip(digests, pixels, strict=True):
-        if digest in spans or digest in missing:
-            continue
-        kept = None if cache is None else cache.get(digest, weights)
-        if kept is None:
-            missing[digest] = x
-        else:
-            spans[digest] = kept
-    for span in encoder.encode(tower, [preparer.prepare(x) for x in missing.values()]):
-        spans[span.digest] = span
-        if cache is not None:
-            cache.put(span, weights)
-    return [spans[digest] for digest in digests]

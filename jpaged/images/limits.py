@@ -1,6 +1,9 @@
 """ImageLimits: what an image may be, and where it may come from."""
 
 import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Self
 
 from jpaged.checks import positive
 from jpaged.errors import ConfigError
@@ -19,7 +22,8 @@ class ImageLimits:
     whether a source may be a path of this machine. hosts: that images may be fetched from: names,
     with :PORT where it is not the usual one; "*.example.com" is any host below it. None are
     fetched from by default. private_addresses: whether these hosts may have addresses that are not
-    public. timeout_s: of all of a fetch. max_redirects: to hosts that are listed, too.
+    public. timeout_s: of all of a fetch. max_redirects: to hosts that are listed, too. max_images:
+    of one prompt.
     """
 
     max_bytes: int = 32 * MIB
@@ -32,9 +36,18 @@ class ImageLimits:
     private_addresses: bool = False
     timeout_s: float = 10.0
     max_redirects: int = 3
+    max_images: int = 1024
 
     def __post_init__(self) -> None:
-        for name in ("max_bytes", "max_pixels", "max_side", "max_frames"):
+        for name in ("formats", "hosts"):
+            value = getattr(self, name)
+            if isinstance(value, str) or not all(isinstance(x, str) for x in value):
+                raise ConfigError(f"ImageLimits: {name}={value!r}: must be several str")
+            object.__setattr__(self, name, tuple(value))
+        for name in ("local_paths", "private_addresses"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ConfigError(f"ImageLimits: {name}={value!r}: must be True or False")
+        for name in ("max_bytes", "max_pixels", "max_side", "max_frames", "max_images"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(
@@ -51,6 +64,24 @@ class ImageLimits:
                     f"ImageLimits: hosts has {host!r}: must be names in lower case such as "
                     "'images.example.com', 'example.com:8080' or '*.example.com'"
                 )
+
+    @classmethod
+    def parse(cls, text: str) -> Self | None:
+        """Parse a flag: a dict of the fields as JSON, or "none"."""
+        try:
+            return None if text == "none" else cls.of(json.loads(text))
+        except ValueError as e:
+            raise ConfigError(f"image_limits={text!r}: {e}") from e
+
+    @classmethod
+    def of(cls, value: object) -> Self:
+        """Make one of a dict of its fields."""
+        if isinstance(value, cls):
+            return value
+        names = [field.name for field in dataclasses.fields(cls)]
+        if not isinstance(value, Mapping) or set(value) - set(names):
+            raise ConfigError(f"image_limits={value!r}: must be a dict of {', '.join(names)}")
+        return cls(**value)
 
 
 DEFAULT_LIMITS = ImageLimits()

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from jpaged.checkpoint.tokenizer import IMAGE_FILES
 from jpaged.errors import CheckpointError, ConfigError, RequestError, UnsupportedError
 from jpaged.images.sources import pillow
 from jpaged.images.spans import Prepared
@@ -23,6 +22,8 @@ from jpaged.models.vision.siglip import SiglipVisionConfig
 from jpaged.models.vision.tower import Grid, VisionConfig
 from jpaged.models.vision.unified import SOFT_TOKENS, UnifiedVisionConfig
 
+# Of a folder, one of which says how images are prepared: two versions of transformers.
+IMAGE_FILES = ("preprocessor_config.json", "processor_config.json")
 QWEN = "qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil"
 GEMMA3 = "gemma3.image_processing_pil_gemma3.Gemma3ImageProcessorPil"
 GEMMA4 = "gemma4.image_processing_pil_gemma4.Gemma4ImageProcessorPil"

@@ -13,7 +13,7 @@ import importlib
 import io
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,24 @@ class ImageLoader:
             return function(load_image(source, self.limits))
 
         return await asyncio.get_running_loop().run_in_executor(self._pool, run)
+
+    def apply_all[T](
+        self, function: Callable[[np.ndarray], T], sources: Sequence[ImageSource]
+    ) -> Iterator[T]:
+        """Yield what a function makes of the pixels of several images, in order, a few at once in
+        these threads. RequestError names the image that cannot be taken.
+        """
+
+        def run(source: ImageSource) -> T:
+            return function(load_image(source, self.limits))
+
+        for first in range(0, len(sources), THREADS):
+            some = [self._pool.submit(run, source) for source in sources[first : first + THREADS]]
+            for index, one in enumerate(some, start=first):
+                try:
+                    yield one.result()
+                except RequestError as e:
+                    raise type(e)(f"images[{index}]: {e}") from e
 
     def load_all(self, sources: list[ImageSource]) -> list[np.ndarray]:
         """Return the pixels of several images, decoded at once."""

@@ -4,7 +4,9 @@ beside each other for a tower.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
+import jax
 import numpy as np
 
 from jpaged.models.vision.tower import Grid, Patches, VisionConfig, patches_per_row
@@ -85,6 +87,22 @@ def packed(images: Sequence[Prepared], config: VisionConfig, num_rows: int) -> P
         position_N2=position,  # pyright: ignore[reportArgumentType]
         size_N2=size,  # pyright: ignore[reportArgumentType]
         row_N=row,  # pyright: ignore[reportArgumentType]
+    )
+
+
+def packed_form(config: VisionConfig, num_rows: int) -> Patches:
+    """Return what `packed` makes as ShapeDtypeStructs."""
+    count = num_rows * patches_per_row(config)
+
+    def of(*shape: int, dtype: Any = np.int32) -> Any:
+        return jax.ShapeDtypeStruct((count, *shape), dtype)
+
+    return Patches(
+        values_NC=of(config.num_features, dtype=np.float32),
+        image_N=of(),
+        position_N2=of(2),
+        size_N2=of(2),
+        row_N=of(),
     )
 
 

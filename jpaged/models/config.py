@@ -407,16 +407,21 @@ class ModelConfig:
         return scratch + self.draft_head.scratch(step, self.hidden_size, self.vocab_size)
 
     @classmethod
-    def coerce(cls, config: "ModelConfig | Mapping[str, Any] | str | os.PathLike[str]") -> Self:
+    def coerce(
+        cls,
+        config: "ModelConfig | Mapping[str, Any] | str | os.PathLike[str]",
+        *,
+        images: bool = False,
+    ) -> Self:
         """From a ModelConfig (as it is), a Hugging Face config dict, or a folder that holds a
-        config.json.
+        config.json. images: as of from_hf.
         """
         if isinstance(config, cls):
             return config
         if isinstance(config, Mapping):
-            return cls.from_hf(config)
+            return cls.from_hf(config, images=images)
         if isinstance(config, str | os.PathLike):
-            read = cls.from_hf(read_json(Path(config) / "config.json"))
+            read = cls.from_hf(read_json(Path(config) / "config.json"), images=images)
             return dataclasses.replace(read, pooling=read_pooling(Path(config)))
         raise ConfigError(
             f"config={config!r}: pass a ModelConfig, a Hugging Face config dict or a "

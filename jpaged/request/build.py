@@ -266,7 +266,9 @@ class Builder:
         no pool for them, CapacityError for an image that no step can take whole and must.
         """
         config = self.config
-        check_combination(Facts(config=config, num_embedded=sum(map(len, spans))))
+        num_images = sum(span.image is not None for span in spans)
+        facts = Facts(config=config, num_embedded=sum(map(len, spans)), num_images=num_images)
+        check_combination(facts)
         if not self.inputs.model.is_causal:
             raise RequestError("embeddings: this model, whose tokens see each other, takes tokens")
         most = config.max_num_batched_tokens - (config.num_rows if config.mixed else 0)

@@ -12,6 +12,7 @@ import numpy as np
 from jpaged.checks import is_scalar
 from jpaged.engine.spans import Span, Spans
 from jpaged.errors import RequestError
+from jpaged.images.spans import Prepared, rows_grid
 from jpaged.models.config import ModelConfig
 
 
@@ -26,6 +27,9 @@ class EmbeddingSpan:
     n, E], what is added to them after each of the first layers, of a model that has such; None adds
     nothing. digest: names what they are of, as a hash of its pixels, in place of a hash of the
     numbers: cached prefixes are shared where digests, grids and places are equal.
+
+    In an output whose prompt had images, `embeddings` of these are what the tower takes (Prepared),
+    and an engine with images=True encodes them again, or not, as it does those of any prompt.
     """
 
     embeddings: Any
@@ -66,7 +70,10 @@ def as_mapping(spans: Spans) -> dict[int, EmbeddingSpan]:
     """Return what `spans_of` makes equal spans of."""
     return {
         span.start: EmbeddingSpan(
-            span.embeddings, grid=span.grid, deepstack=span.deepstack, digest=span.named
+            span.embeddings if span.image is None else span.image,
+            grid=span.grid,
+            deepstack=span.deepstack,
+            digest=span.named,
         )
         for span in spans
     }
@@ -74,6 +81,8 @@ def as_mapping(spans: Spans) -> dict[int, EmbeddingSpan]:
 
 def _span(start: int, value: EmbeddingSpan, model: ModelConfig) -> Span:
     place, width, layers = f"embeddings at {start}", model.hidden_size, model.num_deepstack
+    if isinstance(value.embeddings, Prepared):
+        return _of_image(start, value.embeddings, model)
     rows = _floats(value.embeddings, place)
     if rows.ndim != 2 or rows.shape[1] != width or not len(rows):
         shape = list(rows.shape)
@@ -101,6 +110,17 @@ def _span(start: int, value: EmbeddingSpan, model: ModelConfig) -> Span:
         named=named,
         digest=_digest(rows, extra, grid, named),
     )
+
+
+def _of_image(start: int, image: Prepared, model: ModelConfig) -> Span:
+    """Return the span of an image that is encoded later."""
+    if model.vision is None or image.patches.shape[1:] != (model.vision.num_features,):
+        raise RequestError(
+            f"embeddings at {start}: an image of another model than this one, or of one without "
+            "its vision tower"
+        )
+    grid = rows_grid(image.grid, model.vision)
+    return Span(start=start, embeddings=None, grid=grid, digest=image.digest, image=image)
 
 
 def _floats(value: object, what: str) -> np.ndarray:

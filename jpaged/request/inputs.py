@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -15,15 +15,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpaged.checkpoint.kept_tokenizer import kept_tokenizer
+from jpaged.checkpoint.kept_tokenizer import kept_tokenizer, whole
 from jpaged.checkpoint.tokenizer import load_generation_config
 from jpaged.checks import check_seed, is_scalar
+from jpaged.combinations import Facts, check_combination
+from jpaged.config import EngineConfig
 from jpaged.engine.adapters import AdapterVersion
 from jpaged.engine.keys import Key, fold_in, key_from_seed
 from jpaged.engine.spans import Spans
 from jpaged.errors import CapacityError, RequestError
+from jpaged.images.spans import Prepared
 from jpaged.models.config import ModelConfig
-from jpaged.request.embeddings import spans_of
+from jpaged.request.embeddings import EmbeddingSpan, spans_of
+from jpaged.request.images import PromptImages, split_images
 from jpaged.request.outputs import RequestOutput
 from jpaged.sampling_params import SamplingParams
 from jpaged.types import Messages, PyTree, Tokenizer
@@ -91,7 +95,7 @@ class Inputs:
     """Checks and tokenizes the prompts of one model. Any thread may call.
 
     tokenizer: None takes that of the source folder, loaded when first needed. adapters: those that
-    prompts can name.
+    prompts can name. images: reads those of prompts; None: no prompt may have any.
     """
 
     def __init__(
@@ -101,11 +105,13 @@ class Inputs:
         tokenizer: Tokenizer | None,
         source: Path | None,
         adapters: Mapping[str, AdapterVersion] | None = None,
+        images: PromptImages | None = None,
     ):
         self.model, self.max_model_len = model, max_model_len
         self.no_tokens = _why_no_tokens(model)  # are drawn or scored; None where they are
         self._tokenizer, self._source = tokenizer, source
         self._adapters = {} if adapters is None else adapters
+        self.images = images
         self._generation_config = {} if source is None else load_generation_config(source)
         self._was_used = False  # the tokenizer
 
@@ -169,11 +175,13 @@ class Inputs:
             name = prompt.adapter
             if must_fit:
                 self.check_chat(prompt)
-            prompt = self.render(prompt)
+            prompt, embeddings = self._conversation(prompt)
         elif isinstance(prompt, Mapping):
             salt, name = salt_of(prompt), prompt.get("adapter")
-            embeddings = prompt.get("embeddings")
+            embeddings, images = prompt.get("embeddings"), prompt.get("images")
             text, prompt = _content(prompt)
+            if images is not None:
+                prompt, embeddings = self._with_images(prompt, images, must_fit)
         if isinstance(prompt, str):
             text, ids = prompt, self._tokenized(prompt, must_fit)
         else:
@@ -187,11 +195,56 @@ class Inputs:
         return Prompt(text, tuple(ids), salt, adapter, spans=spans)
 
     def render(self, chat: Chat) -> list[int]:
-        """Return the token ids of a conversation; RequestError when there is no chat template or it
-        refuses the messages.
+        """Return the token ids of a conversation, those of its images among them; RequestError when
+        there is no chat template or it refuses the messages. Parts of type "image" that have none
+        leave the template's placeholder.
         """
-        with self.first_use():
-            return [int(t) for t in _rendered(chat, self.need_tokenizer("chat"), tokenize=True)]
+        return self._conversation(chat, needs_images=False)[0]
+
+    def _conversation(
+        self, chat: Chat, *, needs_images: bool = True
+    ) -> tuple[list[int], dict[int, EmbeddingSpan] | None]:
+        """Return the token ids of a conversation, and its images by their places."""
+        messages, sources = split_images(chat.messages, needs_images=needs_images)
+        if not sources:
+            with self.first_use():
+                return _ids_of(_rendered(chat, self.need_tokenizer("chat"), tokenize=True)), None
+        reader = self._image_reader(sources)
+        images = reader.read(sources)
+        text = self.render_text(dataclasses.replace(chat, messages=messages))
+        tokenizer: Any = whole(self.need_tokenizer("chat"))
+        text = reader.in_text(text, images, tokenizer)
+        with self.first_use():  # as the template's own ids: nothing is put around them
+            ids = _ids_of(tokenizer.encode(text, add_special_tokens=False))
+        return self._placed(ids, images)
+
+    def _with_images(
+        self, prompt: Any, sources: Any, must_fit: bool
+    ) -> tuple[Any, dict[int, EmbeddingSpan] | None]:
+        """Return the token ids of a prompt, text or ids, and its images by their places."""
+        reader = self._image_reader(sources)
+        images = reader.read(sources)
+        if isinstance(prompt, str):
+            tokenizer = self.need_tokenizer("a str prompt")
+            ids = self._tokenized(reader.in_text(prompt, images, tokenizer), must_fit)
+        else:
+            ids = _token_ids(prompt, self.max_model_len if must_fit else None)
+        return self._placed(ids, images)
+
+    def _placed(
+        self, ids: list[int], images: list[Prepared]
+    ) -> tuple[list[int], dict[int, EmbeddingSpan]]:
+        assert self.images is not None
+        expanded = self.images.in_ids(ids, images, self.tokenizer)
+        return expanded.token_ids, self.images.spans(expanded.starts, images)
+
+    def _image_reader(self, sources: Any) -> PromptImages:
+        """Return what reads images; RequestError where the engine takes none."""
+        if self.images is None:
+            count = len(sources) if isinstance(sources, Sized) else 1
+            check_combination(Facts(config=EngineConfig(), num_images=count))
+            raise AssertionError("the rule refuses it")
+        return self.images
 
     def render_text(self, chat: Chat) -> str:
         """Return the text of a conversation. Raises what `render` raises."""
@@ -266,8 +319,9 @@ def as_list(prompts: PromptsLike) -> list[Any]:
 
     A prompt is a str, a list of ints, a 1-D numpy or jax array, {"prompt": str} or
     {"prompt_token_ids": ids}; a dict may have a "cache_salt" (str) and an "adapter" (its name) too,
-    and beside token ids "embeddings" in place of some (see EmbeddingSpan); or a RequestOutput,
-    whose samples go on where they were cut.
+    and beside token ids "embeddings" in place of some (see EmbeddingSpan), or "images", a list with
+    one for each placeholder of the model; or a RequestOutput, whose samples go on where they were
+    cut.
     """
     if _is_array(prompts):
         if prompts.ndim == 1 and prompts.dtype.kind in "iu":
@@ -428,7 +482,12 @@ def _content(prompt: Mapping[str, object]) -> tuple[str | None, Any]:
     keys = set(prompt) - {"cache_salt", "adapter"}
     if prompt.get("embeddings") is not None and "prompt_token_ids" not in keys:
         raise RequestError("embeddings without 'prompt_token_ids', which have places for them")
-    keys.discard("embeddings")
+    if prompt.get("embeddings") is not None and prompt.get("images") is not None:
+        raise RequestError(
+            "images beside embeddings: places of embeddings are those of all tokens; pass all "
+            "images as images, or all of them as embeddings"
+        )
+    keys -= {"embeddings", "images"}
     text = prompt.get("prompt")
     if keys == {"prompt"} and isinstance(text, str):
         return text, text
@@ -498,7 +557,13 @@ def _rendered(chat: Chat, tokenizer: Any, *, tokenize: bool) -> Any:
 def _num_characters(messages: Messages) -> int:
     """Return about how long a conversation is."""
     contents = [m.get("content") for m in messages if isinstance(m, Mapping)]
+    parts = [part for content in contents if isinstance(content, list | tuple) for part in content]
+    contents += [part.get("text") for part in parts if isinstance(part, Mapping)]
     return sum(len(content) for content in contents if isinstance(content, str))
+
+
+def _ids_of(ids: Iterable[Any]) -> list[int]:
+    return [int(t) for t in ids]
 
 
 def _is_array(x: object) -> TypeGuard[np.ndarray]:

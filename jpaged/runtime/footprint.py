@@ -46,6 +46,7 @@ from jpaged.runtime.adapter_tables import (
 from jpaged.runtime.choices import Choices
 from jpaged.runtime.compiled_steps import compile_step
 from jpaged.runtime.embedding_pool import embedding_bytes
+from jpaged.runtime.image_rows import tower_scratch
 from jpaged.runtime.kv_cache import group_costs, most_blocks, states_a_row, widest_group
 from jpaged.runtime.memory import (
     CPU_POOL_BYTES,
@@ -96,7 +97,7 @@ def plan_memory(
     settings = EngineConfig() if config is None else config
     devices = jax.devices() if device is None else list(np.atleast_1d(device))
     settings = with_rows(
-        ModelConfig.coerce(model),
+        ModelConfig.coerce(model, images=settings.images),
         settings,
         limits is None and devices[0].platform == "cpu",
         lambda asked: plan_memory(
@@ -104,7 +105,7 @@ def plan_memory(
         ),
     )
     dtype, stored = settings.dtype or stored_dtype(model), _stored_format(model)
-    model = ModelConfig.coerce(model)
+    model = ModelConfig.coerce(model, images=settings.images)
     model = model.keeping_choices() if settings.routed_experts else model
     placement = _place(settings, devices, compiled)
     placement.check(settings, model)
@@ -341,13 +342,15 @@ def plan_within(
         copied = probe.compiled.setting.copied_bytes
         temporaries = needs.temporaries + more.temporaries + copied
         needs = dataclasses.replace(needs, temporaries=temporaries)
+    tower = tower_scratch(probe.model, config)
+    needs = dataclasses.replace(needs, tower=tower)
     largest = pool.of(pool.in_use or 0)
     largest = largest if limits.pool is None else min(largest, limits.pool)
     is_cpu = probe.placement.device.platform == "cpu"
     kernels = [pool.kernel for pool in probe.pools if pool.kernel is not None]
     holds = is_cpu and not any(kernel.interpret for kernel in kernels)
     if compiled and (not holds or weights + needs.total + largest > limits.total):
-        needs = measured(probe, pool.moved(config))
+        needs = dataclasses.replace(measured(probe, pool.moved(config)), tower=tower)
     if limits.is_gpu:
         trials = autotuning_bytes(share, config, probe.pools[0].dtype)
         needs = dataclasses.replace(needs, autotuning=trials)

@@ -41,22 +41,24 @@ class Needs:
     """Bytes of a device that the engine takes beside weights and pool.
 
     temporaries: of the largest step, with its results. code: of all steps, where code lies in the
-    device's memory. state: what the engine keeps for each device slot. autotuning: what XLA takes
-    for a while to compile a step beside the pool, where it tries products on the device; no part of
-    `total`, since that may lie outside of the engine's share. source: where the figures come from.
+    device's memory. state: what the engine keeps for each device slot. tower: of the largest call
+    of a vision tower. autotuning: what XLA takes for a while to compile a step beside the pool,
+    where it tries products on the device; no part of `total`, since that may lie outside of the
+    engine's share. source: where the figures come from.
     is_measured: from compiled steps.
     """
 
     temporaries: int = 0
     code: int = 0
     state: int = 0
+    tower: int = 0
     autotuning: int = 0
     source: str = ""
     is_measured: bool = False
 
     @property
     def total(self) -> int:
-        return self.temporaries + self.code + self.state
+        return self.temporaries + self.code + self.state + self.tower
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -280,6 +282,7 @@ class MemoryPlan:
             "temporaries": self.needs.temporaries,
             "code": self.needs.code,
             "state": self.needs.state,
+            **({"tower": self.needs.tower} if self.needs.tower else {}),
             "pool": self.pool.of(self.num_blocks),
         }
 

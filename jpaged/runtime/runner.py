@@ -23,6 +23,7 @@ from jpaged.engine.shapes import (
     moved_blocks,
     padded_blocks,
 )
+from jpaged.engine.spans import Piece
 from jpaged.models.config import ModelConfig
 from jpaged.models.forward import Forward
 from jpaged.models.head_modules import Head
@@ -33,6 +34,7 @@ from jpaged.runtime.choices import Choices, activations_of, choose, layer_kernel
 from jpaged.runtime.compiled_steps import CompiledSteps
 from jpaged.runtime.device_state import COUNTS_CHUNK, DeviceState, RowState
 from jpaged.runtime.embedding_pool import EmbeddingPool
+from jpaged.runtime.image_rows import ImageRows
 from jpaged.runtime.kv_cache import PoolSpec, pool_specs
 from jpaged.runtime.memory import explained, memory_error
 from jpaged.runtime.mesh import Placement
@@ -123,6 +125,9 @@ class Runner:
         self.adapters = AdapterTables(setting.model, config, placement, params.dtype)
         written = (self.transfers, self.compiled.seconds)
         self.embeddings = EmbeddingPool(setting.model, config, placement, params.dtype, *written)
+        self.images = None
+        if config.images and model.vision is not None:
+            self.images = ImageRows(model.vision, config, placement, choices, *written)
         self._ready: dict[Shape, ReadyStep] = {}  # the steps that have run
         self._state: DeviceState | None = None
         self._counts_RV: Array | None = None  # only once a request needs the "full" step
@@ -181,7 +186,7 @@ class Runner:
                     for slot, adapter in part.loads:
                         self.adapters.load(replica, slot, adapter.data)
                     if part.embedded:
-                        self.embeddings.write(replica, part.embedded)
+                        self.embeddings.write(replica, self._encoded(part.embedded))
                 if batch.copies is not None:
                     self._copy_blocks(self.transfers.put(batch.copies))
                 packed, state = self.transfers.put(batch.packed), self._state
@@ -251,6 +256,12 @@ class Runner:
                 step, arrays = self._step(shape, count, shape.tokens * len(replays))
                 kv = step(arrays, self._state.kv, handle.replayed, packed)
                 self._state = dataclasses.replace(self._state, kv=kv)
+
+    def _encoded(self, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+        """Return parts of spans with the embeddings of images."""
+        if self.images is None or self.params is None or self.params.vision is None:
+            return pieces
+        return self.images.encoded(pieces, self.params.vision, self.weight_version)
 
     def _missing(self, buckets: StepShapes) -> list[Shape]:
         """Return those of the shapes of a dispatch that are not compiled."""
@@ -470,7 +481,14 @@ class Runner:
         self.allocate(full=True)
         self.adapters.allocate()
         self.embeddings.allocate()
+        self.compile_tower()
         self.compiled.seal()
+
+    def compile_tower(self) -> None:
+        """Compile what encodes images, if prompts may have any; weights must be served."""
+        if self.images is not None:
+            assert self.params is not None and self.params.vision is not None
+            self.images.warmup(self.params.vision)
 
     def report(self) -> dict[str, Any]:
         """Return what was compiled and moved so far."""
@@ -489,6 +507,7 @@ class Runner:
             "downloads": self.transfers.downs,
             "block_bytes": sum(pool.block_bytes for pool in self.pools),
             "data_parallel_size": self.placement.replicas,
+            **({} if self.images is None else self.images.report()),
         }
 
 

@@ -76,7 +76,7 @@ def _checked(params: Any, config: Any) -> Params:
     """Return Params as `as_params` does; every name and every leaf is looked at."""
     source = params.source if isinstance(params, Params) else None
     if config is not None:
-        model = ModelConfig.coerce(config)
+        model = ModelConfig.coerce(config, images=_has_tower(params))
     elif isinstance(getattr(params, "config", None), ModelConfig):  # Params, and our own nnx module
         model = params.config
     else:
@@ -98,6 +98,13 @@ def _checked(params: Any, config: Any) -> Params:
     tree = to_tree(params)
     _check(tree, param_shapes(model), "")
     return Params(tree, model, source)
+
+
+def _has_tower(params: Any) -> bool:
+    """Return whether a tree has a vision tower."""
+    if isinstance(params, Mapping):
+        return "vision" in params.get("params", params)
+    return getattr(params, "vision", None) is not None
 
 
 def place_params(params: Params, config: EngineConfig, mesh: Mesh | None) -> Placement:

@@ -12,11 +12,13 @@ from PIL import Image
 import jpaged
 from jpaged.errors import ConfigError, RequestError
 from jpaged.images.cache import EmbeddingCache
-from jpaged.images.encode import ImageEncoder, bind_tower, encode_images, run_tower
+from jpaged.images.encode import ImageEncoder, bind_tower
 from jpaged.images.prepare import ImagePreparer
 from jpaged.models.params import Params
+from jpaged.runtime.encode_images import encode_images
 from tests.images.test_prepare import image_of, write_settings
 from tests.models.test_vision import difference, write
+from tests.tiny import compiles
 
 NAME = "qwen3_vl"
 
@@ -70,15 +72,14 @@ def test_a_program_a_bucket(params: Params) -> None:
     assert vision is not None and params.source is not None
     preparer = ImagePreparer(params.source, vision)
     encoder = ImageEncoder(vision, buckets=(4, 24))
-    before = run_tower._cache_size()  # pyright: ignore[reportAttributeAccessIssue]
     encoder.warmup(tower)
-    compiled = run_tower._cache_size()  # pyright: ignore[reportAttributeAccessIssue]
-    assert compiled == before + 2
-    moved = jax.tree.map(lambda x: x + 1, params)
-    for tree in (params, moved):
-        for size in ((16, 16), (30, 50), (64, 20)):
-            encoder.encode(bind_tower(tree), [preparer.prepare(image_of(*size))] * 2)
-    assert run_tower._cache_size() == compiled  # pyright: ignore[reportAttributeAccessIssue]
+    assert [*encoder.programs] == [4, 24]
+    prepared = [preparer.prepare(image_of(*size)) for size in ((16, 16), (30, 50), (64, 20))]
+    with compiles() as names:
+        for tree in (params, jax.tree.map(lambda x: x * 0.5, params)):
+            for image in prepared:
+                encoder.encode(bind_tower(tree), [image] * 2)
+    assert not [name for name in names if "run_tower" in name] and len(encoder.programs) == 2
     assert encoder.stats()["image_rows_padded"] > 0
 
 

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 import jpaged
 from jpaged.errors import CheckpointError, ConfigError, UnsupportedError
-from jpaged.images.encode import ImageEncoder, bind_tower, run_tower, step_for
+from jpaged.images.encode import ImageEncoder, bind_tower, run_tower
 from jpaged.images.spans import Prepared, packed, rows_grid
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import Decoder
@@ -23,6 +23,7 @@ from jpaged.models.layers.linear import StepContext
 from jpaged.models.params import Params, param_specs, param_table, random_params
 from jpaged.models.served import quantized_tree
 from jpaged.models.vision.tower import Grid, patches_per_row
+from jpaged.runtime.encode_images import step_for
 from kernels_cpu import library
 from tests.golden import towers
 
