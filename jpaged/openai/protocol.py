@@ -23,7 +23,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from jpaged.errors import RequestError
+from jpaged.errors import CapacityError, RequestError
 from jpaged.openai.fields import (
     Arguments,
     Biases,
@@ -38,6 +38,8 @@ from jpaged.openai.fields import (
     short,
 )
 from jpaged.openai.forms import FormFields
+from jpaged.request.embeddings import as_mapping
+from jpaged.request.inputs import Chat
 from jpaged.sampling_params import SamplingParams
 
 HARMLESS = frozenset(
@@ -96,6 +98,7 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
 }
 MOST_FIELDS = 256
 MOST_NAMES = 8  # unknown fields that an error lists at most
+INVALID_IMAGE = "invalid_image"
 # Of errors; others are an invalid value.
 CODES = ("unsupported_field", "unsupported_url", "unknown_field")
 
@@ -338,21 +341,12 @@ class GenerationRequest(SamplingFields, FormFields):
     def forget_sources(self) -> None:
         """Give up where the images are, which may be megabytes, once the prompt is made."""
 
-    def given_prompt(self, llm: Any) -> str | list[int]:
+    def given_prompt(self, llm: Any) -> Any:
         """Return the prompt as text or token ids; a conversation is rendered by the model's chat
-        template, with one placeholder an image.
+        template. Where there are images, it is a dict of token ids and what stands in the places of
+        images.
         """
         raise NotImplementedError
-
-    def with_images(self, prompt: Any) -> Any:
-        """Return a prompt (text or ids) with the images of the body, which `put_images` has taken;
-        the prompt itself where there are none.
-        """
-        if not (sources := self.image_sources):
-            return prompt
-        assert self._images is not None and len(self._images) == len(sources)
-        name = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
-        return {name: prompt, "images": list(self._images)}
 
     def prompt_for(self, llm: Any, params: SamplingParams) -> Any:
         """Return the prompt that LLM.add_request takes: rendered, cut and salted as the body asks.
@@ -361,7 +355,7 @@ class GenerationRequest(SamplingFields, FormFields):
         return self.fitted(self.given_prompt(llm), llm, params)
 
     def fitted(self, prompt: Any, llm: Any, params: SamplingParams) -> Any:
-        """Return a prompt after truncation, with its images and its salt, as the body asks."""
+        """Return a prompt after truncation, and with its salt, as the body asks."""
         if self.truncate_prompt_tokens is not None and self.image_sources:
             said = "truncate_prompt_tokens does not work with images, whose places it would cut"
             raise BodyError(said, param="truncate_prompt_tokens", code="unsupported_field")
@@ -370,7 +364,6 @@ class GenerationRequest(SamplingFields, FormFields):
             room = llm.engine_config.max_model_len - (params.max_tokens or 1)
             most = self.truncate_prompt_tokens
             prompt = ids[-(most if most > 0 else max(room, 1)) :]
-        prompt = self.with_images(prompt)
         if self.cache_salt is not None and isinstance(prompt, dict):
             prompt = {**prompt, "cache_salt": self.cache_salt}
         elif self.cache_salt is not None:
@@ -390,7 +383,7 @@ class CompletionRequest(GenerationRequest):
     def sampling(self) -> dict[str, Any]:
         return super().sampling() | _unless_none(logprobs=self.logprobs)
 
-    def given_prompt(self, llm: Any) -> str | list[int]:
+    def given_prompt(self, llm: Any) -> Any:
         return self.prompt
 
 
@@ -540,8 +533,28 @@ class Conversation(ChosenLogprobs):
     def sampling(self) -> dict[str, Any]:
         return super().sampling() | _unless_none(max_tokens=self.max_completion_tokens)
 
-    def given_prompt(self, llm: Any) -> str | list[int]:
-        return llm.render_chat(self.conversation, **self.template)
+    def given_prompt(self, llm: Any) -> Any:
+        if not self.image_sources:
+            return llm.render_chat(self.conversation, **self.template)
+        options = dict(self.template)
+        chat = Chat(
+            messages=self._with_their_images(),
+            template_kwargs=options.pop("chat_template_kwargs"),
+            **options,
+        )
+        return placed(llm, chat)
+
+    def _with_their_images(self) -> list[dict[str, Any]]:
+        """Return the conversation with the images that `put_images` has taken."""
+        images = iter(self._images or ())
+        messages = self.conversation
+        for message in messages:
+            if isinstance(message["content"], list):
+                message["content"] = [
+                    {"type": "image", "image": next(images)} if part["type"] == "image" else part
+                    for part in message["content"]
+                ]
+        return messages
 
 
 class ChatCompletionRequest(Conversation):
@@ -559,6 +572,21 @@ URLS: dict[str, type[GenerationRequest]] = {
     "/v1/chat/completions": ChatCompletionRequest,
     "/v1/completions": CompletionRequest,
 }
+
+
+def placed(llm: Any, prompt: Chat | dict[str, Any]) -> dict[str, Any]:
+    """Return a prompt with images as its token ids and what stands in the places of images, which
+    have their final size then. Raises RequestError; BodyError for an image that cannot be taken.
+    """
+    try:
+        made = llm.session.inputs.prompt(prompt, must_fit=False)
+    except CapacityError:
+        raise
+    except RequestError as e:
+        if str(e).startswith("images["):
+            raise BodyError(str(e), param="messages", code=INVALID_IMAGE) from e
+        raise
+    return {"prompt_token_ids": list(made.ids), "embeddings": as_mapping(made.spans)}
 
 
 def _for_template(content: Any) -> Any:

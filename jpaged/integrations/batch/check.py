@@ -72,14 +72,18 @@ class Checker:
     """Checks a line: the part of LLM that needs neither weights nor a device."""
 
     def __init__(self, folder: str, config: EngineConfig):
-        self.model = ModelConfig.coerce(folder)
+        self.model = ModelConfig.coerce(folder, images=config.images)
         place = Placement(mesh=None, axis=None, device=jax.devices()[0])
         dtype = config.dtype or stored_dtype(folder)
         self.plan = plan_memory(folder, config)
         planned = dataclasses.replace(config, max_num_seqs=self.plan.max_num_seqs)
         self.engine_config, _ = resolve(self.model, planned, place, dtype)
         self._max_model_len = self.engine_config.max_model_len or 0
-        self._inputs = Inputs(self.model, self._max_model_len, None, Path(folder))
+        vision, images = self.model.vision, None
+        if self.engine_config.images and vision is not None:
+            most = most_image_tokens(vision, self.engine_config)
+            images = PromptImages(Path(folder), vision, self.engine_config, most=most)
+        self._inputs = Inputs(self.model, self._max_model_len, None, Path(folder), images=images)
         self._builder = Builder(self._inputs, self.engine_config)
 
     @property

@@ -7,13 +7,19 @@ import os
 import stat
 from collections.abc import Sequence
 from pathlib import Path
-
-import numpy as np
+from typing import Any
 
 from jpaged.errors import RequestError
 from jpaged.images.limits import DEFAULT_LIMITS, ImageLimits
-from jpaged.images.sources import load_image, shortened
-from jpaged.openai.images import check_pixels, check_sources, is_data, is_url, refuse_image
+from jpaged.images.sources import shortened
+from jpaged.openai.images import (
+    check_sources,
+    check_takes_images,
+    is_data,
+    is_url,
+    refuse_image,
+)
+from jpaged.openai.protocol import GenerationRequest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,22 +45,22 @@ class LineImages:
             limits=dataclasses.replace(limits, hosts=hosts, local_paths=local), folder=folder
         )
 
-    def load(self, sources: Sequence[str]) -> list[np.ndarray]:
-        """Return the pixels of a line's images, in order. Raises BodyError."""
+    def put_into(self, body: GenerationRequest, llm: Any) -> None:
+        """Have a body take its images from their sources, within these limits, which are those of
+        the engine's prompts from now on. Raises BodyError.
+        """
+        check_takes_images(llm.model_config, llm.engine_config)
+        llm.session.inputs.images.limits = self.limits
+        sources = body.image_sources
         check_sources(sources, self.limits)
-        pixels: dict[str, np.ndarray] = {}
-        total = 0
+        images: list[str | Path] = []
         for place, source in enumerate(sources):
-            if source in pixels:
-                continue
             try:
                 is_path = not (is_data(source) or is_url(source))
-                pixels[source] = load_image(self._path(source) if is_path else source, self.limits)
+                images.append(self._path(source) if is_path else source)
             except RequestError as e:
-                refuse_image(place, len(sources), e)
-            total += pixels[source].shape[0] * pixels[source].shape[1]
-            check_pixels(total, self.limits)
-        return [pixels[source] for source in sources]
+                refuse_image(place, e)
+        body.put_images(images)
 
     def _path(self, source: str) -> Path:
         """Return a file below the folder. RequestError for what is elsewhere, or no file."""

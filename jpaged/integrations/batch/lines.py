@@ -16,7 +16,6 @@ from pydantic_core import PydanticCustomError
 from jpaged.integrations.batch.images import NO_PATHS, LineImages
 from jpaged.integrations.batch.source import LineError
 from jpaged.integrations.seeds import stable_seed
-from jpaged.openai.images import check_takes_images
 from jpaged.openai.json_text import json_object
 from jpaged.openai.pooled import POOLED_URLS, PooledRequest
 from jpaged.openai.protocol import (
@@ -28,6 +27,7 @@ from jpaged.openai.protocol import (
     GenerationRequest,
     Prompt,
     Tokens,
+    placed,
     short,
     unknown_fields,
 )
@@ -74,7 +74,14 @@ class BarePrompt(ChosenLogprobs):
     def forget_sources(self) -> None:
         self.images = [""] * len(self.images or ())
 
-    def given_prompt(self, llm: Any = None) -> str | list[int]:
+    def given_prompt(self, llm: Any = None) -> Any:
+        if self._images is not None:
+            name = "prompt" if self.prompt is not None else "prompt_token_ids"
+            return placed(llm, {name: self._words, "images": list(self._images)})
+        return self._words
+
+    @property
+    def _words(self) -> str | list[int]:
         return self.prompt if self.prompt is not None else self.prompt_token_ids or []
 
 
@@ -142,8 +149,7 @@ class BatchRequest:
         """
         assert self.body is not None
         if self.has_images:
-            check_takes_images(llm.model_config, llm.engine_config)
-            self.body.put_images(self.images.load(self.body.image_sources))
+            self.images.put_into(self.body, llm)
         try:
             prompt = self.body.prompt_for(llm, self.params)
         finally:

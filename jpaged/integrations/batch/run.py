@@ -353,7 +353,7 @@ class Run:
 
 def _with_its_images(request: BatchRequest, llm: Any) -> Any:
     """Return the prompt of a line, whose images have their final size then."""
-    prompt = llm.session.inputs.prompt(request.prompt_for(llm))
+    prompt = request.prompt_for(llm)
     assert request.body is not None
     request.body.forget_sources()
     return prompt

@@ -354,8 +354,7 @@ def _to_tokenize(raw: dict[str, Any]) -> Tokenize | TokenizeChat:
 
 def _ids(llm: Any, body: GenerationRequest) -> list[int]:
     """Return the tokens of a body's prompt, those in the places of its images too."""
-    prompt = body.with_images(body.given_prompt(llm))
-    return list(llm.session.inputs.prompt(prompt, must_fit=False).ids)
+    return list(llm.session.inputs.prompt(body.given_prompt(llm), must_fit=False).ids)
 
 
 def _tokenized(llm: Any, body: Tokenize | TokenizeChat) -> bytes:

@@ -130,13 +130,14 @@ class Generation:
                 _describe(exchange.record, asked)
                 watch = Watch(self._metrics, arrived, exchange.record)
                 origin = Origin(party=party.name, call=asked.name, leaves_rows=party.is_known)
-                async with self._llm.run(
+                run = self._llm.run(
                     asked.prompts,
                     asked.params,
                     streaming=body.stream,
                     coming=coming,
                     origin=origin,
-                ) as inbox:
+                )
+                async with self.images.kept(asked.prompts), run as inbox:
                     running = Running(
                         name=asked.name,
                         route=exchange.scope["path"],
@@ -461,12 +462,10 @@ def _understood(
         ready = (llm.session.inputs.prompt(prompt) for prompt in prompts)
         prompts = [begun(prompt, begins, params, size, most) for prompt in ready]
     sizes = None
-    is_sized = body.wants_continuous_usage or (isinstance(body, ServedMessage) and body.stream)
-    # Tokenized once, here, since events report the prompt's tokens before it has run. Images are
-    # made smaller here, so that none waits for the engine in its own size.
-    if is_sized or body.image_sources:
+    # Tokenized once, here, since events report the prompt's tokens before it has run.
+    if body.wants_continuous_usage or (isinstance(body, ServedMessage) and body.stream):
         tokenized = [llm.session.inputs.prompt(prompt) for prompt in prompts]
-        prompts, sizes = tokenized, [len(p.ids) for p in tokenized] if is_sized else None
+        prompts, sizes = tokenized, [len(prompt.ids) for prompt in tokenized]
     return Asked(
         body=body,
         params=params,

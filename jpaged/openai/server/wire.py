@@ -323,17 +323,19 @@ def is_own_host(header: str, hosts: tuple[str, ...]) -> bool:
 
 
 class Room:
-    """The bytes of all bodies that have arrived and are not parsed yet."""
+    """The bytes of all bodies that have arrived and are not parsed yet, or of other things. full:
+    what is said where there is no room.
+    """
 
-    def __init__(self, most: int):
-        self.most, self.used = most, 0
+    def __init__(self, most: int, full: str = "this server is reading too many bodies"):
+        self.most, self.used, self.full = most, 0, full
 
     def hold(self) -> "Held":
         return Held(self)
 
 
 class Held:
-    """The share of a Room that one body holds until `close`."""
+    """The share of a Room that one request holds until `close`."""
 
     def __init__(self, room: Room):
         self._room, self._count = room, 0
@@ -342,7 +344,7 @@ class Held:
         """Reserve this many more bytes. Raises ApiError if there is no room."""
         room = self._room
         if room.used + count > room.most:
-            raise overloaded("this server is reading too many bodies")
+            raise overloaded(room.full)
         room.used += count
         self._count += count
 
