@@ -16,10 +16,10 @@ from jpaged.async_llm import AsyncLLM
 from jpaged.errors import RequestError
 from jpaged.openai.json_text import json_object
 from jpaged.openai.pooled import PooledRequest
-from jpaged.openai.protocol import GenerationRequest
 from jpaged.openai.server.answers import json_pieces
 from jpaged.openai.server.bodies import (
     Detokenize,
+    Served,
     ServedChat,
     ServedCompletion,
     Tokenize,
@@ -275,7 +275,7 @@ class Server:
                 name = raw.get("model")
                 self._generation.check_model(name if isinstance(name, str) else None)
                 body = await prepare(length, lambda _: read(raw))
-                if not isinstance(body, GenerationRequest):
+                if not isinstance(body, Served):
                     return await prepare(length, function, body), body.ignored
                 async with self._generation.images.loaded(body, held):
                     return await prepare(length, function, body), body.ignored
@@ -352,7 +352,7 @@ def _to_tokenize(raw: dict[str, Any]) -> Tokenize | TokenizeChat:
     return TokenizeChat.read_known(raw) if is_chat else Tokenize.read_known(raw)
 
 
-def _ids(llm: Any, body: GenerationRequest) -> list[int]:
+def _ids(llm: Any, body: Served) -> list[int]:
     """Return the tokens of a body's prompt, those in the places of its images too."""
     return list(llm.session.inputs.prompt(body.given_prompt(llm), must_fit=False).ids)
 

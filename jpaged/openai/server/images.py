@@ -14,7 +14,8 @@ from jpaged.errors import RequestError
 from jpaged.images.fetch import fetch
 from jpaged.images.limits import DEFAULT_LIMITS
 from jpaged.openai.images import check_sources, check_takes_images, is_url, refuse_image
-from jpaged.openai.protocol import GenerationRequest
+from jpaged.openai.protocol import BodyError
+from jpaged.openai.server.bodies import Served
 from jpaged.openai.server.settings import ServerSettings
 from jpaged.openai.server.wire import Held, Room
 from jpaged.request.embeddings import as_mapping
@@ -46,7 +47,7 @@ class Images:
         self._room = Room(MOST_BYTES, "this server holds too many images")
 
     @contextlib.asynccontextmanager
-    async def loaded(self, body: GenerationRequest, held: Held) -> AsyncIterator[None]:
+    async def loaded(self, body: Served, held: Held) -> AsyncIterator[None]:
         """Have a body's images fetched, and let few requests at a time into the block, in which
         the prompt is made of them. held: takes the bytes that are fetched, as if they had been
         sent. Raises BodyError.
@@ -55,15 +56,17 @@ class Images:
         if not sources:
             yield
             return
-        check_takes_images(self._llm.model_config, self._llm.engine_config)
-        check_sources(sources, self.limits)
-        fetched = await self._fetched(sources, held)
-        async with self._turns:
-            body.put_images([fetched.get(source, source) for source in sources])
-            try:
+        try:
+            check_takes_images(self._llm.model_config, self._llm.engine_config)
+            check_sources(sources, self.limits)
+            fetched = await self._fetched(sources, held)
+            async with self._turns:
+                body.put_images([fetched.get(source, source) for source in sources])
                 yield
-            finally:
-                body.put_images(None)
+        except BodyError as e:
+            raise body.blaming(e) from e
+        finally:
+            body.put_images(None)
 
     @contextlib.asynccontextmanager
     async def kept(self, prompts: Sequence[Any]) -> AsyncIterator[None]:

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jpaged.async_llm import AsyncLLM
 from jpaged.engine.sequence import Request
 from jpaged.llm import LLM
+from jpaged.openai.images import why_no_images
 from jpaged.openai.parts import Format
 from jpaged.openai.server.settings import ServerSettings
 
@@ -114,4 +115,21 @@ def _fixed(llm: LLM) -> dict[str, Any]:
         "vocab_size": llm.model_config.vocab_size,
         "defaults": {name: getattr(defaults, name) for name in CONTROLS},
         "has_chat_template": bool(getattr(llm.tokenizer, "chat_template", None)),
+        "images": _images(llm),
+    }
+
+
+def _images(llm: LLM) -> dict[str, Any]:
+    """Return what a request may have as images; or why it may have none."""
+    reader = llm.session.inputs.images
+    if reader is None:
+        return {"refused": why_no_images(llm.model_config, llm.engine_config)}
+    limits = reader.limits
+    return {
+        "refused": None,
+        "formats": list(limits.formats),
+        "max_images": limits.max_images,
+        "max_bytes": limits.max_bytes,
+        "max_pixels": limits.max_pixels,
+        "hosts": list(limits.hosts),
     }
