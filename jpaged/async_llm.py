@@ -28,6 +28,7 @@ from jpaged.request.inputs import (
     PromptsLike,
     SamplingParamsLike,
     match_sampling_params,
+    may_have_images,
 )
 from jpaged.request.outputs import CompletionChunk, LiveCompletions, RequestOutput
 from jpaged.request.pooled import PoolHead, PoolOptions, States
@@ -38,6 +39,7 @@ from jpaged.session import OnError, OnPause, OnUnfinished, OnUpdate
 from jpaged.types import IntArrays, Messages, ModelLike, PyTree, Structured, Tokenizer
 
 PROMPT_THREADS = 4  # that render and tokenize; the tokenizer lets go of Python's lock meanwhile
+IMAGE_THREADS = 8  # that wait for the images of prompts, so that those of text need not
 
 
 class AsyncLLM:
@@ -77,6 +79,7 @@ class AsyncLLM:
             # Once before the threads: the first call may change settings of the tokenizer.
             llm.tokenizer.encode("a")
         self._prompts = ThreadPoolExecutor(PROMPT_THREADS, "jpaged-prompts")
+        self._with_images = ThreadPoolExecutor(IMAGE_THREADS, "jpaged-prompts-images")
         self._thread = llm.engine_thread("AsyncLLM")
 
     async def generate(
@@ -138,7 +141,8 @@ class AsyncLLM:
         with contextlib.closing(coming or self.expect()) as coming:
             for index, (prompt, one) in enumerate(zip(prompts, asked, strict=True)):
                 drawn = fold_in(key, index)
-                request = await loop.run_in_executor(self._prompts, build, prompt, one, drawn)
+                threads = self._with_images if may_have_images(prompt) else self._prompts
+                request = await loop.run_in_executor(threads, build, prompt, one, drawn)
                 live = LiveCompletions([request], self.tokenizer) if streaming else None
                 jobs.append(Delivery(request, inbox, index, live))
                 inbox.requests.append(request)
@@ -170,7 +174,9 @@ class AsyncLLM:
         self._thread.check()
         session, key = self._llm.session, self._llm.keys.of(seed)
         make = partial(session.completions, prompts, sampling_params, key, on_error)
-        jobs = await asyncio.get_running_loop().run_in_executor(self._prompts, make)
+        many = list(prompts) if isinstance(prompts, list | tuple) else [prompts]
+        threads = self._with_images if any(map(may_have_images, many)) else self._prompts
+        jobs = await asyncio.get_running_loop().run_in_executor(threads, make)
         check_whole("enough", enough, 1, len(jobs))
         raises = on_error == "raise"
         done = AsyncRollout(session, self._thread, jobs, enough=int(enough), raises=raises)
@@ -360,6 +366,7 @@ class AsyncLLM:
         """End every request with an error, and free pool, weights and executables."""
         await asyncio.to_thread(self._thread.close)
         self._prompts.shutdown(wait=False)
+        self._with_images.shutdown(wait=False)
         self._llm.close()
 
     async def __aenter__(self) -> Self:

@@ -742,8 +742,8 @@ def guesses_of_models_read_tokens(config: EngineConfig) -> str | None:
     if (config.max_embeddings or config.images) and asked is not None and asked.has_model:
         return (
             f"max_embeddings={config.max_embeddings}, images={config.images}: speculative with "
-            f"method={asked.method!r} reads tokens alone; 'ngram' goes with embeddings, or pass max_embeddings=0 "
-            "and images=False"
+            f"method={asked.method!r} reads tokens alone; 'ngram' goes with embeddings, or pass "
+            "max_embeddings=0 and images=False"
         )
     return None
 

@@ -89,6 +89,9 @@ HOST_SETTINGS = {
     "prefix_store": None,
     "prefix_store_gib": 1.0,
     "max_n": 1,
+    "max_image_tokens": None,
+    "image_cache_gib": 1.0,
+    "image_limits": None,
     "compilation_cache_dir": None,
     "peer_timeout_s": 1.0,
 }

@@ -100,6 +100,8 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
 UNPAIRED = {"memory_utilization", "peer_timeout_s", "compilation_cache_dir"}
 # They take a mixture: tests/test_expert_parallel.py, tests/test_routed_experts.py.
 UNPAIRED |= {"expert_parallel", "routed_experts"}
+# They take a model with a vision tower: tests/test_image_prompts.py.
+UNPAIRED |= {"images", "max_image_tokens", "image_cache_gib", "image_limits"}
 BESIDE = ("weights", "lora", "structured")
 # What changes the numbers, and so the tokens; a case is compared with the plain engine that has
 # these settings alone.

@@ -9,6 +9,7 @@ import pytest
 from jpaged import EngineConfig
 from jpaged.config import Group, Speculative
 from jpaged.flags import Parser, add_engine_flags, add_engine_groups, engine_settings
+from jpaged.images.limits import ImageLimits
 from jpaged.integrations.batch import command as serve_batch
 from jpaged.openai.server.run import make_parser as serve_parser
 
@@ -27,6 +28,7 @@ def test_every_field_of_engine_config_is_a_flag() -> None:
         "kv_cache_dtype": "fp8",
         "memory_utilization": 0.5,
         "swap_space_gib": 1.5,
+        "image_cache_gib": 1.5,
         "compilation_cache_dir": "x",
         "prefix_store": "y",
         "prefix_store_gib": 2.5,
@@ -43,6 +45,9 @@ def test_every_field_of_engine_config_is_a_flag() -> None:
         elif field.name == "lora_extra":
             wanted[field.name] = ["head", "embedding"]
             flags += [flag, "head", "embedding"]
+        elif field.name == "image_limits":
+            wanted[field.name] = ImageLimits(max_side=9)
+            flags += [flag, '{"max_side": 9}']
         elif field.name == "speculative":
             wanted[field.name] = Speculative(num_tokens=3)
             flags += [flag, '{"method": "ngram", "num_tokens": 3}']

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jpaged.checkpoint.kept_tokenizer import whole
 from jpaged.config import EngineConfig
 from jpaged.errors import CapacityError, ConfigError, RequestError
@@ -57,7 +59,7 @@ class PromptImages:
     def limits(self, limits: ImageLimits) -> None:
         self._loader.limits = limits
 
-    def read(self, sources: Sequence[ImageSource]) -> list[Prepared]:
+    def read(self, sources: object) -> list[Prepared]:
         """Return images as the tower takes them; RequestError for one that cannot be taken,
         CapacityError where they are too many or too large.
         """
@@ -102,7 +104,7 @@ class PromptImages:
         rows = [self.rows(image) for image in images]
         newlines = list[int]()
         if tokenizer is not None and marks_of(self.vision, "", "", "", NEWLINES).before:
-            newlines = _plain_ids(tokenizer, NEWLINES)
+            newlines = plain_ids(tokenizer, NEWLINES)
         return expanded_ids(ids, rows, self.vision, newlines)
 
     def spans(self, starts: Sequence[int], images: Sequence[Prepared]) -> dict[int, EmbeddingSpan]:
@@ -114,7 +116,7 @@ class PromptImages:
         """End the threads that read images."""
         self._loader.close()
 
-    def _prepared(self, pixels: Any) -> Prepared:
+    def _prepared(self, pixels: np.ndarray) -> Prepared:
         digest = self._preparer.digest(pixels)
         with self._lock:
             known = self._alive.get(digest)
@@ -136,7 +138,7 @@ class PromptImages:
         return marks_of(self.vision, image, begin, end, NEWLINES)
 
 
-def _plain_ids(tokenizer: Any, text: str) -> list[int]:
+def plain_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     """Return the ids of a text without special tokens around them."""
     return [int(id) for id in whole(tokenizer).encode(text, add_special_tokens=False)]
 
@@ -180,7 +182,7 @@ def split_images(
     return (changed, sources) if sources else (messages, sources)
 
 
-def _source_of(part: Mapping[str, Any]) -> ImageSource | None:
+def _source_of(part: Mapping[str, object]) -> ImageSource | None:
     """Return the image of a part; None where it has none."""
     if part["type"] == "image_url":
         value = part.get("image_url")

@@ -9,13 +9,13 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, SupportsInt, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpaged.checkpoint.kept_tokenizer import kept_tokenizer, whole
+from jpaged.checkpoint.kept_tokenizer import kept_tokenizer
 from jpaged.checkpoint.tokenizer import load_generation_config
 from jpaged.checks import check_seed, is_scalar
 from jpaged.combinations import Facts, check_combination
@@ -27,7 +27,7 @@ from jpaged.errors import CapacityError, RequestError
 from jpaged.images.spans import Prepared
 from jpaged.models.config import ModelConfig
 from jpaged.request.embeddings import EmbeddingSpan, spans_of
-from jpaged.request.images import PromptImages, split_images
+from jpaged.request.images import PromptImages, plain_ids, split_images
 from jpaged.request.outputs import RequestOutput
 from jpaged.sampling_params import SamplingParams
 from jpaged.types import Messages, PyTree, Tokenizer
@@ -205,22 +205,21 @@ class Inputs:
         self, chat: Chat, *, needs_images: bool = True
     ) -> tuple[list[int], dict[int, EmbeddingSpan] | None]:
         """Return the token ids of a conversation, and its images by their places."""
-        messages, sources = split_images(chat.messages, needs_images=needs_images)
+        _, sources = split_images(chat.messages, needs_images=needs_images)
         if not sources:
             with self.first_use():
                 return _ids_of(_rendered(chat, self.need_tokenizer("chat"), tokenize=True)), None
         reader = self._image_reader(sources)
         images = reader.read(sources)
-        text = self.render_text(dataclasses.replace(chat, messages=messages))
-        tokenizer: Any = whole(self.need_tokenizer("chat"))
-        text = reader.in_text(text, images, tokenizer)
+        text = self.render_text(chat)
+        tokenizer = self.need_tokenizer("chat")
         with self.first_use():  # as the template's own ids: nothing is put around them
-            ids = _ids_of(tokenizer.encode(text, add_special_tokens=False))
+            ids = plain_ids(tokenizer, reader.in_text(text, images, tokenizer))
         return self._placed(ids, images)
 
     def _with_images(
-        self, prompt: Any, sources: Any, must_fit: bool
-    ) -> tuple[Any, dict[int, EmbeddingSpan] | None]:
+        self, prompt: object, sources: object, must_fit: bool
+    ) -> tuple[list[int], dict[int, EmbeddingSpan]]:
         """Return the token ids of a prompt, text or ids, and its images by their places."""
         reader = self._image_reader(sources)
         images = reader.read(sources)
@@ -238,7 +237,7 @@ class Inputs:
         expanded = self.images.in_ids(ids, images, self.tokenizer)
         return expanded.token_ids, self.images.spans(expanded.starts, images)
 
-    def _image_reader(self, sources: Any) -> PromptImages:
+    def _image_reader(self, sources: object) -> PromptImages:
         """Return what reads images; RequestError where the engine takes none."""
         if self.images is None:
             count = len(sources) if isinstance(sources, Sized) else 1
@@ -247,8 +246,12 @@ class Inputs:
         return self.images
 
     def render_text(self, chat: Chat) -> str:
-        """Return the text of a conversation. Raises what `render` raises."""
+        """Return the text of a conversation, with the template's placeholders of images. Raises
+        what `render` raises.
+        """
+        messages, _ = split_images(chat.messages, needs_images=False)
         with self.first_use():
+            chat = dataclasses.replace(chat, messages=messages)
             return _rendered(chat, self.need_tokenizer("chat"), tokenize=False)
 
     def check_chat(self, chat: Chat) -> None:
@@ -258,7 +261,7 @@ class Inputs:
         with self.first_use():
             tokenizer = self.need_tokenizer("chat")
             if _num_characters(chat.messages) > CHARACTERS_A_TOKEN * self.max_model_len:
-                text = _rendered(chat, tokenizer, tokenize=False)
+                text = self.render_text(chat)
                 check_length(text, self.max_model_len, tokenizer.encode)
 
     def _begun(self, output: RequestOutput, adapter: AdapterVersion | None) -> Prompt:
@@ -338,6 +341,14 @@ def as_list(prompts: PromptsLike) -> list[Any]:
     if prompts and is_scalar(prompts[0]) and all(is_scalar(x) for x in prompts):
         return [list(prompts)]  # one prompt of token ids
     return list(prompts)
+
+
+def may_have_images(prompt: object) -> bool:
+    """Return whether a prompt names images, or is a conversation with parts, which may."""
+    if isinstance(prompt, Chat):
+        messages = prompt.messages if isinstance(prompt.messages, list | tuple) else ()
+        return any(isinstance(m, Mapping) and isinstance(m.get("content"), list) for m in messages)
+    return isinstance(prompt, Mapping) and prompt.get("images") is not None
 
 
 def as_chats(
@@ -562,7 +573,7 @@ def _num_characters(messages: Messages) -> int:
     return sum(len(content) for content in contents if isinstance(content, str))
 
 
-def _ids_of(ids: Iterable[Any]) -> list[int]:
+def _ids_of(ids: Iterable[SupportsInt]) -> list[int]:
     return [int(t) for t in ids]
 
 

@@ -1,5 +1,6 @@
 """Stores what transformers computes for the tiny models of tests/golden/configs.py:
-tests/golden/NAME.npz, seeds.npz, mtp.npz, routes.npz, heads.npz, spans.npz, towers.npz, beams.json.
+tests/golden/NAME.npz, seeds.npz, mtp.npz, routes.npz, heads.npz, spans.npz, towers.npz,
+pictures.npz, beams.json.
 
     python tests/golden/make_golden.py [NAME ...]
     python tests/golden/make_golden.py --here     # in this interpreter: it has torch, transformers
@@ -9,6 +10,7 @@ tests/golden/NAME.npz, seeds.npz, mtp.npz, routes.npz, heads.npz, spans.npz, tow
     python tests/golden/make_golden.py routes     # the experts that routers choose
     python tests/golden/make_golden.py spans      # embeddings in place of tokens
     python tests/golden/make_golden.py towers     # rows of embeddings of vision towers
+    python tests/golden/make_golden.py pictures   # prompts with images, from pixels to logprobs
 
 Without --here it runs in an environment of its own, .venv-golden, which the first run makes.
 torch on CPU is all it needs. Its wheels lag behind Python, so each Python that is found (3.11
@@ -52,10 +54,10 @@ GRANITE = {  # parts of names in Granite 4's files, and in transformers
 }
 VARIETY = 8  # distinct tokens in a continuation
 TRIES = 100
-# What make_golden_beams.py, _seeds.py, _mtp.py, _routes.py, _heads.py, _spans.py and _towers.py
-# make, as names on the command line.
+# What make_golden_beams.py, _seeds.py, _mtp.py, _routes.py, _heads.py, _spans.py, _towers.py and
+# _pictures.py make, as names on the command line.
 BEAMS, SEEDED, MTP, ROUTES, HEADS = "beams", "seeds", "mtp", "routes", "heads"
-SPANS, TOWERS = "spans", "towers"
+SPANS, TOWERS, PICTURES = "spans", "towers", "pictures"
 
 
 def main() -> int:
@@ -65,7 +67,7 @@ def main() -> int:
     parser.add_argument(
         "names",
         nargs="*",
-        help="configs to make, or beams, seeds, mtp, routes, heads, spans, towers (default: all)",
+        help="configs to make, or what is named above (default: all)",
     )
     parser.add_argument("--here", action="store_true", help="run in this interpreter")
     parser.add_argument(
@@ -80,6 +82,7 @@ def main() -> int:
     from tests.golden.make_golden_beams import make_beams
     from tests.golden.make_golden_heads import make_heads
     from tests.golden.make_golden_mtp import make_mtp
+    from tests.golden.make_golden_pictures import make_pictures
     from tests.golden.make_golden_routes import make_routes
     from tests.golden.make_golden_seeds import make_seeds
     from tests.golden.make_golden_spans import make_spans
@@ -87,6 +90,7 @@ def main() -> int:
 
     special = {BEAMS: make_beams, SEEDED: make_seeds, MTP: make_mtp, ROUTES: make_routes}
     special |= {HEADS: make_heads, SPANS: make_spans, TOWERS: make_towers}
+    special |= {PICTURES: make_pictures}
     if unknown := set(args.names) - {*CONFIGS, *special}:
         print(f"no such config: {', '.join(sorted(unknown))}", file=sys.stderr)
         return 1

@@ -19,7 +19,7 @@ def make_towers(out: Path) -> str:
     torch.set_num_threads(1)
     arrays: dict[str, Any] = {}
     for name, config in CONFIGS.items():
-        model, shapes = _model(name, config)
+        model, shapes = model_of(name, config)
         values = [torch.from_numpy(x) for x in patches(name)]
         with torch.no_grad():
             rows, deep = _features(model, config, values, GRIDS[name])
@@ -33,7 +33,7 @@ def make_towers(out: Path) -> str:
     return f"{FILE.name}: {len(CONFIGS)} towers, {len(arrays)} arrays"
 
 
-def _model(name: str, config: dict[str, Any]) -> tuple[Any, dict[str, list[int]]]:
+def model_of(name: str, config: dict[str, Any]) -> tuple[Any, dict[str, list[int]]]:
     """transformers' model with our tensors, read from a file as it writes them, and the shapes of
     these tensors by their names in the file.
     """

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jpaged.config import EngineConfig, Speculative
+from jpaged.images.limits import ImageLimits
 from jpaged.integrations.batch import command as serve_batch
 from tests.batch_engine import ROOT, FakeLLM, serve
 
@@ -77,6 +78,10 @@ SETTINGS: dict[str, tuple[list[str], Any]] = {
     "quantization": (["--quantization", "int8"], "int8"),
     "quantized_activations": (["--quantized-activations", "int16"], "int16"),
     "kv_cache_dtype": (["--kv-cache-dtype", "fp8"], "fp8"),
+    "images": (["--images"], True),
+    "max_image_tokens": (["--max-image-tokens", "64"], 64),
+    "image_cache_gib": (["--image-cache-gib", "0.25"], 0.25),
+    "image_limits": (["--image-limits", '{"max_side": 99}'], ImageLimits(max_side=99)),
     "max_loras": (["--max-loras", "3"], 3),
     "max_lora_rank": (["--max-lora-rank", "4"], 4),
     "lora_extra": (["--lora-extra", "head", "experts"], ("head", "experts")),
