@@ -77,7 +77,8 @@ def paste(user: User) -> None:
 
 def pick(user: User, file: str, name: str, kind: str) -> None:
     act = (
-        'const field = document.querySelector(".composer input[type=file]"); field.files = transfer.files;'
+        'const field = document.querySelector(".composer input[type=file]");'
+        "field.files = transfer.files;"
         'field.dispatchEvent(new Event("change"));'
     )
     user.page.run("(() => {" + TRANSFER % (file, name, kind) + act + "})()")
