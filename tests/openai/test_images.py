@@ -1,6 +1,7 @@
 """Images over HTTP: in every form of a chat, what is refused and how, and clients that mean ill."""
 
 import contextlib
+import gc
 import http.server
 import io
 import struct
@@ -32,6 +33,7 @@ from tests.vision_folder import (
 pytest.importorskip("starlette", reason="pip install 'jpaged[server]'")
 pytest.importorskip("uvicorn", reason="pip install 'jpaged[server]'")
 
+from jpaged.openai.server.bodies import Served
 from tests.openai.live import Live, serving
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -142,7 +144,7 @@ class TestForms:
         body = {"messages": talk, "tools": [tool], "tool_choice": "none", **DRAWN}
         chat = live.post(CHAT, body)
         source = {"type": "base64", "media_type": "image/png", "data": data_url().split(",")[1]}
-        result = {"type": "tool_result", "tool_use_id": "c1"}
+        result: dict[str, Any] = {"type": "tool_result", "tool_use_id": "c1"}
         result["content"] = [{"type": "image", "source": source}, TEXT]
         messages = [
             {"role": "user", "content": "look"},
@@ -420,3 +422,34 @@ def test_many_at_once_are_bounded(live: Live, monkeypatch: pytest.MonkeyPatch) -
     while room.used and time.monotonic() < deadline:
         time.sleep(0.01)
     assert room.used == 0
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+def test_a_request_that_runs_holds_no_file(
+    live: Live, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """A body's data: URLs are given up once the prompt is made."""
+    bodies: list[Any] = []
+    generation = live.server._generation
+    kept = generation.images.kept
+
+    def looked_at(prompts: Any) -> Any:
+        bodies.extend(o for o in gc.get_objects() if isinstance(o, Served) and o.image_sources)
+        return kept(prompts)
+
+    monkeypatch.setattr(generation.images, "kept", looked_at)
+    file = png(picture(9, (40, 40)))
+    data = data_url(file).split(",")[1]
+    source = {"type": "base64", "media_type": "image/png", "data": data}
+    image = {"type": "input_image", "image_url": data_url(file)}
+    asked: dict[str, Any] = {
+        CHAT: {"messages": seen(data_url(file))},
+        RESPONSES: {"input": [{"role": "user", "content": [image]}], "store": False},
+        MESSAGES: {
+            "messages": [{"role": "user", "content": [{"type": "image", "source": source}]}],
+            "max_tokens": 2,
+        },
+    }
+    live.post(path, asked[path])
+    assert bodies and all(body.image_sources == [""] for body in bodies)
+    assert not any(data in str(body.__dict__) + str(body.__pydantic_private__) for body in bodies)

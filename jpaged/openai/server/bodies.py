@@ -253,6 +253,10 @@ class Translated(ServedChat):
     def asked(self) -> Any:
         return self._asked
 
+    def forget_sources(self) -> None:
+        super().forget_sources()
+        self._asked.forget_sources()
+
     @property
     def ignored(self) -> tuple[str, ...]:
         return super().ignored + self._unused

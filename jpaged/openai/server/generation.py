@@ -126,6 +126,8 @@ class Generation:
                     keep = partial(self.kept.put, party.shared, body.asked.items)
                     asked = dataclasses.replace(asked, keep=keep)
                 exchange.text = ""
+                if body.image_sources:
+                    body.forget_sources()
                 held.close()
                 _describe(exchange.record, asked)
                 watch = Watch(self._metrics, arrived, exchange.record)

@@ -177,6 +177,10 @@ class CountedMessages(Body):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
 
+    def forget_sources(self) -> None:
+        """Give up the messages, which may have images."""
+        self.messages = []
+
     @property
     def chat(self) -> dict[str, Any]:
         """Return the body of a chat that asks for the same."""

@@ -207,6 +207,10 @@ class ResponseBody(OfRoute):
             return [{"role": "user", "content": self.input}]
         return self.input
 
+    def forget_sources(self) -> None:
+        """Give up the input, which may have images; `items` that were taken before stay."""
+        self.input = ""
+
     @property
     def _messages(self) -> list[dict[str, Any]]:
         begin = [] if self.instructions is None else [_message("system", self.instructions)]
