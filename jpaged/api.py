@@ -46,8 +46,8 @@ def generate(
 
     params: what load_params returns, an nnx Module or State, a linen dict or a plain dict (raw
     trees need config=), or a checkpoint folder, which each call reads anew. prompts: str,
-    list[int], 1-D array, {"prompt": ...} or {"prompt_token_ids": ...}; one or a list of them,
-    mixed. sampling_params: one for all or one each; None is SamplingParams(). seed: with an int or
+    list[int], 1-D array, {"prompt": ...} or {"prompt_token_ids": ...}, also with "images"; one or a
+    list of them, mixed. sampling_params: one for all or one each; None is SamplingParams(). seed: with an int or
     a jax key the same call repeats its samples (pass the training step); None draws anew in each
     call. LLM.generate does the same. on_error: "raise" checks everything first, then raises
     GenerationError (with `.outputs`) once the others have finished; "return" puts each error into

@@ -15,6 +15,7 @@ from jpaged.llm import LLM
 from jpaged.openai.parts import Format, folded
 from jpaged.request.arrays import mask_arrays, route_arrays
 from jpaged.request.detokenizer import decode
+from jpaged.request.images import check_no_images
 from jpaged.request.inputs import Chat
 from jpaged.request.outputs import FinishReason, RequestOutput, WeightSpan
 from jpaged.request.renderer import Renderer, bridged, renderer_of
@@ -164,6 +165,7 @@ class Dialog:
         the template refuses them or cannot continue what was served; the dialog is as before then.
         """
         added = [messages] if isinstance(messages, Mapping) else messages
+        check_no_images(added)
         all_of_them = [*self._messages, *map(dict, added)]
         if self.turns:
             last, served = self.turns[-1], self.turns[-1].start + len(self.turns[-1].token_ids)

@@ -407,14 +407,17 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> list[int]:
-        """Return the token ids of one conversation, as `chat` renders it."""
+        """Return the token ids of one conversation, as `chat` renders it. Those of images are among
+        them, and as a prompt they take the same images beside them: {"prompt_token_ids": ids,
+        "images": images}. A part of type "image" without one leaves the template's placeholder.
+        """
         chat = Chat(
             messages=messages,
             template_kwargs=chat_template_kwargs,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
-        return self.session.inputs.render(chat)
+        return self.session.inputs.conversation(chat, needs_images=False)[0]
 
     def update_params(
         self,

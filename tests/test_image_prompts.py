@@ -420,7 +420,8 @@ def test_nothing_compiles_once_warm(folder: Path) -> None:
 
 def test_the_tower_over_devices(folder: Path) -> None:
     prompts = [prompt_of(picture(9), picture(10, (12, 20))), prompt_of(picture(9))]
-    one, two = llm_of(folder), llm_of(folder, data_parallel_size=2)
+    one = llm_of(folder)
+    two = llm_of(folder, data_parallel_size=2, tensor_parallel_size=2)
     wanted = one.generate(prompts, GREEDY, use_tqdm=False)
     found = two.generate(prompts, GREEDY, use_tqdm=False)
     assert tokens_of(found) == tokens_of(wanted)
@@ -519,3 +520,16 @@ def test_what_it_needs(folder: Path, llm: LLM) -> None:
     tree = LLM(folder, params=dict(params), **vars(ENGINE))
     assert tokens_of(tree.generate([prompt_of(PIXELS)], GREEDY)) == tokens_of([output])
     tree.close()
+
+
+def test_a_dialog_takes_no_images(folder: Path) -> None:
+    llm = llm_of(folder, tokenizer=tokenizer_of(SPECIAL, QWEN_IMAGE))
+    message = {"role": "user", "content": [{"type": "image", "image": PIXELS}]}
+    refused = pytest.raises(RequestError, match="1 images in a conversation of which only token")
+    with refused:
+        jpaged.Dialog(llm, [message])
+    dialog = jpaged.Dialog(llm, [{"role": "user", "content": "t3"}])
+    with refused:
+        dialog.add(message)
+    assert dialog.token_ids == [3, 1]
+    llm.close()

@@ -27,7 +27,7 @@ from jpaged.errors import CapacityError, RequestError
 from jpaged.images.spans import Prepared
 from jpaged.models.config import ModelConfig
 from jpaged.request.embeddings import EmbeddingSpan, spans_of
-from jpaged.request.images import PromptImages, plain_ids, split_images
+from jpaged.request.images import PromptImages, check_no_images, plain_ids, split_images
 from jpaged.request.outputs import RequestOutput
 from jpaged.sampling_params import SamplingParams
 from jpaged.types import Messages, PyTree, Tokenizer
@@ -175,7 +175,7 @@ class Inputs:
             name = prompt.adapter
             if must_fit:
                 self.check_chat(prompt)
-            prompt, embeddings = self._conversation(prompt)
+            prompt, embeddings = self.conversation(prompt)
         elif isinstance(prompt, Mapping):
             salt, name = salt_of(prompt), prompt.get("adapter")
             embeddings, images = prompt.get("embeddings"), prompt.get("images")
@@ -195,16 +195,19 @@ class Inputs:
         return Prompt(text, tuple(ids), salt, adapter, spans=spans)
 
     def render(self, chat: Chat) -> list[int]:
-        """Return the token ids of a conversation, those of its images among them; RequestError when
-        there is no chat template or it refuses the messages. Parts of type "image" that have none
-        leave the template's placeholder.
+        """Return the token ids of a conversation without images; RequestError when there is no chat
+        template or it refuses the messages. A part of type "image" without one leaves the
+        template's placeholder.
         """
-        return self._conversation(chat, needs_images=False)[0]
+        check_no_images(chat.messages)
+        return self.conversation(chat, needs_images=False)[0]
 
-    def _conversation(
+    def conversation(
         self, chat: Chat, *, needs_images: bool = True
     ) -> tuple[list[int], dict[int, EmbeddingSpan] | None]:
-        """Return the token ids of a conversation, and its images by their places."""
+        """Return the token ids of a conversation, and its images by their places among them; None
+        where it has none. needs_images: refuse a part of type "image" without one.
+        """
         _, sources = split_images(chat.messages, needs_images=needs_images)
         if not sources:
             with self.first_use():

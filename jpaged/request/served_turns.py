@@ -10,6 +10,7 @@ from typing import Any
 from jpaged.checks import JsonObject
 from jpaged.errors import RequestError
 from jpaged.request.detokenizer import decode
+from jpaged.request.images import check_no_images
 from jpaged.request.inputs import Chat, Inputs
 from jpaged.types import Message, Messages
 
@@ -38,6 +39,7 @@ def tokens_behind(
     is `last_id`: the rest of its end, the messages after it and the beginning of the next answer.
     RequestError where they cannot be told from what the template writes.
     """
+    check_no_images(messages)
     # The drawn message stands as a mark: however the template would write it again, its end is the
     # first end of a turn after the mark.
     tokenizer: Any = inputs.need_tokenizer("chat")
