@@ -44,8 +44,9 @@ def test_openai(live: Live) -> None:
             temperature=0,
         )
         assert response.output_text == text and response.usage.input_tokens == TOKENS
+        torn = vision.seen(vision.data_url(vision.png()[:-40]))
         with pytest.raises(openai.BadRequestError, match="truncated or damaged"):
-            client.chat.completions.create(messages=vision.seen(vision.data_url(vision.png()[:-40])), **drawn)
+            client.chat.completions.create(messages=torn, **drawn)
 
 
 def test_anthropic(live: Live) -> None:

@@ -266,6 +266,12 @@ class TestWhatIsRefused:
         status, answer, _ = live.request(CHAT, body)
         assert status == 400 and answer["error"]["param"] == "truncate_prompt_tokens"
 
+    def test_a_long_text(self, live: Live) -> None:
+        """It is refused by its beginning, as one without images is."""
+        status, answer, _ = live.request(CHAT, {"messages": seen(text="a" * 300_000)})
+        assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
+        assert "of its 3000" in answer["error"]["message"], answer
+
     def test_placeholders_in_the_text(self, live: Live) -> None:
         """A text that says what stands for an image is told that there is none."""
         messages = seen(text="<image><image>")
