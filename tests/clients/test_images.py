@@ -56,10 +56,10 @@ def test_anthropic(live: Live) -> None:
     content = [{"type": "image", "source": source}, {"type": "text", "text": "what?"}]
     asked = {"model": "tiny", "messages": [{"role": "user", "content": content}]}
     with anthropic.Anthropic(base_url=url, api_key="x", max_retries=0) as client:
-        answer = client.messages.create(max_tokens=4, temperature=0, **asked)
+        answer = client.messages.create(max_tokens=4, extra_body={"temperature": 0}, **asked)
         assert answer.content[0].text
         assert client.messages.count_tokens(**asked).input_tokens == TOKENS
-        with client.messages.stream(max_tokens=4, temperature=0, **asked) as stream:
+        with client.messages.stream(max_tokens=4, extra_body={"temperature": 0}, **asked) as stream:
             assert "".join(stream.text_stream) == answer.content[0].text
         content[0] = {"type": "image", "source": {"type": "url", "url": "https://a.org/x.png"}}
         with pytest.raises(anthropic.BadRequestError, match="hosts"):
