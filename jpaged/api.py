@@ -47,13 +47,13 @@ def generate(
     params: what load_params returns, an nnx Module or State, a linen dict or a plain dict (raw
     trees need config=), or a checkpoint folder, which each call reads anew. prompts: str,
     list[int], 1-D array, {"prompt": ...} or {"prompt_token_ids": ...}, also with "images"; one or a
-    list of them, mixed. sampling_params: one for all or one each; None is SamplingParams(). seed: with an int or
-    a jax key the same call repeats its samples (pass the training step); None draws anew in each
-    call. LLM.generate does the same. on_error: "raise" checks everything first, then raises
-    GenerationError (with `.outputs`) once the others have finished; "return" puts each error into
-    its own output. New params are new by the identity of their leaves: they are served at once,
-    without a compile, and drop the prefix cache. lora: an adapter on top of the params
-    (see docs/lora.md), one for all prompts or a list of one (or None) each: jpaged.Adapter, a tree
+    list of them, mixed. sampling_params: one for all or one each; None is SamplingParams(). seed:
+    with an int or a jax key the same call repeats its samples (pass the training step); None draws
+    anew in each call. LLM.generate does the same. on_error: "raise" checks everything first, then
+    raises GenerationError (with `.outputs`) once the others have finished; "return" puts each error
+    into its own output. New params are new by the identity of their leaves: they are served at
+    once, without a compile, and drop the prefix cache. lora: an adapter on top of the params (see
+    docs/lora.md), one for all prompts or a list of one (or None) each: jpaged.Adapter, a tree
     of pairs (A, B), or a folder as PEFT writes it; new ones, too, are served at once. draft:
     Params of a smaller model that guesses ahead (see docs/speculation.md), where engine_config says
     speculative={"method": "draft"}; new ones, too, are served at once.

@@ -783,7 +783,7 @@ def images_are_encoded_in_one_process(config: EngineConfig, processes: int) -> s
     return None
 
 
-@_rule("images", "prompts with images", error=RequestError)
+@_rule("images", error=RequestError)
 def images_need_the_setting(config: EngineConfig, num_images: int) -> str | None:
     """Prompts with images take an engine with `images`."""
     if num_images and not config.images:

@@ -160,8 +160,9 @@ def test_other_faces(llm: LLM, folder: Path, tmp_path: Path) -> None:
     params = jpaged.load_params(folder, images=True)
     assert tokens_of(jpaged.generate(params, [prompt], GREEDY, engine_config=ENGINE)) == [wanted]
     (beams,) = llm.beam_search([prompt], 2, 4, use_tqdm=False)
-    (scores,) = llm.score([{**prompt, "prompt_token_ids": _expanded(outputs[0], wanted)}])
-    drawn = np.asarray(scores)[-4:]
+    ids = _expanded(outputs[0], wanted)
+    (scores,) = np.asarray(llm.score([{**prompt, "prompt_token_ids": ids}]))
+    drawn = scores[-4:]
     np.testing.assert_allclose(drawn, outputs[0].outputs[0].token_logprobs, atol=1e-5)
     assert beams.outputs[0].cumulative_logprob >= drawn.sum() - 1e-4
     (states,) = llm.hidden([prompt])
@@ -390,13 +391,12 @@ def test_new_weights(folder: Path) -> None:
     done = []
     while llm.has_unfinished():
         done += llm.step()
-    (scores,) = llm.score(
-        [{**prompt, "prompt_token_ids": _expanded(done[0], done[0].outputs[0].token_ids)}]
-    )
+    ids = _expanded(done[0], done[0].outputs[0].token_ids)
+    (scores,) = np.asarray(llm.score([{**prompt, "prompt_token_ids": ids}]))
     versions = done[0].outputs[0].weight_versions
     start = versions[-1].start
     np.testing.assert_allclose(
-        done[0].outputs[0].token_logprobs[start:], np.asarray(scores)[-8:][start:], atol=1e-5
+        done[0].outputs[0].token_logprobs[start:], scores[-8:][start:], atol=1e-5
     )
     llm.close()
 
@@ -513,8 +513,9 @@ def test_what_it_needs(folder: Path, llm: LLM) -> None:
     params = jpaged.load_params(folder, images=True)
     with pytest.raises(ConfigError, match="params of no known folder"):
         llm_of(Params(dict(params), params.config))
+    guess: dict[str, Any] = {"speculative": {"method": "draft", "model": params}}
     with pytest.raises(UnsupportedError) as guesses:
-        LLM(params, **{**vars(ENGINE), "speculative": {"method": "draft", "model": params}})
+        LLM(params, **dict(vars(ENGINE), **guess))
     assert guesses.value.rule == "guesses_of_models_read_tokens"
     # A tree with the tower, described by a folder.
     tree = LLM(folder, params=dict(params), **vars(ENGINE))
