@@ -43,7 +43,7 @@ export class Answers extends EventTarget {
     const seed = settings.seed === "" ? drawn : Number(settings.seed);
     const options = { seed, most: this.most, begins: (begins ?? []).map(token => token.id), goesOn: from !== null };
     const isChat = conversation.kind === "chat", last = from?.id ?? parent;
-    await this.pictures.load(conversation);
+    if (!this.pictures.has(conversation)) await this.pictures.load(conversation);
     const urlOf = id => this.pictures.get(id);
     // A body is made at once, so that a wrong setting is found before there is a message.
     const body = isChat ? chatBody(settings, messagesTo(conversation, last, settings.system, urlOf), options) : textBody(settings, textTo(conversation, last), options);

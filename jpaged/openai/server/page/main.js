@@ -312,7 +312,7 @@ class Page {
     const sent = isChat ? this.attached : [];
     if (!text.trim() && !sent.length && (isChat ? last?.role !== "user" : last === null)) return;
     const isNew = isChat ? text.trim() !== "" || sent.length > 0 : text !== "";
-    const notKept = await this.#keepPictures(sent);
+    const notKept = sent.length ? await this.#keepPictures(sent) : null;
     const isSent = await this.#attempt(async () => {
       const more = sent.length ? { images: sent.map(toldOf) } : {};
       const user = isNew ? tree.add(conversation, last?.id ?? null, { role: "user", content: text, ...more }) : last;

@@ -80,6 +80,11 @@ export class Pictures {
     await this.store.putPicture(id, url);
   }
 
+  // Return whether all pictures of a conversation are at hand.
+  has(conversation) {
+    return idsOf(conversation).every(id => this.#urls.has(id));
+  }
+
   // Have the pictures of a conversation at hand.
   async load(conversation) {
     const missing = idsOf(conversation).filter(id => !this.#urls.has(id));
