@@ -60,7 +60,7 @@ $(CLIENTS)/stamp: pyproject.toml constraints-clients.txt
 	    echo "making $(CLIENTS) with $$python (a few minutes, 2.5 GB)"; \
 	    "$$python" -m venv --clear $(CLIENTS)
 	@$(CLIENTS)/bin/python -m pip install -qq --disable-pip-version-check --no-input -c constraints-clients.txt \
-	    -e '.[clients,ray,renderers,metrics,server,structured]' pytest hypothesis psutil
+	    -e '.[clients,ray,renderers,metrics,server,structured,images]' pytest hypothesis psutil
 	@touch $@
 
 $(APART)/stamp: pyproject.toml constraints-clients-apart.txt

@@ -18,7 +18,9 @@ from jpaged.engine.origin import Origin
 from jpaged.engine.types import Report
 from jpaged.engine_thread import Coming, Delivery, Inbox
 from jpaged.errors import ConfigError
+from jpaged.images.limits import ImageLimits
 from jpaged.llm import LLM
+from jpaged.models.config import ModelConfig
 from jpaged.models.pooling import Pooled
 from jpaged.request.inputs import (
     Chat,
@@ -328,6 +330,11 @@ class AsyncLLM:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._prompts, function, self._llm, *args)
 
+    def limit_images(self, limits: ImageLimits) -> None:
+        """Read images of prompts within these limits from now on, in place of EngineConfig's."""
+        if (images := self._llm.session.inputs.images) is not None:
+            images.limits = limits
+
     def stats(self) -> Report:
         """Return LLM.stats as it was a moment ago."""
         return self._thread.stats
@@ -355,6 +362,10 @@ class AsyncLLM:
     def all_rows(self) -> int:
         """Sequences that run at once."""
         return self._llm.engine_config.all_rows
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return self._llm.model_config
 
     @property
     def tokenizer(self) -> Any:

@@ -296,7 +296,7 @@ def _values_of(hint: Any) -> Settings:
         item = typing.get_args(kind)[0]
         if typing.get_origin(item) is Literal:
             return {"choices": typing.get_args(item), "nargs": "+"}
-        return {"type": int, "nargs": "+", "metavar": "N"}
+        return {"type": item, "nargs": "+", "metavar": METAVARS[item]}
     if type(None) not in typing.get_args(hint):
         return {"type": kind, "metavar": METAVARS[kind]}
     words = typing.get_args(kind) if typing.get_origin(kind) is Literal else None

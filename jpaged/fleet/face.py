@@ -29,6 +29,7 @@ from jpaged.fleet.passed_on import PassedOn
 from jpaged.fleet.replica import Changed, Description, Job, Piece, Served, adapter_salt
 from jpaged.fleet.router import Ask, Router
 from jpaged.fleet.totals import Totals
+from jpaged.images.limits import ImageLimits
 from jpaged.models.config import ModelConfig
 from jpaged.request.build import Builder
 from jpaged.request.inputs import (
@@ -520,6 +521,13 @@ class FleetLLM:
     def engine_config(self) -> EngineConfig:
         """That of one replica."""
         return self.front.engine_config
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return self.front.model_config
+
+    def limit_images(self, limits: ImageLimits) -> None:
+        """Do nothing: prompts of a fleet have no images, which `jpaged serve` refuses at start."""
 
     @property
     def all_rows(self) -> int:

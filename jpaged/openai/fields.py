@@ -1,7 +1,8 @@
 """The types of a body's fields, with the checks that pydantic alone does not make."""
 
 import json
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field
 
@@ -85,18 +86,85 @@ def as_many(value: Any) -> Any:
     return [value]
 
 
+class TextPart(TypedDict):
+    """A part of a message's content that is text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class RefusalPart(TypedDict):
+    """A part that is text too, as an assistant's message may have it."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+class ImageURL(TypedDict):
+    """Where an image is: a data: URL, or an http or https URL of a host that is listed. detail:
+    images are always seen in full, so that "low" is refused.
+    """
+
+    url: str
+    detail: NotRequired[Literal["auto", "high", "original"] | None]
+
+
+class ImagePart(TypedDict):
+    """A part that is an image."""
+
+    type: Literal["image_url"]
+    image_url: ImageURL
+
+
+FULL_DETAIL = (None, "auto", "high", "original")
+
+
+def image_part(url: Any, detail: Any = None) -> ImagePart:
+    """Return the part of a message for an image at a URL. Raises ValueError for what is no text,
+    and for a detail that would make the image another one.
+    """
+    if not isinstance(url, str) or not url:
+        raise ValueError(f"has an image whose URL is {short(url)}: must be a text")
+    if detail not in FULL_DETAIL:
+        raise ValueError(
+            f"has an image of detail {short(detail)}, which is not supported: images are seen in "
+            'full ("auto" or "high")'
+        )
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
 def _joined(content: Any) -> Any:
-    """Return the text of a message whose content is a list of parts. A refusal counts as text."""
+    """Return the content of a message that is a list of parts: their text, where they are text
+    alone, a refusal counted as text; else the parts.
+    """
     if not isinstance(content, list):
         return content
-    texts: list[str] = []
+    parts: list[TextPart | ImagePart] = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "image_url":
+            image = part.get("image_url")
+            place = image if isinstance(image, dict) else {"url": image}
+            parts.append(image_part(place.get("url"), place.get("detail")))
+            continue
         text = part.get(kind) if kind in ("text", "refusal") else None
         if not isinstance(text, str):
-            raise ValueError("has a part that is not text")
-        texts.append(text)
-    return "\n".join(texts)
+            raise ValueError("has a part that is neither text nor an image_url")
+        parts.append({"type": "text", "text": text})
+    return merged(parts)
+
+
+def merged(parts: Sequence[TextPart | ImagePart]) -> Any:
+    """Return the text of parts that are text alone, a line break between two; else the parts."""
+    texts = [part["text"] for part in parts if part["type"] == "text"]
+    return "\n".join(texts) if len(texts) == len(parts) else list(parts)
+
+
+def content_text(content: Any) -> str:
+    """Return the text of a message's content, which has "[image]" where an image is."""
+    if not isinstance(content, list):
+        return content or ""
+    return "\n".join(p["text"] if p["type"] == "text" else "[image]" for p in content)
 
 
 def _arguments(value: Any) -> Any:
@@ -147,6 +215,7 @@ Arguments = Annotated[
     BeforeValidator(_arguments, json_schema_input_type=dict[str, Any] | str | None),
 ]
 Content = Annotated[
-    str, BeforeValidator(_joined, json_schema_input_type=str | list[dict[str, Any]])
+    str | list[dict[str, Any]],
+    BeforeValidator(_joined, json_schema_input_type=str | list[TextPart | RefusalPart | ImagePart]),
 ]
 Variables = Annotated[dict[str, Any], AfterValidator(_variables)]

@@ -8,7 +8,7 @@ name). `Body.read` refuses unknown fields; `Body.read_known` leaves them out and
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, LiteralString, NoReturn, Self
 
 from pydantic import (
@@ -23,7 +23,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from jpaged.errors import RequestError
+from jpaged.errors import CapacityError, RequestError
 from jpaged.openai.fields import (
     Arguments,
     Biases,
@@ -38,6 +38,8 @@ from jpaged.openai.fields import (
     short,
 )
 from jpaged.openai.forms import FormFields
+from jpaged.request.embeddings import as_mapping
+from jpaged.request.inputs import Chat
 from jpaged.sampling_params import SamplingParams
 
 HARMLESS = frozenset(
@@ -96,6 +98,7 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
 }
 MOST_FIELDS = 256
 MOST_NAMES = 8  # unknown fields that an error lists at most
+INVALID_IMAGE = "invalid_image"
 # Of errors; others are an invalid value.
 CODES = ("unsupported_field", "unsupported_url", "unknown_field")
 
@@ -307,6 +310,8 @@ class GenerationRequest(SamplingFields, FormFields):
     tool_choice: Any = None
     reasoning_effort: str | None = None
 
+    _images: Sequence[Any] | None = PrivateAttr(default=None)
+
     def sampling(self) -> dict[str, Any]:
         return super().sampling() | _unless_none(structured=next(iter(self.forms.values()), None))
 
@@ -322,9 +327,24 @@ class GenerationRequest(SamplingFields, FormFields):
                 refuse(f"{name} needs messages", name)
         return self
 
-    def given_prompt(self, llm: Any) -> str | list[int]:
+    @property
+    def image_sources(self) -> list[str]:
+        """Where the images of the prompt are, in order: data: URLs, URLs, or paths."""
+        return []
+
+    def put_images(self, images: Sequence[Any] | None) -> None:
+        """Take the images that the sources stand for, in order and in any form that a prompt takes;
+        None: give them up again.
+        """
+        self._images = images
+
+    def forget_sources(self) -> None:
+        """Give up where the images are, which may be megabytes, once the prompt is made."""
+
+    def given_prompt(self, llm: Any) -> Any:
         """Return the prompt as text or token ids; a conversation is rendered by the model's chat
-        template.
+        template. Where there are images, it is a dict of token ids and what stands in the places of
+        images.
         """
         raise NotImplementedError
 
@@ -336,12 +356,17 @@ class GenerationRequest(SamplingFields, FormFields):
 
     def fitted(self, prompt: Any, llm: Any, params: SamplingParams) -> Any:
         """Return a prompt after truncation, and with its salt, as the body asks."""
+        if self.truncate_prompt_tokens is not None and self.image_sources:
+            said = "truncate_prompt_tokens does not work with images, whose places it would cut"
+            raise BodyError(said, param="truncate_prompt_tokens", code="unsupported_field")
         if self.truncate_prompt_tokens is not None:
             ids = llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
             room = llm.engine_config.max_model_len - (params.max_tokens or 1)
             most = self.truncate_prompt_tokens
             prompt = ids[-(most if most > 0 else max(room, 1)) :]
-        if self.cache_salt is not None:
+        if self.cache_salt is not None and isinstance(prompt, dict):
+            prompt = {**prompt, "cache_salt": self.cache_salt}
+        elif self.cache_salt is not None:
             name = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
             prompt = {name: prompt, "cache_salt": self.cache_salt}
         return prompt
@@ -358,7 +383,7 @@ class CompletionRequest(GenerationRequest):
     def sampling(self) -> dict[str, Any]:
         return super().sampling() | _unless_none(logprobs=self.logprobs)
 
-    def given_prompt(self, llm: Any) -> str | list[int]:
+    def given_prompt(self, llm: Any) -> Any:
         return self.prompt
 
 
@@ -411,7 +436,11 @@ class Message(Body):
     def _is_whole(self) -> Self:
         if self.content is None and self.role != "assistant":
             raise ValueError("has no content")
-        self.content = "\n".join(filter(None, (self.content, self.refusal)))
+        if isinstance(self.content, list):
+            if self.role == "assistant":
+                raise ValueError("an assistant's message cannot have an image")
+        else:
+            self.content = "\n".join(filter(None, (self.content, self.refusal)))
         if self.reasoning is not None:
             if self.reasoning_content not in (None, self.reasoning):
                 raise ValueError("reasoning and reasoning_content differ: send only one of them")
@@ -465,7 +494,30 @@ class Conversation(ChosenLogprobs):
 
     @property
     def conversation(self) -> list[dict[str, Any]]:
-        return [message.model_dump(exclude_none=True) for message in self.messages]
+        """The messages for the chat template, which writes a placeholder for {"type": "image"}."""
+        return [
+            message.model_dump(exclude_none=True, exclude={"content"})
+            | {"content": _for_template(message.content)}
+            for message in self.messages
+        ]
+
+    @property
+    def image_sources(self) -> list[str]:
+        return [part["image_url"]["url"] for part in self._image_parts]
+
+    def forget_sources(self) -> None:
+        for part in self._image_parts:
+            part["image_url"] = {"url": ""}
+
+    @property
+    def _image_parts(self) -> list[dict[str, Any]]:
+        return [
+            part
+            for message in self.messages
+            if isinstance(message.content, list)
+            for part in message.content
+            if part["type"] == "image_url"
+        ]
 
     @property
     def template(self) -> dict[str, Any]:
@@ -481,8 +533,28 @@ class Conversation(ChosenLogprobs):
     def sampling(self) -> dict[str, Any]:
         return super().sampling() | _unless_none(max_tokens=self.max_completion_tokens)
 
-    def given_prompt(self, llm: Any) -> str | list[int]:
-        return llm.render_chat(self.conversation, **self.template)
+    def given_prompt(self, llm: Any) -> Any:
+        if not self.image_sources:
+            return llm.render_chat(self.conversation, **self.template)
+        options = dict(self.template)
+        chat = Chat(
+            messages=self._with_their_images(),
+            template_kwargs=options.pop("chat_template_kwargs"),
+            **options,
+        )
+        return placed(llm, chat)
+
+    def _with_their_images(self) -> list[dict[str, Any]]:
+        """Return the conversation with the images that `put_images` has taken."""
+        images = iter(self._images or ())
+        messages = self.conversation
+        for message in messages:
+            if isinstance(message["content"], list):
+                message["content"] = [
+                    {"type": "image", "image": next(images)} if part["type"] == "image" else part
+                    for part in message["content"]
+                ]
+        return messages
 
 
 class ChatCompletionRequest(Conversation):
@@ -500,6 +572,28 @@ URLS: dict[str, type[GenerationRequest]] = {
     "/v1/chat/completions": ChatCompletionRequest,
     "/v1/completions": CompletionRequest,
 }
+
+
+def placed(llm: Any, prompt: Chat | dict[str, Any]) -> dict[str, Any]:
+    """Return a prompt with images as its token ids and what stands in the places of images, which
+    have their final size then. Raises RequestError; BodyError for an image that cannot be taken.
+    """
+    try:
+        made = llm.session.inputs.prompt(prompt, must_fit=False)
+    except CapacityError:
+        raise
+    except RequestError as e:
+        if str(e).startswith("images["):
+            raise BodyError(str(e), param="messages", code=INVALID_IMAGE) from e
+        raise
+    return {"prompt_token_ids": list(made.ids), "embeddings": as_mapping(made.spans)}
+
+
+def _for_template(content: Any) -> Any:
+    """Return a message's content without what its images are, which may be megabytes long."""
+    if not isinstance(content, list):
+        return content
+    return [part if part["type"] == "text" else {"type": "image"} for part in content]
 
 
 def _unless_none(**values: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -184,44 +185,101 @@ def test_lines_of_stdin_are_turns(
     assert out == shown(f"{one}\n{two}\n4 messages in {saved}\n") and two
 
 
+PATIENCE_S, UNSEEN_S = 240.0, 20.0
+# A chat whose answers wait after their first words, so that they end by Ctrl-C alone, however fast
+# the machine is.
+DRIVER = """
+import sys, time
+from jpaged.cli import chat
+
+load = chat.load
+
+def waiting(args):
+    model, params = load(args)
+    draw = model.draw
+
+    def paused(messages, params):
+        pieces = draw(messages, params)
+        try:
+            for piece in pieces:
+                yield piece
+                if piece.text.strip():
+                    break
+            yield chat.Piece("content", "<waits>")
+            while True:
+                time.sleep(0.05)
+        finally:
+            pieces.close()
+
+    model.draw = paused
+    return model, params
+
+chat.load = waiting
+sys.exit(chat.main(sys.argv[1:]))
+"""
+
+
 def test_in_a_terminal() -> None:
     """Ctrl-C stops an answer, another clears the line, Ctrl-D leaves with status 0."""
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "jpaged", "chat", "--temperature", "1", *SIZES]
+    termios.tcsetwinsize(theirs, (24, 80))
+    command = [sys.executable, "-c", DRIVER, "--temperature", "0", *SIZES]
     env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "TERM": "dumb"}
+    env["INPUTRC"] = os.devnull  # what a person has set for the shell
     with subprocess.Popen(
         command, stdin=theirs, stdout=theirs, stderr=theirs, env=env, start_new_session=True
     ) as process:
         os.close(theirs)
-        seen = ""
+        seen, is_closed = "", False
 
-        def until(text: str, seconds: float = 120.0) -> str:
-            nonlocal seen
+        def read(end: float) -> bool:
+            """Read what there is; return whether anything came until then."""
+            nonlocal seen, is_closed
+            ready, _, _ = select.select([ours], [], [], max(end - time.monotonic(), 0))
+            if not ready:
+                return False
+            try:
+                piece = os.read(ours, 4096)
+            except OSError:  # nobody has the terminal any more
+                piece = b""
+            seen, is_closed = seen + piece.decode(errors="replace"), not piece
+            return True
+
+        def comes(text: str, seconds: float) -> bool:
             end = time.monotonic() + seconds
             while text not in seen:
-                ready, _, _ = select.select([ours], [], [], max(end - time.monotonic(), 0))
-                assert ready, f"no {text!r} in {seen!r}"
-                try:
-                    seen += os.read(ours, 4096).decode(errors="replace")
-                except OSError:  # the terminal is closed
-                    break
+                if is_closed or not read(end):
+                    return False
+            return True
+
+        def until(text: str) -> str:
+            nonlocal seen
+            assert comes(text, PATIENCE_S), f"no {text!r} in {seen!r}"
             before, _, seen = seen.partition(text)
             return before
+
+        def interrupt() -> str:
+            """Press Ctrl-C until there is a new prompt. Python's readline looks for a signal where
+            its wait for a key is interrupted, so that one between two waits stays unseen.
+            """
+            for _ in range(10):
+                os.kill(process.pid, signal.SIGINT)
+                if comes("> ", UNSEEN_S) or is_closed:
+                    break
+            return until("> ")
 
         try:
             assert "/help lists the commands" in until("> ")
             os.write(ours, b"def main():\n")
             until("def main():")
-            until("\n")
-            until("e")  # a letter of the answer
-            os.kill(process.pid, signal.SIGINT)
-            assert until("> ").count("[stopped, ") == 1
+            assert until("<waits>").strip()
+            assert interrupt().count("[stopped, ") == 1
             os.write(ours, b"half a li")
             until("half a li")
-            os.kill(process.pid, signal.SIGINT)
-            until("> ")
+            interrupt()
             os.write(ours, b"\x04")
-            assert process.wait(60) == 0
+            assert not comes("<nothing more>", PATIENCE_S) and is_closed, seen
+            assert process.wait(PATIENCE_S) == 0, seen
         finally:
             process.kill()
             os.close(ours)

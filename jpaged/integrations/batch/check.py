@@ -25,8 +25,10 @@ from jpaged.integrations.batch.source import BatchError, Source
 from jpaged.integrations.batch.stats import BatchStats
 from jpaged.models.config import ModelConfig
 from jpaged.request.build import Builder
+from jpaged.request.images import PromptImages
 from jpaged.request.inputs import Chat, Inputs
 from jpaged.runtime.footprint import plan_memory, stored_dtype
+from jpaged.runtime.image_rows import most_image_tokens
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.resolve import resolve
 from jpaged.sampling_params import SamplingParams
@@ -72,22 +74,33 @@ class Checker:
     """Checks a line: the part of LLM that needs neither weights nor a device."""
 
     def __init__(self, folder: str, config: EngineConfig):
-        self.model = ModelConfig.coerce(folder)
+        self.model_config = ModelConfig.coerce(folder, images=config.images)
         place = Placement(mesh=None, axis=None, device=jax.devices()[0])
         dtype = config.dtype or stored_dtype(folder)
         self.plan = plan_memory(folder, config)
         planned = dataclasses.replace(config, max_num_seqs=self.plan.max_num_seqs)
-        self.engine_config, _ = resolve(self.model, planned, place, dtype)
+        self.engine_config, _ = resolve(self.model_config, planned, place, dtype)
         self._max_model_len = self.engine_config.max_model_len or 0
-        self._inputs = Inputs(self.model, self._max_model_len, None, Path(folder))
-        self._builder = Builder(self._inputs, self.engine_config)
+        vision, images = self.model_config.vision, None
+        if self.engine_config.images and vision is not None:
+            most = most_image_tokens(vision, self.engine_config)
+            images = PromptImages(Path(folder), vision, self.engine_config, most=most)
+        self.inputs = Inputs(
+            self.model_config, self._max_model_len, None, Path(folder), images=images
+        )
+        self._builder = Builder(self.inputs, self.engine_config)
+
+    @property
+    def session(self) -> "Checker":
+        """Itself, since its inputs are all that lines ask of a session."""
+        return self
 
     @property
     def tokenizer(self) -> Any:
-        return self._inputs.tokenizer
+        return self.inputs.tokenizer
 
     def default_sampling_params(self) -> SamplingParams:
-        return self._inputs.default_sampling_params()
+        return self.inputs.default_sampling_params()
 
     def render_chat(
         self,
@@ -97,7 +110,7 @@ class Checker:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> list[int]:
-        return self._inputs.render(
+        return self.inputs.render(
             Chat(
                 messages=messages,
                 template_kwargs=chat_template_kwargs,
@@ -111,12 +124,12 @@ class Checker:
         RequestError.
         """
         if request.pooled is not None:
-            request.pooled.task(self.model)
-            return sum(map(len, request.pooled.token_lists(self._inputs))), 0
+            request.pooled.task(self.model_config)
+            return sum(map(len, request.pooled.token_lists(self.inputs))), 0
         params = request.params
-        params.validate(self.engine_config, self.model.vocab_size)
+        params.validate(self.engine_config, self.model_config.vocab_size)
         one = dataclasses.replace(params, n=1)
-        checked = self._inputs.prompt(request.prompt_for(self))
+        checked = self.inputs.prompt(request.prompt_for(self))
         self._builder.completion(checked, one, (0, 0))
         prompt, most = len(checked.ids), self._max_model_len
         if prompt > (held := self.plan.num_blocks * self.plan.block_size):

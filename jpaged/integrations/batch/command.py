@@ -31,6 +31,7 @@ from jpaged.config import EngineConfig
 from jpaged.errors import CheckpointError, ConfigError, PeerError
 from jpaged.flags import Parser, add_engine_groups, engine_settings, parse_resources
 from jpaged.integrations.batch.formats import guess_format, open_source
+from jpaged.integrations.batch.images import LineImages
 from jpaged.integrations.batch.journal import Existing, shard_path
 from jpaged.integrations.batch.judged import judged_engine, judged_flags
 from jpaged.integrations.batch.lines import Settings
@@ -113,6 +114,12 @@ def make_parser(prog: str = SCRIPT) -> BatchParser:
         "jpaged merge (default: a SLURM array task's own, else 0/1: all)"
     )
     add("--shard", shard, metavar="I/N")
+
+    add = parser.group("images of prompts, with --images")
+    fetched = "hosts whose image URLs are fetched: NAME, NAME:PORT or *.NAME (default: none)"
+    add("--image-hosts", fetched, nargs="+", metavar="HOST")
+    below = "read images by paths relative to the input's folder, and below it"
+    add("--image-paths", f"{below} (default: an error line)", **switch)
 
     add = parser.group("output")
     add("--output", "file for the JSONL, - for stdout (default: print text for a person)")
@@ -222,11 +229,14 @@ def parse_args(argv: list[str] | None = None, prog: str = SCRIPT) -> argparse.Na
         parser.error("--retry-failed needs --resume")
     if args.existing == "resume" and args.output in (None, "-"):
         parser.error("--resume needs the --output of the run to continue")
+    if args.image_paths and args.input.startswith(("-", "hf:")):
+        parser.error(f"--image-paths needs an input that is a file or a folder, not {args.input}")
     args.lead = lambda llm: llm
     args.overrides = {k: getattr(args, k) for k in SAMPLING if getattr(args, k) is not None}
     args.engine = engine_settings(args)
     try:
         args.engine_config = EngineConfig(**args.engine)
+        args.line_images = line_images(args)
         args.replica_resources = parse_resources(args.replica_resources or ())
         SamplingParams(**args.overrides).validate(EngineConfig(), vocab_size=1)
         args.shard = parse_shard(args.shard, os.environ)
@@ -307,6 +317,16 @@ def parse_shard(text: str | None, environ: Mapping[str, str]) -> tuple[int, int]
     return None if int(n) == 1 else (int(i), int(n))
 
 
+def line_images(args: argparse.Namespace) -> LineImages:
+    """Return what a run takes as images. Raises ConfigError."""
+    folder = args.input if os.path.isdir(args.input) else os.path.dirname(args.input) or "."
+    return LineImages.of(
+        args.engine_config.image_limits,
+        hosts=args.image_hosts or (),
+        folder=os.path.abspath(folder) if args.image_paths else None,
+    )
+
+
 def make_llm(args: argparse.Namespace) -> Any:
     """Return the engine on the checkpoint. Raises BatchError if one of them is at fault."""
     path = model_path(args)
@@ -353,6 +373,7 @@ def make_settings(args: argparse.Namespace, llm: Any, source: Source) -> Setting
         text=source.text,
         ignore_unknown=args.ignore_unknown,
         adapters=frozenset() if args.check else frozenset(adapter_flag.folders(args.adapter)),
+        images=args.line_images,
     )
 
 

@@ -17,6 +17,7 @@ from jpaged.integrations.batch.answers import encode_line, row_failed
 from jpaged.integrations.batch.lines import BatchRequest
 from jpaged.integrations.batch.manifest import check_same, manifest_path, read_manifest, write_json
 from jpaged.integrations.batch.source import BatchError
+from jpaged.openai.fields import content_text
 from jpaged.openai.protocol import Conversation
 
 Existing = Literal["resume", "overwrite", "refuse"]  # what to do with an existing output
@@ -183,7 +184,7 @@ def _asked(request: BatchRequest) -> str:
         case None:
             return ""
         case Conversation():
-            return "\n".join(f"{m.role}: {m.content}" for m in request.body.messages)
+            return "\n".join(f"{m.role}: {content_text(m.content)}" for m in request.body.messages)
     prompt = request.body.given_prompt(None)
     return f"token ids {prompt}" if isinstance(prompt, list) else prompt
 

@@ -17,6 +17,7 @@ from typing import Any
 from jpaged.config import OTHER_DEVICES, SAME_TOKENS, EngineConfig
 
 _OUTSIDE = "decides what the run reports beside its answers"
+_IMAGES = "decides which images are read; another is an error line, see --retry-failed"
 _ENDING = "decides when a run ends, not what a line is answered"
 
 _REASONS: Mapping[str, str | None] = {
@@ -56,6 +57,8 @@ NOT_JUDGED_FLAGS: Mapping[str, str] = {
     "existing": "decides what happens to an output that is there",
     "grace": _ENDING,
     "help": "runs nothing",
+    "image_hosts": _IMAGES,
+    "image_paths": _IMAGES,
     "max_error_rate": _ENDING,
     "metrics_host": _OUTSIDE,
     "metrics_port": _OUTSIDE,

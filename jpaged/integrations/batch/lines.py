@@ -10,9 +10,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, FailFast
 from pydantic_core import PydanticCustomError
 
+from jpaged.integrations.batch.images import NO_PATHS, LineImages
 from jpaged.integrations.batch.source import LineError
 from jpaged.integrations.seeds import stable_seed
 from jpaged.openai.json_text import json_object
@@ -26,6 +27,7 @@ from jpaged.openai.protocol import (
     GenerationRequest,
     Prompt,
     Tokens,
+    placed,
     short,
     unknown_fields,
 )
@@ -63,8 +65,23 @@ class BarePrompt(ChosenLogprobs):
 
     prompt: Prompt | None = None
     prompt_token_ids: Tokens | None = None
+    images: Annotated[list[str], FailFast()] | None = None
 
-    def given_prompt(self, llm: Any = None) -> str | list[int]:
+    @property
+    def image_sources(self) -> list[str]:
+        return self.images or []
+
+    def forget_sources(self) -> None:
+        self.images = [""] * len(self.images or ())
+
+    def given_prompt(self, llm: Any = None) -> Any:
+        if self._images is not None:
+            name = "prompt" if self.prompt is not None else "prompt_token_ids"
+            return placed(llm, {name: self._words, "images": list(self._images)})
+        return self._words
+
+    @property
+    def _words(self) -> str | list[int]:
         return self.prompt if self.prompt is not None else self.prompt_token_ids or []
 
 
@@ -81,6 +98,7 @@ class Settings:
     text: bool = False  # whether each line is a prompt, as plain text
     ignore_unknown: bool = False  # whether to run a line with unknown fields, without those fields
     adapters: frozenset[str] = frozenset()  # names of models that are adapters
+    images: LineImages = NO_PATHS
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -90,7 +108,7 @@ class BatchRequest:
 
     number: of the line, from 1; blank lines count. id: custom_id, or a bare line's id. body: of a
     line that generates; pooled: that of one that asks for embeddings, scores or ranks. ignored:
-    unknown fields that the run leaves out.
+    unknown fields that the run leaves out. images: what the run takes as images.
     """
 
     number: int
@@ -102,12 +120,13 @@ class BatchRequest:
     params: SamplingParams = dataclasses.field(default_factory=SamplingParams)
     ignored: tuple[str, ...] = ()
     adapter: str | None = None
+    images: LineImages = NO_PATHS
 
     def parse(self, raw: bytes, settings: Settings) -> None:
         """Read one line. Raises RequestError (BodyError if it is not a JSON object); what was read
         until then stays in the record.
         """
-        self.model = settings.model
+        self.model, self.images = settings.model, settings.images
         text = decode(raw, self.number)
         if settings.text:
             self.form, kind, fields = "bare", BarePrompt, {"prompt": text}
@@ -125,10 +144,21 @@ class BatchRequest:
         self.params = body.params(settings.defaults, **more)
 
     def prompt_for(self, llm: Any) -> Any:
-        """Return the prompt in the form that LLM.add_request takes. Raises RequestError."""
+        """Return the prompt in the form that LLM.add_request takes, with its images loaded, which
+        the request itself does not keep. Raises RequestError.
+        """
         assert self.body is not None
-        prompt = self.body.prompt_for(llm, self.params)
+        if self.has_images:
+            self.images.put_into(self.body, llm)
+        try:
+            prompt = self.body.prompt_for(llm, self.params)
+        finally:
+            self.body.put_images(None)
         return prompt if self.adapter is None else with_adapter(self.adapter, prompt)
+
+    @property
+    def has_images(self) -> bool:
+        return self.body is not None and bool(self.body.image_sources)
 
     @property
     def answer_form(self) -> AnswerForm:

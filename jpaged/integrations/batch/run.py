@@ -11,6 +11,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import IO, Any, Literal, NamedTuple
 
 import numpy as np
@@ -31,6 +33,7 @@ from jpaged.request.outputs import RequestOutput
 OK, FATAL, FAILED_LINES, HOPELESS, BROKEN_PIPE = 0, 1, 2, 3, 141
 ENOUGH_LINES = 100  # lines before the rate of errors is judged
 POLL_S = 0.2  # interval at which a run that waits for input checks whether it must stop
+LOADERS, MOST_LOADING = 4, 8  # threads; lines whose images are decoded at once
 LAST_MOMENT_S = 1.0  # seconds after the grace period for a step that does not return
 Ending = Literal["complete", "stopped", "hopeless"]
 
@@ -114,6 +117,14 @@ class Pooled(NamedTuple):
     began: float
 
 
+class Loading(NamedTuple):
+    """A line whose images are being loaded. began: when it came. prompt: what comes of it."""
+
+    request: BatchRequest
+    began: float
+    prompt: Future[Any]
+
+
 class Run:
     """The loop of a run whose engine has been made. Its counters are in `stats`."""
 
@@ -130,6 +141,11 @@ class Run:
         )
         self._pending: dict[str, tuple[BatchRequest, float]] = {}
         self._pooled: list[Pooled] = []
+        self._loading: list[Loading] = []
+        self._loaders = ThreadPoolExecutor(LOADERS, "jpaged-images")
+        # Images of requests that wait for a row are kept in memory, unlike texts.
+        self._most_with_images = max(1, options.window // 4)
+        self._with_images: set[str] = set()  # ids of pending requests
 
     def serve(self) -> Ending:
         """Answer lines until there are no more, or until the run must stop: then requests in the
@@ -141,14 +157,18 @@ class Run:
         pending, window, stats = self._pending, self.options.window, self.stats
         while True:
             while (
-                len(pending) + len(self._pooled) < window
+                len(pending) + len(self._pooled) + len(self._loading) < window
                 and self.journal.held < 8 * window
+                and self._has_room_for_images
                 and not self._must_stop
             ):
-                line = self.reader.next(wait=None if pending or self._pooled else POLL_S)
+                is_busy = pending or self._pooled or self._loading
+                line = self.reader.next(wait=None if is_busy else POLL_S)
                 if line is None:
                     break
                 self._admit(line)
+            if self._loading:
+                self._take_loaded(wait=not pending and not self._pooled)
             if self._pooled:
                 self._pool()
             if pending and self.interrupts.is_late:
@@ -159,7 +179,7 @@ class Run:
                 self._step()
             self.journal.flush()
             stats.total, stats.total_is_exact = self.intake.total()
-            if not pending and self.reader.ended:
+            if not pending and not self._loading and self.reader.ended:
                 return "complete"
             if not pending and self._must_stop:
                 return "stopped" if self.interrupts.signal is not None else "hopeless"
@@ -182,6 +202,11 @@ class Run:
         print(said, file=sys.stderr, flush=True)
         return 128 + (self.interrupts.signal or signal.SIGINT)
 
+    def close(self) -> None:
+        """End its threads and its line on the screen."""
+        self._loaders.shutdown(wait=False, cancel_futures=True)
+        self.progress.close()
+
     @property
     def _must_stop(self) -> bool:
         return self.interrupts.signal is not None or self._is_hopeless
@@ -203,14 +228,50 @@ class Run:
             return
         # The process of a remote engine makes the prompt.
         is_remote = getattr(self.llm, "is_remote", False)
+        began = time.perf_counter()
+        if request.has_images and not is_remote:
+            prompt = self._loaders.submit(_with_its_images, request, self.llm)
+            self._loading.append(Loading(request, began, prompt))
+            return
         try:
-            began = time.perf_counter()
-            prompt = request.prompt_for if is_remote else request.prompt_for(self.llm)
-            request_id = f"line-{request.number}"
-            self.llm.add_request(prompt, request.params, request_id=request_id)
-            self._pending[request_id] = request, began
+            self._add(request, request.prompt_for if is_remote else request.prompt_for(self.llm))
         except Exception as e:  # an error of one line must not end the run
             self._fail(request, e)
+
+    def _add(self, request: BatchRequest, prompt: Any, began: float | None = None) -> None:
+        """Give the engine a request. began: when its line came, if not just now."""
+        began = time.perf_counter() if began is None else began
+        request_id = f"line-{request.number}"
+        self.llm.add_request(prompt, request.params, request_id=request_id)
+        self._pending[request_id] = request, began
+        if request.has_images:
+            self._with_images.add(request_id)
+
+    @property
+    def _has_room_for_images(self) -> bool:
+        """Whether the next line may have images: few are decoded at once, and those of requests
+        that wait in the engine are as many as it has rows.
+        """
+        waits = len(self._loading)
+        return waits < MOST_LOADING and len(self._with_images) + waits < self._most_with_images
+
+    def _take_loaded(self, *, wait: bool) -> None:
+        """Give the engine the lines whose images are loaded, in the order of lines; drop all of
+        them where the run must stop. wait: a moment, for the first one.
+        """
+        if self._must_stop:
+            for one in self._loading:
+                one.prompt.cancel()
+            self._loading = []
+            return
+        if wait:
+            futures.wait([self._loading[0].prompt], timeout=POLL_S)
+        while self._loading and self._loading[0].prompt.done():
+            request, began, prompt = self._loading.pop(0)
+            try:
+                self._add(request, prompt.result(), began)
+            except Exception as e:  # an error of one line must not end the run
+                self._fail(request, e)
 
     def _admit_pooled(self, request: BatchRequest, body: PooledRequest) -> None:
         """Keep a line of embeddings, scores or ranks for the next call, or fail it."""
@@ -267,6 +328,7 @@ class Run:
             raise BatchError(f"the engine is idle with {len(self._pending)} requests unanswered")
         for output in finished:
             request, began = self._pending.pop(output.request_id)
+            self._with_images.discard(output.request_id)
             if output.error is not None:
                 self._fail(request, output.error)
             elif all(done.finish_reason != "abort" for done in output.outputs):
@@ -287,6 +349,14 @@ class Run:
     def _fail(self, request: BatchRequest, error: BaseException | str) -> None:
         self.stats.fail(request.number, error)
         self.journal.write(request, error_line(request, error, self.options.error_style))
+
+
+def _with_its_images(request: BatchRequest, llm: Any) -> Any:
+    """Return the prompt of a line, whose images have their final size then."""
+    prompt = request.prompt_for(llm)
+    assert request.body is not None
+    request.body.forget_sources()
+    return prompt
 
 
 def run_batch(
@@ -340,7 +410,7 @@ def _to_its_end(run: Run, source: Source) -> int:
             raise BatchError(f"the run stopped: {sentence(e)} ({run.answered()})") from e
         finally:
             reader.close()
-            run.progress.close()
+            run.close()
     stats.ended = time.perf_counter()
     stats.watch(run.llm)
     print(stats.table(), file=sys.stderr if options.output == "-" else sys.stdout, flush=True)

@@ -141,6 +141,8 @@ def common_fields(hf: dict[str, Any], hidden_size: int, activation: str) -> dict
     }.items():
         if vision[name] != value:
             raise ConfigError(f"vision_config: {name}={vision[name]!r} must be {value!r}")
+    # Files that earlier versions of transformers wrote do not say it: it was the only one.
+    rope = vision.get("rope_parameters") or {}
     return {
         "tokens": ImageTokens(*(hf[name] for name in TOKEN_NAMES)),
         "video_token": hf["video_token_id"],
@@ -153,7 +155,7 @@ def common_fields(hf: dict[str, Any], hidden_size: int, activation: str) -> dict
         "patch_size": vision["patch_size"],
         "frames": vision["temporal_patch_size"],
         "merge": vision["spatial_merge_size"],
-        "theta": float(vision["rope_parameters"]["rope_theta"]),
+        "theta": float(rope.get("rope_theta", 1e4)),
     }
 
 

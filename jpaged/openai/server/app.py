@@ -21,6 +21,7 @@ from jpaged.openai.pooled import PooledRequest
 from jpaged.openai.server.answers import json_pieces
 from jpaged.openai.server.bodies import (
     Detokenize,
+    Served,
     ServedChat,
     ServedCompletion,
     Tokenize,
@@ -51,7 +52,8 @@ PROBES = ("/health", "/ready")  # answered where all connections are busy
 EXPOSED = ("X-Request-Id", "X-Jpaged-Ignored-Fields", "Retry-After")  # to pages of other sites
 LEFT = 499  # status in metrics: the client disconnected before there was an answer
 Handler = Callable[[Exchange], Awaitable[None]]
-Prepared = tuple[bytes, tuple[str, ...]]  # an answer, and the names of the fields that were ignored
+ReadBody = Callable[[dict[str, Any]], Any]  # of a route that counts or tokenizes
+Prepared = Callable[[Any, Any], bytes]  # the answer to such a body. The first is the LLM
 
 
 class Server:
@@ -68,6 +70,7 @@ class Server:
         settings: ServerSettings,
         observers: Sequence[Observer] = (),
     ):
+        settings = settings.with_images(llm.engine_config.images)
         self.llm, self.settings, self.metrics = llm, settings, Metrics()
         self.observers = tuple(observers)
         self._generation = Generation(llm, settings, self.metrics)
@@ -150,6 +153,7 @@ class Server:
         try:
             yield
         finally:
+            self._generation.images.close()
             await self.llm.close()
 
     def _endpoint(self, handle: Handler, path: str, *, is_open: bool = False) -> Any:
@@ -238,7 +242,9 @@ class Server:
         await self._generation.serve(exchange, kind)
 
     async def _count_response(self, exchange: Exchange) -> None:
-        await exchange.answer(await self._prepared(exchange, _counted_response))
+        await exchange.answer(
+            await self._prepared(exchange, ServedResponse.read_known, _counted_response)
+        )
 
     async def _kept_response(self, exchange: Exchange) -> None:
         """Show a response that is kept, or forget it."""
@@ -259,25 +265,32 @@ class Server:
         await self._generation.serve(exchange, ServedMessage)
 
     async def _count_message(self, exchange: Exchange) -> None:
-        await exchange.answer(await self._prepared(exchange, _counted))
+        await exchange.answer(await self._prepared(exchange, CountedMessage.read_known, _counted))
 
     async def _tokenize(self, exchange: Exchange) -> None:
-        await exchange.answer(await self._prepared(exchange, _tokenized))
+        await exchange.answer(await self._prepared(exchange, _to_tokenize, _tokenized))
 
     async def _detokenize(self, exchange: Exchange) -> None:
-        await exchange.answer(await self._prepared(exchange, _detokenized))
+        await exchange.answer(await self._prepared(exchange, Detokenize.read_known, _detokenized))
 
-    async def _prepared(
-        self, exchange: Exchange, function: Callable[[Any, dict[str, Any]], Prepared]
-    ) -> bytes:
-        """Return the result of a function of the body, which runs in a thread."""
+    async def _prepared(self, exchange: Exchange, read: ReadBody, function: Prepared) -> bytes:
+        """Return what a function makes of the body, which is read and answered in threads."""
         with contextlib.closing(self._generation.room.hold()) as held:
             await exchange.read(held)
-            body = await self._generation.prepare(len(exchange.text), self._json, exchange.text)
-            name = body.get("model")
-            self._generation.check_model(name if isinstance(name, str) else None)
-            work = self._generation.prepare(len(exchange.text), function, body)
-            answer, ignored = await exchange.while_connected(work)
+            length = len(exchange.text)
+
+            async def work() -> tuple[bytes, tuple[str, ...]]:
+                prepare = self._generation.prepare
+                raw = await prepare(length, self._json, exchange.text)
+                name = raw.get("model")
+                self._generation.check_model(name if isinstance(name, str) else None)
+                body = await prepare(length, lambda _: read(raw))
+                if not isinstance(body, Served):
+                    return await prepare(length, function, body), body.ignored
+                async with self._generation.images.loaded(body, held):
+                    return await prepare(length, function, body), body.ignored
+
+            answer, ignored = await exchange.while_connected(work())
             self._generation.report_ignored(exchange, ignored)
             return answer
 
@@ -344,37 +357,38 @@ class _Answer:
         self._server.ended(exchange, "other")
 
 
-def _tokenized(llm: Any, raw: dict[str, Any]) -> Prepared:
-    if raw.get("messages") is not None:
-        body = TokenizeChat.read_known(raw)
-        prompt = llm.session.inputs.prompt(body.given_prompt(llm), must_fit=False)
-        ids = [*prompt.ids, *(body.answer_token_ids or ())]
+def _to_tokenize(raw: dict[str, Any]) -> Tokenize | TokenizeChat:
+    is_chat = raw.get("messages") is not None
+    return TokenizeChat.read_known(raw) if is_chat else Tokenize.read_known(raw)
+
+
+def _ids(llm: Any, body: Served) -> list[int]:
+    """Return the tokens of a body's prompt, those in the places of its images too."""
+    return list(llm.session.inputs.prompt(body.given_prompt(llm), must_fit=False).ids)
+
+
+def _tokenized(llm: Any, body: Tokenize | TokenizeChat) -> bytes:
+    if isinstance(body, TokenizeChat):
+        ids = [*_ids(llm, body), *(body.answer_token_ids or ())]
     else:
-        body = Tokenize.read_known(raw)
         ids = list(llm.session.inputs.prompt(body.prompt, must_fit=False).ids)
     answer = {"tokens": ids, "count": len(ids), "max_model_len": llm.engine_config.max_model_len}
     if body.return_token_strs:
         answer["token_strs"] = llm.tokenizer.convert_ids_to_tokens(ids)
-    return b"".join(json_pieces(answer)), body.ignored
+    return b"".join(json_pieces(answer))
 
 
-def _counted_response(llm: Any, raw: dict[str, Any]) -> Prepared:
+def _counted_response(llm: Any, body: ServedResponse) -> bytes:
     """Return the tokens of a response's prompt."""
-    body = ServedResponse.read_known(raw)
-    prompt = llm.session.inputs.prompt(body.given_prompt(llm), must_fit=False)
-    told = {"object": "response.input_tokens", "input_tokens": len(prompt.ids)}
-    return encode(told), body.ignored
+    return encode({"object": "response.input_tokens", "input_tokens": len(_ids(llm, body))})
 
 
-def _counted(llm: Any, raw: dict[str, Any]) -> Prepared:
+def _counted(llm: Any, body: CountedMessage) -> bytes:
     """Return the tokens of a message's prompt."""
-    body = CountedMessage.read_known(raw)
-    prompt = llm.session.inputs.prompt(body.given_prompt(llm), must_fit=False)
-    return encode({"input_tokens": len(prompt.ids)}), body.ignored
+    return encode({"input_tokens": len(_ids(llm, body))})
 
 
-def _detokenized(llm: Any, raw: dict[str, Any]) -> Prepared:
-    body = Detokenize.read_known(raw)
+def _detokenized(llm: Any, body: Detokenize) -> bytes:
     ids, size = body.tokens, llm.model_config.vocab_size
     if llm.tokenizer is None:
         raise RequestError("tokens: this model has no tokenizer")
@@ -383,4 +397,4 @@ def _detokenized(llm: Any, raw: dict[str, Any]) -> Prepared:
     answer: dict[str, Any] = {"prompt": llm.tokenizer.decode(ids)}
     if body.return_token_strs:
         answer["token_strs"] = [decode(llm.tokenizer, [token], False) for token in ids]
-    return b"".join(json_pieces(answer)), body.ignored
+    return b"".join(json_pieces(answer))

@@ -78,8 +78,11 @@ class StreamOptions(Body):
 
 
 class Served(OfRoute, GenerationRequest):
-    """The fields that a server adds to a request of a batch file."""
+    """The fields that a server adds to a request of a batch file. blamed: by a field of the chat,
+    that of the body to blame for an error in it, where the body has another form.
+    """
 
+    blamed: ClassVar[Mapping[str, str]] = {}
     within: ClassVar[Mapping[str, type[Body]]] = {"stream_options": StreamOptions}
 
     stream: bool = False
@@ -90,6 +93,12 @@ class Served(OfRoute, GenerationRequest):
         if self.stream_options is not None and not self.stream:
             refuse("stream_options needs stream=true", "stream_options", "invalid_value")
         return self
+
+    @classmethod
+    def blaming(cls, error: BodyError) -> BodyError:
+        """Return an error in a chat as one in the body that it was made of."""
+        param = cls.blamed.get(error.param or "", error.param)
+        return BodyError(str(error), param=param, code=error.code)
 
     @property
     def wants_usage(self) -> bool:
@@ -241,13 +250,11 @@ class ServedChat(Served, ChatCompletionRequest):
 class Translated(ServedChat):
     """A chat that was made from a body of another form. asked: that body.
 
-    asked_kind: its type. passed: its fields that have the same names in a chat. blamed: by a field
-    of the chat, that of the body to blame for an error in it.
+    asked_kind: its type. passed: its fields that have the same names in a chat.
     """
 
     asked_kind: ClassVar[type[Body]]
     passed: ClassVar[tuple[str, ...]] = ()
-    blamed: ClassVar[Mapping[str, str]] = {}
 
     _asked: Any = PrivateAttr()
     _unused: tuple[str, ...] = PrivateAttr(default=())
@@ -255,6 +262,10 @@ class Translated(ServedChat):
     @property
     def asked(self) -> Any:
         return self._asked
+
+    def forget_sources(self) -> None:
+        super().forget_sources()
+        self._asked.forget_sources()
 
     @property
     def ignored(self) -> tuple[str, ...]:
@@ -275,8 +286,7 @@ class Translated(ServedChat):
         try:
             body = super().read(passed | chat)
         except BodyError as e:
-            param = cls.blamed.get(e.param or "", e.param)
-            raise BodyError(str(e), param=param, code=e.code) from None
+            raise cls.blaming(e) from None
         body._asked = asked
         return body
 

@@ -27,6 +27,7 @@ from jpaged.openai.server.begun import begun
 from jpaged.openai.server.bodies import Served, ServedChat, ServedCompletion, Translated
 from jpaged.openai.server.echo import text_of
 from jpaged.openai.server.events import Events
+from jpaged.openai.server.images import Images
 from jpaged.openai.server.kept_responses import KeptResponses
 from jpaged.openai.server.message_bodies import ServedMessage
 from jpaged.openai.server.message_events import MessageEvents
@@ -81,6 +82,7 @@ class Generation:
 
     def __init__(self, llm: AsyncLLM | FleetLLM, settings: ServerSettings, metrics: Metrics):
         self._llm, self._settings, self._metrics = llm, settings, metrics
+        self.images = Images(llm, settings)
         self._defaults = llm.default_sampling_params()
         self.room = Room(settings.max_bodies_bytes)
         self._format = Format.of(
@@ -123,12 +125,17 @@ class Generation:
             with self.admitted(_num_prompts(body) * params.n, party):
                 adapter = model if model in self._llm.adapters else None
                 told = (body, params, model, adapter, self._format, party.salt)
-                async with self._compiling if _has_form(body, params) else nullcontext():
+                async with (
+                    self.images.loaded(body, held),
+                    self._compiling if _has_form(body, params) else nullcontext(),
+                ):
                     asked = await self.prepare(length, _understood, *told)
                 if self.kept is not None and _is_to_be_kept(body):
                     keep = partial(self.kept.put, party.shared, body.asked.items)
                     asked = dataclasses.replace(asked, keep=keep)
                 exchange.text = ""
+                if body.image_sources:
+                    body.forget_sources()
                 held.close()
                 _describe(exchange.record, asked)
                 watch = Watch(self._metrics, arrived, exchange.record)
@@ -139,13 +146,14 @@ class Generation:
                     leaves_rows=party.is_known,
                     session=None if session is None else f"{party.shared} {session}",
                 )
-                async with self._llm.run(
+                run = self._llm.run(
                     asked.prompts,
                     asked.params,
                     streaming=body.stream,
                     coming=coming,
                     origin=origin,
-                ) as inbox:
+                )
+                async with self.images.kept(asked.prompts), run as inbox:
                     running = Running(
                         name=asked.name,
                         route=exchange.scope["path"],

@@ -1,11 +1,19 @@
 """The body of POST /v1/messages, Anthropic's form of a chat, and its translation to ours."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, TypedDict, get_args
 
 from pydantic import BeforeValidator, FailFast, Field, model_validator
 
-from jpaged.openai.fields import Integer, Number, short
+from jpaged.openai.fields import (
+    ImagePart,
+    Integer,
+    Number,
+    TextPart,
+    image_part,
+    merged,
+    short,
+)
 from jpaged.openai.protocol import Body, BodyError, refuse
 from jpaged.openai.server.bodies import TOOL_NAME, Translated
 
@@ -30,6 +38,8 @@ PASSED = (
 )
 # The field here to blame for an error in a field of the chat.
 BLAMED = {"stop": "stop_sequences", "response_format": "output_config"}
+MediaType = Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
+MEDIA_TYPES: tuple[MediaType, ...] = get_args(MediaType)
 FROM_MODEL = ("text", "thinking", "redacted_thinking", "tool_use")
 
 
@@ -106,6 +116,49 @@ def _tool(tool: Any) -> Any:
 Functions = Annotated[list[Annotated[dict[str, Any], BeforeValidator(_tool)]], FailFast()]
 
 
+class TextBlock(TypedDict):
+    """A block of content that is text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Base64Source(TypedDict):
+    """An image in a request itself."""
+
+    type: Literal["base64"]
+    media_type: MediaType
+    data: str
+
+
+class URLSource(TypedDict):
+    """An image at an http or https URL of a host that is listed."""
+
+    type: Literal["url"]
+    url: str
+
+
+class ImageBlock(TypedDict):
+    """A block of content that is an image."""
+
+    type: Literal["image"]
+    source: Base64Source | URLSource
+
+
+class UserMessage(TypedDict):
+    """A message of a user."""
+
+    role: Literal["user"]
+    content: str | list[TextBlock | ImageBlock]
+
+
+# What a message says, is looked at when the chat is made of it.
+AnyMessage = Annotated[
+    dict[str, Any],
+    BeforeValidator(lambda message: message, json_schema_input_type=UserMessage | dict[str, Any]),
+]
+
+
 class CountedMessages(Body):
     """The body of POST /v1/messages/count_tokens, whose fields an answer has too."""
 
@@ -114,7 +167,7 @@ class CountedMessages(Body):
     within: ClassVar[Mapping[str, type[Body]]] = {"thinking": Thinking, "tool_choice": ToolChoice}
 
     model: str | None = None
-    messages: Annotated[list[dict[str, Any]], FailFast(), Field(min_length=1)]
+    messages: Annotated[list[AnyMessage], FailFast(), Field(min_length=1)]
     system: Annotated[
         str | None,
         BeforeValidator(_system, json_schema_input_type=str | list[dict[str, Any]] | None),
@@ -123,6 +176,10 @@ class CountedMessages(Body):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+
+    def forget_sources(self) -> None:
+        """Give up the messages, which may have images."""
+        self.messages = []
 
     @property
     def chat(self) -> dict[str, Any]:
@@ -227,9 +284,9 @@ def _messages(message: dict[str, Any]) -> list[dict[str, Any]]:
     if role == "assistant":
         return [_of_model(blocks)]
     results = [_result(block) for kind, block in blocks if kind == "tool_result"]
-    texts = [_text([block]) for kind, block in blocks if kind != "tool_result"]
-    if texts or not results:
-        results.append({"role": role, "content": "\n".join(texts)})
+    others = [block for kind, block in blocks if kind != "tool_result"]
+    if others or not results:
+        results.append({"role": role, "content": _content(others)})
     return results
 
 
@@ -265,22 +322,56 @@ def _of_model(blocks: list[tuple[Any, dict[str, Any]]]) -> dict[str, Any]:
 
 def _result(block: dict[str, Any]) -> dict[str, Any]:
     content = block.get("content") or ""
-    text = content if isinstance(content, str) else _text(content)
+    content = content if isinstance(content, str) else _content(content)
     if block.get("is_error") is True:
-        text = f"Error: {text}"
-    return {"role": "tool", "content": text, "tool_call_id": _string(block["tool_use_id"], "id")}
+        if not isinstance(content, str):
+            raise ValueError("an error of a tool cannot have an image")
+        content = f"Error: {content}"
+    name = _string(block["tool_use_id"], "id")
+    return {"role": "tool", "content": content, "tool_call_id": name}
+
+
+def _content(blocks: Any) -> Any:
+    """Return the content of a chat's message that says what a list of blocks does: a text, or parts
+    where there are images.
+    """
+    if not isinstance(blocks, list):
+        raise ValueError("content must be a text or a list of blocks")
+    parts: list[TextPart | ImagePart] = []
+    for block in blocks:
+        kind = _kind(block)
+        if kind == "image":
+            parts.append(image_part(_url_of(block["source"])))
+        elif kind == "text":
+            parts.append({"type": "text", "text": _string(block["text"], "text")})
+        else:
+            raise ValueError(f"a block of type {short(kind)} is not supported here")
+    return merged(parts)
+
+
+def _url_of(source: Any) -> str:
+    """Return the URL of an image's source, a data: URL where the source has the image itself."""
+    kind = source.get("type") if isinstance(source, dict) else None
+    if kind == "url":
+        url = _string(source["url"], "url")
+        if not url.lower().startswith(("http://", "https://")):
+            raise ValueError(f"the url of an image is {short(url)}: must be http or https")
+        return url
+    if kind != "base64":
+        raise ValueError(
+            f"a source of type {short(kind)} is not supported: only base64 and url are"
+        )
+    media = source["media_type"]
+    if media not in MEDIA_TYPES:
+        raise ValueError(f"media_type {short(media)}: must be one of {', '.join(MEDIA_TYPES)}")
+    return f"data:{media};base64,{_string(source['data'], 'data')}"
 
 
 def _text(blocks: Any) -> str:
-    """Return the text of a list of blocks."""
-    if not isinstance(blocks, list):
-        raise ValueError("content must be a text or a list of blocks")
-    texts: list[str] = []
-    for block in blocks:
-        if (kind := _kind(block)) != "text":
-            raise ValueError(f"a block of type {short(kind)} is not supported here")
-        texts.append(_string(block["text"], "text"))
-    return "\n".join(texts)
+    """Return the text of a list of blocks. Raises ValueError for a block that is none."""
+    if isinstance(blocks, list) and any(_kind(block) == "image" for block in blocks):
+        raise ValueError("a block of type 'image' is not supported here")
+    return _content(blocks)
 
 
 def _string(value: Any, name: str) -> str:

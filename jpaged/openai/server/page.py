@@ -17,7 +17,7 @@ POLICY = {
     "default-src": "'none'",
     "script-src": "'self'",
     "style-src": "'self'",
-    "img-src": "'self'",
+    "img-src": "'self' data:",  # pictures of messages
     "connect-src": "'self'",
     "base-uri": "'none'",
     "form-action": "'none'",

@@ -1,12 +1,20 @@
 """The body of POST /v1/responses, and its translation to a chat."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, NotRequired, Self, TypedDict
 
 from pydantic import BeforeValidator, FailFast, Field, model_validator
 
 from jpaged.openai import protocol
-from jpaged.openai.fields import Integer, Number, short
+from jpaged.openai.fields import (
+    ImagePart,
+    Integer,
+    Number,
+    TextPart,
+    image_part,
+    merged,
+    short,
+)
 from jpaged.openai.forms import Strict
 from jpaged.openai.protocol import Body, BodyError, refuse
 from jpaged.openai.server.bodies import ROUTES, OfRoute, ServedChat, Translated
@@ -97,6 +105,36 @@ def _few(metadata: Any) -> Any:
 Functions = Annotated[list[Annotated[dict[str, Any], BeforeValidator(_function)]], FailFast()]
 
 
+class InputText(TypedDict):
+    """A part of an item's content that is text."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+class InputImage(TypedDict):
+    """A part that is an image: a data: URL, or a URL of a host that is listed."""
+
+    type: Literal["input_image"]
+    image_url: str
+    detail: NotRequired[Literal["auto", "high", "original"] | None]
+
+
+class InputMessage(TypedDict):
+    """A message of a user, the system or a developer among the items of an input."""
+
+    type: NotRequired[Literal["message"]]
+    role: Literal["user", "system", "developer"]
+    content: str | list[InputText | InputImage]
+
+
+# What an item is, is looked at when the chat is made of it.
+Item = Annotated[
+    dict[str, Any],
+    BeforeValidator(lambda item: item, json_schema_input_type=InputMessage | dict[str, Any]),
+]
+
+
 class ResponseStreamOptions(Body):
     """OpenAI's stream_options. include_obfuscation: accepted; nothing is obfuscated."""
 
@@ -114,7 +152,7 @@ class ResponseBody(OfRoute):
     needs_state: ClassVar[tuple[str, ...]] = KEPT
 
     model: str | None = None
-    input: str | Annotated[list[dict[str, Any]], FailFast(), Field(min_length=1)]
+    input: str | Annotated[list[Item], FailFast(), Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Integer | None = None
     temperature: Number | None = None
@@ -169,6 +207,10 @@ class ResponseBody(OfRoute):
             return [{"role": "user", "content": self.input}]
         return self.input
 
+    def forget_sources(self) -> None:
+        """Give up the input, which may have images; `items` that were taken before stay."""
+        self.input = ""
+
     @property
     def _messages(self) -> list[dict[str, Any]]:
         begin = [] if self.instructions is None else [_message("system", self.instructions)]
@@ -212,7 +254,7 @@ class ServedKeptResponse(ServedResponse):
     asked_kind: ClassVar[type[Body]] = KeptResponseBody
 
 
-def _message(role: str, content: str) -> dict[str, Any]:
+def _message(role: str, content: Any) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
@@ -224,10 +266,10 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
     kind = item.get("type", "message")
     match kind:
         case "message" if item["role"] != "assistant":
-            messages.append(_message(item["role"], _text(item["content"])))
+            messages.append(_message(item["role"], _content(item["content"])))
             return
         case "function_call_output":
-            output = _message("tool", _text(item["output"]))
+            output = _message("tool", _content(item["output"]))
             messages.append(output | {"tool_call_id": item["call_id"]})
             return
         case "message" | "function_call" | "reasoning":
@@ -253,21 +295,35 @@ THOUGHT = {"role", "reasoning_content"}
 PARTS = ("input_text", "output_text", "reasoning_text", "summary_text", "text", "refusal")
 
 
-def _text(content: Any) -> str:
-    """Return the text of a content, which may be a list of parts."""
+def _content(content: Any) -> Any:
+    """Return a content as that of a chat's message: a text, or parts where there are images.
+    Raises ValueError for parts of other kinds.
+    """
     if isinstance(content, str):
         return content
-    parts = content if isinstance(content, list) else [content]
-    texts: list[str] = []
-    for part in parts:
+    parts: list[TextPart | ImagePart] = []
+    for part in content if isinstance(content, list) else [content]:
         kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "input_image":
+            if part.get("file_id") is not None:
+                raise ValueError("has an image by file_id: this server keeps no files")
+            parts.append(image_part(part.get("image_url"), part.get("detail")))
+            continue
         if kind not in PARTS:
-            raise ValueError("has a part that is not text")
+            raise ValueError("has a part that is neither text nor an input_image")
         text = part.get("refusal" if kind == "refusal" else "text")
         if not isinstance(text, str):
             raise ValueError("has a part without text")
-        texts.append(text)
-    return "\n".join(texts)
+        parts.append({"type": "text", "text": text})
+    return merged(parts)
+
+
+def _text(content: Any) -> str:
+    """Return the text of what a model said. Raises ValueError for a part that is none."""
+    said = _content(content)
+    if not isinstance(said, str):
+        raise ValueError("has a part that is not text")
+    return said
 
 
 def _choice(choice: Any) -> Any:

@@ -3,11 +3,13 @@
 import dataclasses
 import math
 import re
-from typing import Literal
+from typing import Literal, Self
 
 from jpaged.checks import at_least
 from jpaged.errors import ConfigError
+from jpaged.images.limits import ImageLimits
 
+BODY_OF_TEXT, BODY_WITH_IMAGES = 4 << 20, 32 << 20  # bytes
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@]+")
 
 
@@ -42,7 +44,13 @@ class ServerSettings:
     max_output_tokens: int | None = _knob(
         None, "limit of max_tokens, and its value where a request sets none"
     )
-    max_body_bytes: int = _knob(4 << 20, "bytes of a request's body")
+    max_body_bytes: int | None = _knob(
+        None, "bytes of a request's body; None: 4 MiB, and 32 MiB with --images"
+    )
+    image_hosts: tuple[str, ...] = _knob(
+        (), "hosts whose image URLs are fetched: NAME, NAME:PORT or *.NAME"
+    )
+    max_images: int = _knob(16, "images of a request, where the model takes any: see --images")
     max_json_depth: int = _knob(64, "depth of nested lists and objects in a body")
     max_connections: int = _knob(
         512, "connections; a further one closes the one that has been idle longest"
@@ -73,7 +81,10 @@ class ServerSettings:
     drain_s: float = _knob(30.0, "time after SIGTERM for running requests to finish")
 
     def __post_init__(self) -> None:
-        at_least(1, self, "max_choices", "max_body_bytes", "max_json_depth", "max_connections")
+        at_least(1, self, "max_choices", "max_json_depth", "max_connections", "max_images")
+        ImageLimits(hosts=self.image_hosts)  # raises ConfigError
+        if self.max_body_bytes is not None:
+            at_least(1, self, "max_body_bytes")
         at_least(0, self, "max_waiting")
         at_least(1, self, "max_kept_responses")
         if self.max_output_tokens is not None:
@@ -95,7 +106,21 @@ class ServerSettings:
                     "without, and no path; or *"
                 )
 
+    def with_images(self, takes_images: bool) -> Self:
+        """Return the settings of a server whose model takes images, or does not: max_body_bytes is
+        known then.
+        """
+        if self.max_body_bytes is not None:
+            return self
+        most = BODY_WITH_IMAGES if takes_images else BODY_OF_TEXT
+        return dataclasses.replace(self, max_body_bytes=most)
+
+    @property
+    def body_bytes(self) -> int:
+        """The bytes that a body may have."""
+        return BODY_OF_TEXT if self.max_body_bytes is None else self.max_body_bytes
+
     @property
     def max_bodies_bytes(self) -> int:
         """The bytes that all bodies may take together while they are read."""
-        return 16 * self.max_body_bytes
+        return 16 * self.body_bytes

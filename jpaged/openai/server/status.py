@@ -13,6 +13,7 @@ from jpaged.engine.sequence import Request
 from jpaged.fleet.face import FleetLLM, FrontModel
 from jpaged.fleet.facts import fixed_facts
 from jpaged.llm import LLM
+from jpaged.openai.images import why_no_images
 from jpaged.openai.parts import Format
 from jpaged.openai.server.settings import ServerSettings
 
@@ -86,4 +87,21 @@ class Status:
 
 def _fixed(llm: LLM | FrontModel) -> dict[str, Any]:
     """Return what stays the same while a server runs."""
-    return dict(llm.fixed) if isinstance(llm, FrontModel) else fixed_facts(llm)
+    facts = llm.fixed if isinstance(llm, FrontModel) else fixed_facts(llm)
+    return {**facts, "images": _images(llm)}
+
+
+def _images(llm: LLM | FrontModel) -> dict[str, Any]:
+    """Return what a request may have as images; or why it may have none."""
+    reader = llm.session.inputs.images
+    if reader is None:
+        return {"refused": why_no_images(llm.model_config, llm.engine_config)}
+    limits = reader.limits
+    return {
+        "refused": None,
+        "formats": list(limits.formats),
+        "max_images": limits.max_images,
+        "max_bytes": limits.max_bytes,
+        "max_pixels": limits.max_pixels,
+        "hosts": list(limits.hosts),
+    }

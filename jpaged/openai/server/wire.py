@@ -185,7 +185,7 @@ class Exchange:
         if length and self.header(b"transfer-encoding"):  # a proxy may have used the other one
             said = "a request must not have both a Content-Length and a Transfer-Encoding"
             raise ApiError(400, said, headers={"Connection": "close"})
-        most = self.settings.max_body_bytes
+        most = self.settings.body_bytes
         large = ApiError(413, f"the body is longer than {most} bytes", code="body_too_large")
         if length.isdigit() and int(length[:20]) > most:
             raise large
@@ -295,7 +295,7 @@ class Exchange:
         """Read the rest of a body for a moment: a client that cannot finish sending does not read
         the answer.
         """
-        left = 4 * self.settings.max_body_bytes
+        left = 4 * self.settings.body_bytes
         with suppress(TimeoutError):
             async with asyncio.timeout(DISCARD_S):
                 while self._unread and left > 0:
@@ -334,17 +334,19 @@ def is_own_host(header: str, hosts: tuple[str, ...]) -> bool:
 
 
 class Room:
-    """The bytes of all bodies that have arrived and are not parsed yet."""
+    """The bytes of all bodies that have arrived and are not parsed yet, or of other things. full:
+    what is said where there is no room.
+    """
 
-    def __init__(self, most: int):
-        self.most, self.used = most, 0
+    def __init__(self, most: int, full: str = "this server is reading too many bodies"):
+        self.most, self.used, self.full = most, 0, full
 
     def hold(self) -> "Held":
         return Held(self)
 
 
 class Held:
-    """The share of a Room that one body holds until `close`."""
+    """The share of a Room that one request holds until `close`."""
 
     def __init__(self, room: Room):
         self._room, self._count = room, 0
@@ -353,7 +355,7 @@ class Held:
         """Reserve this many more bytes. Raises ApiError if there is no room."""
         room = self._room
         if room.used + count > room.most:
-            raise overloaded("this server is reading too many bodies")
+            raise overloaded(room.full)
         room.used += count
         self._count += count
 

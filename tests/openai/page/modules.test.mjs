@@ -247,3 +247,62 @@ test("numbers as they are shown", () => {
   assert.equal(difference({ ...a, temperature: "2", seed: "1" }, a), "temperature 2");
   assert.equal(difference({ ...a, seed: "1" }, a), "the same settings");
 });
+
+const pictures = await load("pictures.js");
+
+test("pictures are scaled down to what is sent", () => {
+  assert.deepEqual(pictures.fitted(640, 480), [640, 480]);
+  assert.deepEqual(pictures.fitted(8192, 4096), [2048, 1024]);
+  assert.deepEqual(pictures.fitted(20000, 3), [2048, 1]);
+  assert.ok(pictures.isSentAsItIs("image/png", 1000, 640, 480));
+  assert.ok(pictures.isSentAsItIs("image/jpeg", pictures.MOST_BYTES, 2048, 2048));
+  for (const [type, bytes, width, height] of [["image/gif", 9, 9, 9], ["image/webp", 9, 9, 9], ["image/svg+xml", 9, 9, 9], ["image/png", pictures.MOST_BYTES + 1, 9, 9], ["image/png", 9, 2049, 9]]) {
+    assert.ok(!pictures.isSentAsItIs(type, bytes, width, height), type);
+  }
+  const files = [{ type: "image/png" }, { type: "text/plain" }];
+  assert.deepEqual(pictures.pictureFiles({ files }), [files[0]]);
+  assert.deepEqual(pictures.pictureFiles(null), []);
+});
+
+const IMAGE = { id: "p1", name: "a.png", width: 3, height: 2 }, URL_OF_IMAGE = "data:image/png;base64,AAAA";
+
+test("messages with pictures are parts", () => {
+  const talk = tree.newConversation("chat", {});
+  const first = tree.add(talk, null, { role: "user", content: "", images: [IMAGE] });
+  assert.equal(talk.title, "Picture");
+  const part = { type: "image_url", image_url: { url: URL_OF_IMAGE } };
+  const urlOf = id => (id === "p1" ? URL_OF_IMAGE : undefined);
+  assert.deepEqual(tree.messagesTo(talk, first.id, "", urlOf), [{ role: "user", content: [part] }]);
+  first.content = "what?";
+  assert.deepEqual(tree.messagesTo(talk, first.id, "", urlOf)[0].content, [part, { type: "text", text: "what?" }]);
+  assert.throws(() => tree.messagesTo(talk, first.id, ""), /a\.png is not kept any more/);
+  assert.deepEqual(pictures.idsOf(talk), ["p1"]);
+});
+
+test("pictures of files that were exported", () => {
+  const talk = tree.newConversation("chat", {});
+  tree.add(talk, null, { role: "user", content: "x", images: [IMAGE, { id: "../x" }, { id: "p2" }] });
+  const file = tree.exported([talk], [["p1", URL_OF_IMAGE]]);
+  const [read] = tree.imported(file), [id] = read.roots;
+  assert.deepEqual(read.nodes[id].images, [IMAGE, { id: "p2", name: "picture", width: 1, height: 1 }]);
+  assert.deepEqual(tree.importedPictures(file), [["p1", URL_OF_IMAGE]]);
+  for (const url of ["https://a.org/x.png", "data:image/svg+xml;base64,AAAA", "data:text/html,x", "javascript:1", 5]) {
+    assert.deepEqual(tree.importedPictures(tree.exported([], [["p1", url]])), [], String(url));
+  }
+  assert.deepEqual(tree.importedPictures('{"pictures": null}'), []);
+});
+
+test("pictures that other conversations have stay", async () => {
+  const gone = [], kept = { putPicture: async () => {}, deletePicture: async id => gone.push(id), pictures: async ids => ids.map(id => [id, URL_OF_IMAGE]) };
+  const all = new pictures.Pictures(kept), one = tree.newConversation("chat", {}), two = tree.newConversation("chat", {});
+  tree.add(one, null, { role: "user", content: "", images: [IMAGE, { ...IMAGE, id: "p2" }] });
+  tree.add(two, null, { role: "user", content: "", images: [IMAGE] });
+  await all.load(one);
+  assert.equal(all.get("p2"), URL_OF_IMAGE);
+  all.drop(one, [two]);
+  assert.deepEqual(gone, ["p2"]);
+  assert.deepEqual([all.get("p1"), all.get("p2")], [URL_OF_IMAGE, undefined]);
+  const full = new pictures.Pictures({ putPicture: async () => { throw new Error("full"); } });
+  await assert.rejects(full.put({ id: "p3", url: URL_OF_IMAGE }), /full/);
+  assert.equal(full.get("p3"), URL_OF_IMAGE);
+});

@@ -1,8 +1,9 @@
 // A conversation: a tree of messages, of which one path is shown. Plain data, which the browser keeps.
 //
-// node: { id, parent, role, content, reasoning, calls, tokens, settings, info, error, pair }
+// node: { id, parent, role, content, images, reasoning, calls, tokens, settings, info, error, pair }
 //   parent: the id of the message before it, null for a first one
 //   role: "user" | "assistant" | "tool"; of a conversation of the kind "text" both are parts of one text
+//   images: [{ id, name, width, height }] of a user, whose pictures pictures.js keeps by their ids
 //   calls: [{ id, name, arguments }] of an assistant; callId: of a tool's result
 //   tokens: [{ id, text, logprob, tops: [{ id, text, logprob }] }] of an assistant, null if unknown
 //   pair: the ids of two answers to a user's message that are shown side by side
@@ -28,7 +29,7 @@ export function add(conversation, parent, message) {
   conversation.nodes[node.id] = node;
   childrenOf(conversation, parent).push(node.id);
   show(conversation, node.id);
-  if (!conversation.title && node.role === "user") conversation.title = titleOf(node.content);
+  if (!conversation.title && node.role === "user") conversation.title = titleOf(node.content) || (node.images?.length ? "Picture" : "");
   return node;
 }
 
@@ -89,14 +90,15 @@ export function remove(conversation, id) {
 }
 
 // Return the messages of a chat request for the path to a message (null: none yet). The system prompt
-// is the settings'.
-export function messagesTo(conversation, id, system) {
+// is the settings'. urlOf: the data: URL of a picture by its id, undefined where there is none.
+export function messagesTo(conversation, id, system, urlOf = () => undefined) {
   const begin = system.trim() ? [{ role: "system", content: system }] : [];
   if (id === null) return begin;
-  return [...begin, ...pathTo(conversation, id).map(messageOf)];
+  return [...begin, ...pathTo(conversation, id).map(node => messageOf(node, urlOf))];
 }
 
-export function messageOf(node) {
+export function messageOf(node, urlOf) {
+  if (node.images?.length) return { role: node.role, content: partsOf(node, urlOf) };
   if (node.role === "tool") return { role: "tool", content: node.content, tool_call_id: node.callId };
   const message = { role: node.role, content: node.content };
   if (node.role === "assistant") {
@@ -109,9 +111,25 @@ export function messageOf(node) {
   return message;
 }
 
+function partsOf(node, urlOf) {
+  const parts = node.images.map(image => {
+    const url = urlOf(image.id);
+    if (url === undefined) throw new Error(`the picture ${image.name} is not kept any more: delete its message, or send it again`);
+    return { type: "image_url", image_url: { url } };
+  });
+  return node.content ? [...parts, { type: "text", text: node.content }] : parts;
+}
+
 // Return the text that a conversation of the kind "text" has up to a message.
 export function textTo(conversation, id) {
   return id === null ? "" : pathTo(conversation, id).map(node => node.content).join("");
+}
+
+// Return the pictures of a file that was exported: [[id, url]]. They are data: URLs of images alone.
+export function importedPictures(text) {
+  const { pictures } = JSON.parse(text);
+  const isSound = ([id, url]) => /^[\w-]+$/.test(id) && typeof url === "string" && /^data:image\/(png|jpeg);base64,[A-Za-z0-9+/=]*$/.test(url);
+  return pictures && typeof pictures === "object" ? Object.entries(pictures).filter(isSound) : [];
 }
 
 // Return conversations of a file that was exported. Throws Error for a file of another kind.
@@ -149,6 +167,10 @@ function checked(conversation) {
 function cleaned(node) {
   const { id, parent, children, role, content, callId, settings } = node;
   const clean = { id, parent, children, role, content, reasoning: String(node.reasoning ?? ""), calls: [], tokens: [], settings: null, info: null };
+  const images = list(node.images).filter(image => /^[\w-]+$/.test(image?.id ?? ""));
+  if (role === "user" && images.length) {
+    clean.images = images.map(image => ({ id: String(image.id), name: String(image.name ?? "picture"), width: Number(image.width) || 1, height: Number(image.height) || 1 }));
+  }
   if (role === "tool") clean.callId = String(callId ?? "");
   if (settings && typeof settings === "object") {
     clean.settings = Object.fromEntries(Object.entries(settings).filter(([, value]) => typeof value === "string"));
@@ -166,6 +188,7 @@ function cleaned(node) {
 
 const list = value => (Array.isArray(value) ? value : []);
 
-export function exported(conversations) {
-  return JSON.stringify({ format: "jpaged-conversations", version: 1, conversations }, null, 1);
+// pictures: [[id, url]] of the conversations.
+export function exported(conversations, pictures = []) {
+  return JSON.stringify({ format: "jpaged-conversations", version: 1, conversations, pictures: Object.fromEntries(pictures) }, null, 1);
 }

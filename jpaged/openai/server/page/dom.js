@@ -34,6 +34,7 @@ const ICONS = {
   left: "M10 3L5 8l5 5",
   right: "M6 3l5 5-5 5",
   close: "M4 4l8 8M12 4l-8 8",
+  picture: "M2.5 3h11v10h-11zM2.5 11l3.5-3.5 3 3 2-2 2.5 2.5M10.5 5.5v.5",
   trash: "M3 4.5h10M6 4.5V3h4v1.5M4.5 4.5l.5 9h6l.5-9",
   tokens: "M2 4h4v3H2zM8 4h6v3H8zM2 9.5h6v3H2zM10 9.5h4v3h-4z",
   columns: "M2.5 3h4.5v10H2.5zM9 3h4.5v10H9z",

@@ -10,9 +10,10 @@ export class Answers extends EventTarget {
   #running = new Map(); // by the message's id: what stops it
   #texts = new Map(); // by model: the texts of tokens
 
-  // most: how many alternatives of a token the server gives at most
-  constructor() {
+  // most: how many alternatives of a token the server gives at most. pictures: those of conversations
+  constructor(pictures) {
     super();
+    this.pictures = pictures;
     this.most = 20;
   }
 
@@ -42,8 +43,10 @@ export class Answers extends EventTarget {
     const seed = settings.seed === "" ? drawn : Number(settings.seed);
     const options = { seed, most: this.most, begins: (begins ?? []).map(token => token.id), goesOn: from !== null };
     const isChat = conversation.kind === "chat", last = from?.id ?? parent;
+    if (!this.pictures.has(conversation)) await this.pictures.load(conversation);
+    const urlOf = id => this.pictures.get(id);
     // A body is made at once, so that a wrong setting is found before there is a message.
-    const body = isChat ? chatBody(settings, messagesTo(conversation, last, settings.system), options) : textBody(settings, textTo(conversation, last), options);
+    const body = isChat ? chatBody(settings, messagesTo(conversation, last, settings.system, urlOf), options) : textBody(settings, textTo(conversation, last), options);
     const node = add(conversation, parent, {
       role: "assistant",
       content: from?.content ?? "",

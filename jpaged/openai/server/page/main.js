@@ -6,6 +6,7 @@ import { download, h, icon, iconButton, short } from "./dom.js";
 import { Answers, wholeSettings } from "./generate.js";
 import { Load } from "./load.js";
 import { parse } from "./metrics.js";
+import { Pictures, idsOf, pictureFiles, pictureOf, toldOf } from "./pictures.js";
 import { SettingError, newSettings } from "./request.js";
 import { SettingsPanel } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
@@ -24,7 +25,10 @@ class Page {
     this.view = "chat";
     this.showsTokens = kept("tokens", false);
     this.saving = new Map();
-    this.answers = new Answers();
+    this.pictures = new Pictures(this.store);
+    this.attached = []; // pictures of the message that is written
+    this.noPictures = "the server has not said yet whether its model sees pictures";
+    this.answers = new Answers(this.pictures);
     this.answers.addEventListener("change", event => this.#changed(event.detail));
     this.answers.addEventListener("end", event => this.#ended(event.detail));
     this.load = new Load();
@@ -39,6 +43,7 @@ class Page {
         result: (node, call, text) => this.#result(node, call, text),
       },
       this.answers,
+      this.pictures,
     );
     this.panel = new SettingsPanel(() => this.#settingsChanged());
     this.sidebar = new Sidebar({
@@ -50,7 +55,7 @@ class Page {
         this.#showList();
       },
       remove: conversation => this.#forget(conversation),
-      exportAll: () => download("conversations.json", tree.exported(this.conversations)),
+      exportAll: () => this.#export(),
       importFile: file => this.#import(file),
     });
     this.#build();
@@ -77,8 +82,16 @@ class Page {
     this.input.addEventListener("input", () => this.#grow());
     this.sendButton = h("button", { class: "primary send", "aria-label": "Send" }, icon("send"));
     this.problem = h("p", { class: "error problem", role: "alert", hidden: true });
-    this.composer = h("form", { class: "composer", onsubmit: event => { event.preventDefault(); this.#sendOrStop(); } }, this.problem, h("div", { class: "composer-box" }, this.input, this.sendButton));
+    this.thumbnails = h("div", { class: "thumbnails", role: "list", "aria-label": "Pictures of the message", hidden: true });
+    this.fileField = h("input", { type: "file", accept: "image/*", multiple: true, hidden: true, "aria-label": "Pictures" });
+    this.fileField.addEventListener("change", () => {
+      this.#attach([...this.fileField.files]);
+      this.fileField.value = "";
+    });
+    this.pictureButton = iconButton("picture", "Add pictures", () => this.fileField.click());
+    this.composer = h("form", { class: "composer", onsubmit: event => { event.preventDefault(); this.#sendOrStop(); } }, this.problem, h("div", { class: "composer-box" }, this.thumbnails, this.pictureButton, this.fileField, this.input, this.sendButton));
     this.chatView = h("div", { class: "chat-view" }, this.thread.element, this.composer);
+    this.#takeDrops();
     this.loadView = h("div", { class: "load-view", hidden: true }, this.load.element);
     this.aside = h("aside", { class: "settings-pane", id: "settings", "aria-label": "Settings" }, h("div", { class: "pane-head" }, h("h2", {}, "Settings"), iconButton("close", "Close the settings", () => this.#toggle("settings", false))), this.panel.element);
     this.main = h("main", {}, this.chatView, this.loadView);
@@ -90,6 +103,12 @@ class Page {
     this.#setTheme(kept("theme", "auto"));
     this.#markTokens();
     document.addEventListener("keydown", event => this.#key(event));
+    document.addEventListener("paste", event => {
+      const files = pictureFiles(event.clipboardData);
+      if (!files.length || this.view !== "chat") return;
+      event.preventDefault();
+      this.#attach(files);
+    });
     addEventListener("resize", () => this.view === "load" && this.load.draw());
     addEventListener("pagehide", () => this.#saveAll());
   }
@@ -126,6 +145,13 @@ class Page {
     this.#refresh();
     this.panel.show(this.conversation);
     this.#showProblem(null);
+    this.#loadPictures(this.conversation);
+  }
+
+  // Show the pictures of a conversation once they are there.
+  async #loadPictures(conversation) {
+    await this.pictures.load(conversation);
+    if (conversation === this.conversation && idsOf(conversation).length) this.thread.show(conversation, this.showsTokens);
   }
 
   #forget(conversation) {
@@ -134,6 +160,7 @@ class Page {
     clearTimeout(this.saving.get(conversation));
     this.saving.delete(conversation);
     this.store.delete(conversation.id);
+    this.pictures.drop(conversation, this.conversations);
     if (conversation !== this.conversation) this.#showList();
     else if (this.conversations.length) this.open(this.conversations[0].id);
     else {
@@ -142,9 +169,16 @@ class Page {
     }
   }
 
+  async #export() {
+    for (const conversation of this.conversations) await this.pictures.load(conversation);
+    const ids = this.conversations.flatMap(idsOf).filter(id => this.pictures.get(id) !== undefined);
+    download("conversations.json", tree.exported(this.conversations, ids.map(id => [id, this.pictures.get(id)])));
+  }
+
   async #import(file) {
     try {
-      const found = tree.imported(await file.text()).map(sound).filter(Boolean);
+      const text = await file.text(), found = tree.imported(text).map(sound).filter(Boolean);
+      for (const [id, url] of tree.importedPictures(text)) await this.pictures.put({ id, url });
       this.conversations.unshift(...found);
       found.forEach(one => this.#touch(one));
       if (found.length) this.open(found[0].id);
@@ -160,6 +194,7 @@ class Page {
     this.input.placeholder = conversation.kind === "chat" ? "Message" : conversation.roots.length ? "More text, or nothing: the model goes on" : "Begin a text";
     this.input.setAttribute("aria-label", conversation.kind === "chat" ? "Message" : "Text");
     this.#markSend();
+    this.#markPictures();
     this.#showList();
   }
 
@@ -191,6 +226,71 @@ class Page {
     for (const conversation of [...this.saving.keys()]) this.#save(conversation);
   }
 
+  // Pictures
+
+  #takeDrops() {
+    const hasFiles = event => [...event.dataTransfer.types].includes("Files");
+    const mark = isOver => this.chatView.classList.toggle("drop", isOver);
+    this.chatView.addEventListener("dragover", event => {
+      if (!hasFiles(event)) return;
+      event.preventDefault();
+      mark(true);
+    });
+    this.chatView.addEventListener("dragleave", event => {
+      if (!this.chatView.contains(event.relatedTarget)) mark(false);
+    });
+    this.chatView.addEventListener("drop", event => {
+      mark(false);
+      if (!hasFiles(event)) return;
+      event.preventDefault();
+      const files = pictureFiles(event.dataTransfer);
+      if (files.length) this.#attach(files);
+      else this.#showProblem(new api.ApiFailure("only pictures can be dropped here", 0));
+    });
+  }
+
+  // Why the message that is written can have no pictures; null if it can.
+  get #refusal() {
+    return this.noPictures ?? (this.conversation?.kind === "text" ? "a text has no pictures: begin a chat" : null);
+  }
+
+  // Add pictures to the message that is written.
+  async #attach(files) {
+    let problem = this.#refusal;
+    for (const file of problem === null ? files : []) {
+      try {
+        this.attached.push(await pictureOf(file));
+      } catch (e) {
+        problem = e.message;
+      }
+    }
+    this.#showAttached();
+    this.#showProblem(problem === null ? null : new api.ApiFailure(problem, 0));
+    this.input.focus();
+  }
+
+  #showAttached() {
+    this.thumbnails.hidden = !this.attached.length;
+    this.thumbnails.replaceChildren(
+      ...this.attached.map(picture => {
+        const remove = () => {
+          this.attached = this.attached.filter(one => one !== picture);
+          this.#showAttached();
+          this.input.focus();
+        };
+        const shown = h("img", { src: picture.url, alt: picture.name, title: `${picture.name}, ${picture.width} × ${picture.height}` });
+        return h("div", { class: "thumbnail", role: "listitem" }, shown, iconButton("close", `Remove ${picture.name}`, remove));
+      }),
+    );
+  }
+
+  #markPictures() {
+    const refusal = this.#refusal;
+    this.pictureButton.disabled = refusal !== null;
+    this.pictureButton.title = refusal ?? "Add pictures: pick, paste or drop them";
+    this.pictureButton.setAttribute("aria-label", refusal === null ? "Add pictures" : `Add pictures: ${refusal}`);
+  }
+
   // Messages
 
   #sendOrStop() {
@@ -209,10 +309,13 @@ class Page {
   async #send() {
     const { conversation } = this, text = this.input.value, isChat = conversation.kind === "chat";
     const last = tree.path(conversation).at(-1) ?? null;
-    if (!text.trim() && (isChat ? last?.role !== "user" : last === null)) return;
-    const isNew = isChat ? text.trim() !== "" : text !== "";
+    const sent = isChat ? this.attached : [];
+    if (!text.trim() && !sent.length && (isChat ? last?.role !== "user" : last === null)) return;
+    const isNew = isChat ? text.trim() !== "" || sent.length > 0 : text !== "";
+    const notKept = sent.length ? await this.#keepPictures(sent) : null;
     const isSent = await this.#attempt(async () => {
-      const user = isNew ? tree.add(conversation, last?.id ?? null, { role: "user", content: text }) : last;
+      const more = sent.length ? { images: sent.map(toldOf) } : {};
+      const user = isNew ? tree.add(conversation, last?.id ?? null, { role: "user", content: text, ...more }) : last;
       try {
         await this.#answer(user);
       } catch (e) {
@@ -221,10 +324,26 @@ class Page {
       }
     });
     if (!isSent) return;
+    this.attached = this.attached.filter(one => !sent.includes(one));
+    this.#showAttached();
+    if (notKept !== null) this.#showProblem(notKept);
     this.input.value = "";
     this.#grow();
     this.thread.sticks = true;
     this.thread.follow();
+  }
+
+  // Keep pictures with the conversations. Return why the browser does not, null if it does.
+  async #keepPictures(pictures) {
+    let problem = null;
+    for (const picture of pictures) {
+      try {
+        await this.pictures.put(picture);
+      } catch (e) {
+        problem = new api.ApiFailure(`this browser does not keep the picture ${picture.name} (${e.message}): it lasts as long as the page; delete old conversations with pictures to make room`, 0);
+      }
+    }
+    return problem;
   }
 
   // Answer a message, twice where two answers stand side by side.
@@ -278,7 +397,8 @@ class Page {
         tree.add(conversation, parent, { role, content: text, reasoning, calls, callId, tokens: [], settings: null, info: null });
         return;
       }
-      const user = tree.add(conversation, parent, { role: "user", content: text });
+      const more = node.images?.length ? { images: node.images } : {};
+      const user = tree.add(conversation, parent, { role: "user", content: text, ...more });
       try {
         await this.#answer(user);
       } catch (e) {
@@ -494,6 +614,8 @@ class Page {
     this.title.title = `${status.max_model_len} tokens of context, jpaged ${status.version}`;
     document.title = `${status.model} · jpaged`;
     this.thread.model = status.model;
+    this.noPictures = status.images.refused;
+    this.#markPictures();
     if (!status.has_chat_template && !this.conversation.roots.length && this.conversation.kind === "chat") this.begin("text");
     this.thread.show(this.conversation, this.showsTokens);
   }

@@ -1,7 +1,7 @@
 // Shows the path of a conversation: messages with what can be done with each, answers that grow, two
 // answers side by side, and the token view.
 
-import { messageOf, path, siblings } from "./conversation.js";
+import { path, siblings } from "./conversation.js";
 import { copy, duration, h, iconButton, short } from "./dom.js";
 import { render } from "./markdown.js";
 import { difference } from "./settings.js";
@@ -11,8 +11,9 @@ const NAMES = { user: "You", assistant: "Answer", tool: "Result" };
 
 export class Thread {
   // actions: { again, goOn, branch, edit, show, remove, result, prefer } of messages, which main.js has
-  constructor(actions, answers) {
-    Object.assign(this, { actions, answers });
+  // pictures: of the conversations
+  constructor(actions, answers, pictures) {
+    Object.assign(this, { actions, answers, pictures });
     this.views = new Map(); // by the message's id
     this.list = h("div", { class: "messages", role: "log", "aria-label": "Conversation", "aria-live": "off" });
     this.element = h("div", { class: "thread", tabindex: "-1" }, this.list);
@@ -78,6 +79,7 @@ class MessageView {
     this.isEdited = false;
     this.head = h("div", { class: "message-head" });
     this.reasoning = null;
+    this.gallery = h("div", { class: "pictures", hidden: true });
     this.content = h("div", { class: "content" });
     this.calls = h("div", { class: "calls" });
     this.error = h("p", { class: "error", role: "alert", hidden: true });
@@ -85,7 +87,7 @@ class MessageView {
     this.thought = h("div", { class: "content" });
     this.summary = h("summary", {});
     this.fold = h("details", { class: "reasoning", hidden: true }, this.summary, this.thought);
-    this.element = h("article", { class: `message ${node.role}`, "aria-label": NAMES[node.role] }, this.head, this.fold, this.content, this.calls, this.error, this.foot);
+    this.element = h("article", { class: `message ${node.role}`, "aria-label": NAMES[node.role] }, this.head, this.fold, this.gallery, this.content, this.calls, this.error, this.foot);
     this.tokens = null;
   }
 
@@ -112,11 +114,28 @@ class MessageView {
         render(this.content, node.content);
       } else this.content.replaceChildren(h("div", { class: "plain" }, node.content));
     }
+    this.#showPictures();
     this.#showCalls();
     this.error.hidden = !node.error;
     this.error.textContent = node.error ?? "";
     this.#showHead();
     this.#showFoot();
+  }
+
+  #showPictures() {
+    const images = this.node.images ?? [], { pictures } = this.thread;
+    const key = images.map(image => `${image.id} ${pictures.get(image.id) !== undefined}`).join();
+    if (key === this.shownPictures) return;
+    this.shownPictures = key;
+    this.gallery.hidden = !images.length;
+    this.content.hidden = images.length > 0 && !this.node.content;
+    this.gallery.replaceChildren(
+      ...images.map(({ id, name, width, height }) => {
+        const url = pictures.get(id);
+        if (url === undefined) return h("p", { class: "soft missing" }, `the picture ${name} is not kept any more`);
+        return h("img", { src: url, alt: name, title: `${name}, ${width} × ${height}`, width, height });
+      }),
+    );
   }
 
   #showTokens() {
@@ -180,7 +199,7 @@ class MessageView {
     }
     if (this.isRunning) parts.push(h("button", { type: "button", class: "small", onclick: () => thread.answers.stop(node.id) }, "Stop"));
     else {
-      const copied = iconButton("copy", "Copy the text", () => copy(messageOf(node).content ?? "", copied));
+      const copied = iconButton("copy", "Copy the text", () => copy(node.content, copied));
       parts.push(copied, iconButton("edit", node.role === "user" ? "Edit and send again" : "Edit, as a branch", () => this.#edit()));
       if (node.role === "assistant") {
         parts.push(iconButton("again", "Try again", () => actions.again(node)));
@@ -200,7 +219,7 @@ class MessageView {
       this.isEdited = false;
       this.content.markdown = undefined;
       this.content.replaceChildren();
-      this.shownFoot = this.shownCalls = null;
+      this.shownFoot = this.shownCalls = this.shownPictures = null;
       this.tokens = null;
       this.update();
     };
@@ -220,6 +239,7 @@ class MessageView {
     });
     this.isEdited = true;
     this.fold.hidden = true;
+    this.content.hidden = false;
     this.content.markdown = undefined;
     this.content.replaceChildren(field);
     this.foot.replaceChildren(h("button", { type: "button", onclick: save }, isUser ? "Send" : "Keep as a branch"), h("button", { type: "button", class: "quiet", onclick: end }, "Cancel"));
