@@ -88,6 +88,7 @@ HOST_SETTINGS = {
     "swap_min_tokens": 0,
     "prefix_store": None,
     "prefix_store_gib": 1.0,
+    "prefix_store_policy": "write_back",
     "max_n": 1,
     "compilation_cache_dir": None,
     "peer_timeout_s": 1.0,
