@@ -180,7 +180,7 @@ class ModelReplica:
             self.files.put(("session", asked.session), asked.before)
         for key, tokens in (
             (("system", asked.which), asked.system),
-            (("session", asked.session), asked.prompt + asked.answer),
+            (("session", asked.session), asked.prompt + asked.answer - 1),  # the last is not fed
         ):
             self._keep(key, tokens)
         fetch = times.kv_bytes * (
@@ -397,6 +397,7 @@ def figures(served: list[Served], fleet: Fleet) -> dict[str, Any]:
         "first_p90_s": quantile(firsts, 0.9),
         "first_p99_s": quantile(firsts, 0.99),
         "whole_p50_s": quantile(sorted(x.whole_s for x in served), 0.5),
+        "whole_p90_s": quantile(sorted(x.whole_s for x in served), 0.9),
         "token_p90_s": quantile(sorted(x.token_s for x in served), 0.9),
         "answer_tokens": sum(x.answer for x in served),
         "makespan_s": max((x.at + x.whole_s for x in served), default=0.0)

@@ -113,21 +113,27 @@ class Replica:
         self.llm.reset_prefix_cache()
 
     def answer(self, asks: Sequence[Asked]) -> list[dict[str, float]]:
-        """Run requests as they arrive; return when each had its first token and its last, in
-        seconds after its arrival, and how many tokens of its prompt were found.
+        """Run requests as they arrive, but a turn once the one before has ended, as its client has
+        to wait for that; return when each had its first token and its last, in seconds after it was
+        sent, and how many tokens of its prompt were found.
         """
         asks, llm = sorted(asks), self.llm
         begins = min((asked.at for asked in asks), default=0.0)
         ids = [vocabulary_ids(asked) for asked in asks]
-        clock, came, first = Clock(self._kind), dict[str, int](), dict[str, float]()
-        done, number = [dict[str, float]() for _ in asks], 0
-        while number < len(asks) or came:
-            while number < len(asks) and asks[number].at - begins <= clock.now():
-                params = self._asked(asks[number].answer)
-                came[llm.add_request(ids[number], params)] = number
-                number += 1
+        came, first, done = dict[str, int](), dict[str, float](), [dict[str, float]() for _ in asks]
+        left, sent, busy = list(range(len(asks))), dict[int, float](), set[int]()
+        free_at = dict[int, float]()  # when a session's last turn ended
+        clock = Clock(self._kind)
+        while left or came:
+            now = clock.now()
+            for at in [i for i in left if asks[i].at - begins <= now]:
+                if asks[at].session not in busy:
+                    busy.add(asks[at].session)
+                    left.remove(at)
+                    sent[at] = max(asks[at].at - begins, free_at.get(asks[at].session, 0.0))
+                    came[llm.add_request(ids[at], self._asked(asks[at].answer))] = at
             if not came:
-                clock.wait_until(asks[number].at - begins)
+                clock.wait_until(asks[left[0]].at - begins)
                 continue
             ended, now = llm.step(), clock.now()
             requests = llm.session.pool.engine.requests
@@ -137,10 +143,11 @@ class Replica:
                     first[name] = now
             for out in ended:
                 at = came.pop(out.request_id)
-                arrived = asks[at].at - begins
+                busy.discard(asks[at].session)
+                free_at[asks[at].session] = now
                 done[at] = {
-                    "first_s": first[out.request_id] - arrived,
-                    "whole_s": now - arrived,
+                    "first_s": first[out.request_id] - sent[at],
+                    "whole_s": now - sent[at],
                     "cached": out.num_cached_tokens,
                     "answer": len(out.outputs[0].token_ids),
                     "prompt": len(out.prompt_token_ids),

@@ -318,6 +318,15 @@ def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="enable_prefix_caching is off") as caught:
         make(tmp_path, enable_prefix_caching=False)
     assert caught.value.rule == "files_are_for_others_to_find"
+    with pytest.raises(ConfigError, match="prefix_store is None") as caught:
+        make(None, prefix_store_policy="write_through")
+    assert caught.value.rule == "a_policy_is_of_a_store"
+    with pytest.raises(ConfigError, match="must be one of write_back, write_through"):
+        make(None, prefix_store_policy="sometimes")
+    with pytest.raises(ConfigError, match="set JPAGED_STORE_SECRET"):
+        make("tcp://store.example:7400")
+    with pytest.raises(ConfigError, match="must be a folder or tcp://HOST:PORT"):
+        make("http://store.example:7400")
 
 
 def test_metrics_have_its_counters(tmp_path: Path) -> None:

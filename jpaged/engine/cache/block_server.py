@@ -103,7 +103,9 @@ class BlockMemory:
                 self._used -= raw.nbytes
 
     def forget(self, identity: str) -> None:
-        for key in [key for key in list(self._blocks) if key[0] == identity]:
+        with self._lock:
+            gone = [key for key in self._blocks if key[0] == identity]
+        for key in gone:
             self.drop_key(key)
 
 
