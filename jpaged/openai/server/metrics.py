@@ -56,6 +56,7 @@ ENGINE = (
     ("store_write_errors", "counter", "store_write_errors", "Writes to it that failed."),
     ("store_dropped_blocks", "counter", "store_dropped_blocks", "KV blocks that it did not take."),
     ("store_evicted_blocks", "counter", "store_evicted_blocks", "Files deleted to make room."),
+    ("store_handed_late", "counter", "store_handed_late", "Requests that did not wait for it."),
     ("store_bytes_in_use", "gauge", "store_bytes_in_use", "Bytes that its files take."),
     ("store_bytes", "gauge", "store_bytes", "Bytes that its files may take."),
     ("store_pending_bytes", "gauge", "store_pending_bytes", "Bytes that wait to be written."),
