@@ -24,7 +24,7 @@ from tests.engine.cache.test_store import fill, prompt
 from tests.engine.host import Host, identity
 from tests.engine.mock import MockBytes, Window
 
-THROUGH = {"prefix_store_policy": "write_through"}
+THROUGH: dict[str, Any] = {"prefix_store_policy": "write_through"}
 
 
 @pytest.fixture
