@@ -42,7 +42,7 @@ class TestHelp:
     def test_every_flag_is_told_with_its_default(self, capsys: pytest.CaptureFixture[str]) -> None:
         parser = serve_batch.make_parser()
         groups = [group.title for group in parser._action_groups if group._group_actions]
-        assert len(groups) == 14  # six of the engine; --help stands alone
+        assert len(groups) == 15  # six of the engine; --help stands alone
         for action in parser._actions:
             if action.dest not in ("help", "input"):
                 assert action.help and "(default: " in action.help and action.help.endswith(")"), (
