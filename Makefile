@@ -1,10 +1,12 @@
 # make demo: generate with the embedded model. make test: lint, types and the quick tests. Both make .venv first.
-# make test-clients: tests/clients in .venv-clients, which has google-tunix, lm-eval and openai.
+# make test-clients: tests/clients in .venv-clients, which has google-tunix, lm-eval, openai and others, and those of
+# litellm and instructor, which want older packages, in .venv-clients-apart.
 # Another Python: make demo PYTHON=/path/to/python3.12
 
 VENV := .venv
 PY := $(VENV)/bin/python
 CLIENTS := .venv-clients
+APART := .venv-clients-apart
 TESTS := not middle and not slow and not clients
 
 .PHONY: env demo lint test quick test-all test-clients docs clean
@@ -61,9 +63,18 @@ $(CLIENTS)/stamp: pyproject.toml constraints-clients.txt
 	    -e '.[clients,ray,renderers,metrics,server,structured,images]' pytest hypothesis psutil
 	@touch $@
 
-test-clients: $(CLIENTS)/stamp
+$(APART)/stamp: pyproject.toml constraints-clients-apart.txt
+	@python=$$(PYTHON='$(PYTHON)' sh scripts/find_python.sh) || exit 1; \
+	    echo "making $(APART) with $$python (a minute or two)"; \
+	    "$$python" -m venv --clear $(APART)
+	@$(APART)/bin/python -m pip install -qq --disable-pip-version-check --no-input -c constraints-clients-apart.txt \
+	    -e '.[clients-apart,server,structured,metrics]' pytest hypothesis psutil
+	@touch $@
+
+test-clients: $(CLIENTS)/stamp $(APART)/stamp
 	@$(CLIENTS)/bin/python -m pytest tests/clients
+	@$(APART)/bin/python -m pytest tests/clients/test_litellm.py tests/clients/test_instructor.py tests/clients/test_langchain.py
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) .venv-golden .venv-cuda .pytest_cache .ruff_cache .hypothesis *.egg-info build
+	rm -rf $(VENV) $(CLIENTS) $(APART) .venv-golden .venv-cuda .pytest_cache .ruff_cache .hypothesis *.egg-info build
 	find jpaged kernels_pallas scripts tests examples -name __pycache__ -type d -exec rm -rf {} +

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from jpaged.models.params import Params
     from jpaged.request.arrays import score_arrays, to_arrays
     from jpaged.request.embeddings import EmbeddingSpan
+    from jpaged.request.image_arrays import ImageArrays, image_arrays
     from jpaged.request.outputs import (
         CompletionChunk,
         CompletionOutput,
@@ -73,6 +74,7 @@ __all__ = [
     "EmbeddingSpan",
     "EngineConfig",
     "GenerationError",
+    "ImageArrays",
     "ImageLimits",
     "JpagedError",
     "Limits",
@@ -96,6 +98,7 @@ __all__ = [
     "embed",
     "generate",
     "hidden",
+    "image_arrays",
     "initial_lora",
     "load_params",
     "logits",
@@ -166,6 +169,10 @@ _NAMES = {
         "to_arrays",
     ),
     "jpaged.request.embeddings": ("EmbeddingSpan",),
+    "jpaged.request.image_arrays": (
+        "ImageArrays",
+        "image_arrays",
+    ),
     "jpaged.request.outputs": (
         "CompletionChunk",
         "CompletionOutput",

@@ -19,6 +19,7 @@ GROUPS = {
         "chat": ("talk with a model in this terminal", "jpaged.cli.chat"),
         "batch": ("answer a file of prompts and lose nothing", "jpaged.integrations.batch.command"),
         "merge": ("merge the shards of a batch run", "jpaged.cli.merge"),
+        "store": ("keep prefixes for engines on several machines", "jpaged.cli.store"),
     },
     "Prepare": {
         "plan": ("say how memory is divided and how many requests fit", "jpaged.cli.plan"),

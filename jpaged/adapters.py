@@ -49,12 +49,15 @@ class Adapters:
         self._reading = threading.Lock()  # of `_known`, held while trees are read
         self._known: list[tuple[Leaves, AdapterVersion]] = []
 
-    def add(self, name: object, source: PyTree, config: EngineConfig) -> int:
+    def add(
+        self, name: object, source: PyTree, config: EngineConfig, shared_salt: bytes | None = None
+    ) -> int:
         """Take an adapter under a name, in place of the one that had it; return its version.
-        ConfigError where it cannot be served from the tables of this config.
+        shared_salt: see AdapterVersion. ConfigError where it cannot be served from the tables of
+        this config.
         """
         name = check_name(name)
-        made = self.made(source, name)
+        made = dataclasses.replace(self.made(source, name), shared_salt=shared_salt)
         check_fits([made], config)
         self.named[name] = made
         return made.version

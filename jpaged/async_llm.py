@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from jpaged.checks import check_whole
 from jpaged.config import EngineConfig, EngineFields
-from jpaged.engine.keys import fold_in
+from jpaged.engine.keys import Key, fold_in
 from jpaged.engine.origin import Origin
 from jpaged.engine.types import Report
 from jpaged.engine_thread import Coming, Delivery, Inbox
@@ -35,7 +35,7 @@ from jpaged.request.pooled import PoolHead, PoolOptions, States
 from jpaged.request.scores import ScoreOptions, ScoreResult
 from jpaged.rollout import AsyncRollout
 from jpaged.sampling_params import SamplingParams
-from jpaged.session import OnError, OnPause, OnUnfinished, OnUpdate
+from jpaged.session import OnError, OnPause, OnUnfinished, OnUpdate, Session
 from jpaged.types import IntArrays, Messages, ModelLike, PyTree, Structured, Tokenizer
 
 PROMPT_THREADS = 4  # that render and tokenize; the tokenizer lets go of Python's lock meanwhile
@@ -126,21 +126,25 @@ class AsyncLLM:
         streaming: bool = False,
         coming: Coming | None = None,
         origin: Origin | None = None,
+        keys: Sequence[Key] | None = None,
     ) -> AsyncIterator[Inbox]:
         """Run a request of each prompt inside the block, as one call of LLM.generate; yields what
         they answer to. Each comes to its output, or to an error; streaming: its pieces come first.
         coming: what `expect` returned before they were made. origin: who asks, by which they
-        take turns with others; None takes its turns with all who name none.
+        take turns with others; None takes its turns with all who name none. keys: what each prompt
+        draws from where it has no seed; None: keys of this call.
         """
         self._thread.check()
         session, loop = self._llm.session, asyncio.get_running_loop()
-        key, asked = self._llm.keys.next(), match_sampling_params(sampling_params, len(prompts))
+        asked = match_sampling_params(sampling_params, len(prompts))
+        if keys is None:
+            key = self._llm.keys.next()
+            keys = [fold_in(key, index) for index in range(len(prompts))]
         build = partial(session.request, streaming=streaming, origin=origin)
         jobs: list[Delivery] = []
         inbox = Inbox()
         with contextlib.closing(coming or self.expect()) as coming:
-            for index, (prompt, one) in enumerate(zip(prompts, asked, strict=True)):
-                drawn = fold_in(key, index)
+            for index, (prompt, one, drawn) in enumerate(zip(prompts, asked, keys, strict=True)):
                 threads = self._with_images if may_have_images(prompt) else self._prompts
                 request = await loop.run_in_executor(threads, build, prompt, one, drawn)
                 live = LiveCompletions([request], self.tokenizer) if streaming else None
@@ -346,8 +350,18 @@ class AsyncLLM:
         return frozenset(self._llm.session.served.adapters.named)
 
     @property
+    def session(self) -> Session:
+        """What this object's LLM holds of the model."""
+        return self._llm.session
+
+    @property
     def engine_config(self) -> EngineConfig:
         return self._llm.engine_config
+
+    @property
+    def all_rows(self) -> int:
+        """Sequences that run at once."""
+        return self._llm.engine_config.all_rows
 
     @property
     def model_config(self) -> ModelConfig:

@@ -1,6 +1,7 @@
 """Checks of what callers pass, shared by every part that takes something from outside."""
 
 import json
+import urllib.parse
 from pathlib import Path
 from types import UnionType
 from typing import Any, TypeGuard, get_args
@@ -49,6 +50,23 @@ def check_choice(name: str, value: object, choices: object) -> None:
 def check_seed(value: object) -> None:
     """RequestError unless it is an integer of 64 bits, with or without a sign."""
     check_whole("seed", value, -(2**63), 2**64 - 1)
+
+
+def store_address(store: str) -> tuple[str, int] | None:
+    """Return the host and the port of a block server, None where a prefix_store is a folder;
+    ConfigError where it is neither.
+    """
+    if "://" not in store:
+        return None
+    try:
+        parts = urllib.parse.urlsplit(store)
+        host, port = parts.hostname, parts.port
+    except ValueError as e:
+        raise ConfigError(f"prefix_store={store!r}: {e}") from e
+    extra = (parts.path.rstrip("/"), parts.query, parts.fragment, parts.username)
+    if parts.scheme != "tcp" or not host or not port or any(extra):
+        raise ConfigError(f"prefix_store={store!r}: must be a folder or tcp://HOST:PORT")
+    return host, port
 
 
 def is_scalar(

@@ -577,6 +577,16 @@ def files_are_for_others_to_find(config: EngineConfig) -> str | None:
     return None
 
 
+@_rule("prefix_store_policy", "prefix_store")
+def a_policy_is_of_a_store(config: EngineConfig) -> str | None:
+    """`prefix_store_policy="write_through"` takes a `prefix_store`: without it there is nowhere to
+    write to.
+    """
+    if config.prefix_store is None and config.prefix_store_policy != "write_back":
+        return f"prefix_store_policy={config.prefix_store_policy!r}: prefix_store is None"
+    return None
+
+
 @_rule("speculative.adaptive", "processes")
 def guesses_over_processes_are_not_adaptive(config: EngineConfig, processes: int) -> str | None:
     """A model over several processes takes `"adaptive": False`: adaptive guessing goes by clocks,

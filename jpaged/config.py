@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, get_args
 
-from jpaged.checks import at_least
+from jpaged.checks import at_least, store_address
 from jpaged.combinations import Facts, check_combination
 from jpaged.errors import ConfigError, UnsupportedError
 from jpaged.images.limits import ImageLimits
@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # which stands on jax, as this module must not
 
 # Forms that plain weights can be made into: those of models.quantized.FORMS that have `encode`.
 Quantization = Literal["int8", "int4", "fp8"]
+StorePolicy = Literal["write_back", "write_through"]
 ATTENTION = ("auto", *IMPLEMENTATIONS)
 QUANTIZED_ACTIVATIONS = ("auto", "plain", "int8", "int16")
 LORA_EXTRA = ("embedding", "head", "experts")
@@ -211,7 +212,16 @@ class EngineConfig:
         None,
         "batch and memory",
         "a folder for KV that outlives the process: what the pool gives up, and what is used "
-        "twice, is found there by later processes with the same weights; several may share one",
+        "twice, is found there by later processes with the same weights; several may share one; "
+        "or tcp://HOST:PORT of a `jpaged store`, for several machines",
+        same_answers=KEPT_OR_COMPUTED,
+    )
+    prefix_store_policy: Literal[StorePolicy] = _knob(
+        "write_back",
+        "batch and memory",
+        "write_back writes what the pool gives up and what is used twice to prefix_store; "
+        "write_through every block once it is full, and a request ends when its blocks are there: "
+        "for an engine that computes prompts for others",
         same_answers=KEPT_OR_COMPUTED,
     )
     prefix_store_gib: float = _knob(
@@ -457,6 +467,13 @@ class EngineConfig:
             object.__setattr__(self, "prefix_store", str(store))
         elif store is not None and (not isinstance(store, str) or not store):
             raise ConfigError(f"prefix_store={store!r}: must be the path of a folder, or None")
+        elif store is not None:
+            store_address(store)  # refuses what is neither
+        if self.prefix_store_policy not in get_args(StorePolicy):
+            raise ConfigError(
+                f"prefix_store_policy={self.prefix_store_policy!r}: must be one of "
+                f"{', '.join(get_args(StorePolicy))}"
+            )
         if not isinstance(most, int | float) or not 0.0 < most < math.inf:
             raise ConfigError(f"prefix_store_gib={most!r}: must be a number of GiB above 0")
         if not isinstance(self.peer_timeout_s, int | float) or not self.peer_timeout_s > 0:
@@ -558,6 +575,7 @@ class EngineFields(TypedDict, total=False):
     swap_space_gib: float
     swap_min_tokens: int
     prefix_store: str | None
+    prefix_store_policy: Literal[StorePolicy]
     prefix_store_gib: float
     dtype: str | None
     quantization: Quantization | None

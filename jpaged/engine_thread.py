@@ -48,6 +48,7 @@ class Inbox:
         self.requests: list[Request] = []
         self._results: list[News] = []
         self._arrival: asyncio.Future[None] | None = None
+        self._use: Callable[[list[News]], bool] | None = None
 
     async def take(self) -> list[News]:
         """Wait for a result, and return all that there are since the last time."""
@@ -57,7 +58,30 @@ class Inbox:
         news, self._results = self._results, []
         return news
 
+    async def pass_on(self, use: Callable[[list[News]], bool]) -> list[News]:
+        """Call `use` with the results of each step as they come, in the event loop and without a
+        turn of the task, while it returns True. Return the results for which it returned False,
+        which it has not used. What it raises is raised here.
+        """
+        if not self._results:
+            self._arrival, self._use = self.loop.create_future(), use
+            try:
+                await self._arrival
+            finally:
+                self._use = None
+        return await self.take()
+
     def put(self, news: list[News]) -> None:
+        """Take these results of a step."""
+        if self._use is not None and not self._results:
+            try:
+                if self._use(news):
+                    return
+            except Exception as e:  # it is the task's own
+                self._use = None
+                if self._arrival is not None and not self._arrival.done():
+                    self._arrival.set_exception(e)
+                return
         self._results += news
         if self._arrival is not None and not self._arrival.done():
             self._arrival.set_result(None)
@@ -115,10 +139,18 @@ class Delivery:
         return [(self.index, chunk) for chunk in chunks]
 
 
+class CountsComing(Protocol):
+    """What requests are on their way to."""
+
+    def count_coming(self, change: int) -> None:
+        """Count so many more of them."""
+        ...
+
+
 class Coming:
     """A request that is on its way, until it is added or given up."""
 
-    def __init__(self, thread: "EngineThread"):
+    def __init__(self, thread: CountsComing):
         self._thread = thread
         self._is_counted = True
         thread.count_coming(1)

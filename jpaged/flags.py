@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import IO, Any, Literal, NoReturn
 
 from jpaged.config import EngineConfig, Group, Speculative
+from jpaged.errors import ConfigError
 from jpaged.images.limits import ImageLimits
 from jpaged.types import Settings
 
@@ -264,6 +265,18 @@ def given_settings(args: argparse.Namespace, settings: type) -> Settings:
     """Return the fields of a dataclass of settings that flags have set."""
     names = (field.name for field in dataclasses.fields(settings))
     return {name: getattr(args, name) for name in names if name in args}
+
+
+def parse_resources(texts: Sequence[str]) -> dict[str, float]:
+    """Return {name: count} of texts "NAME=COUNT". Raises ConfigError."""
+    counts = dict[str, float]()
+    for text in texts:
+        name, _, count = text.partition("=")
+        try:
+            counts[name] = float(count)
+        except ValueError:
+            raise ConfigError(f"--replica-resources {text}: must be NAME=COUNT (GPU=1)") from None
+    return counts
 
 
 def _values_of(hint: Any) -> Settings:

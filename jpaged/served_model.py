@@ -213,11 +213,11 @@ class ServedModel:
                 f"params hold a deleted array: {DONATED} Pass new ones to update_params"
             ) from cause
 
-    def add_adapter(self, name: object, source: PyTree) -> int:
+    def add_adapter(self, name: object, source: PyTree, shared_salt: bytes | None = None) -> int:
         """Take an adapter under a name, in place of the one that had it; return its version.
-        ConfigError where it cannot be served.
+        shared_salt: see AdapterVersion. ConfigError where it cannot be served.
         """
-        return self.adapters.add(name, source, self.pool.config)
+        return self.adapters.add(name, source, self.pool.config, shared_salt)
 
     def adapters_of(
         self, lora: PyTree, count: int, drained: Callable[[], AbstractContextManager[None]]

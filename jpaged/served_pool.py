@@ -8,10 +8,13 @@ import weakref
 from collections.abc import Callable
 
 from jpaged import gpu_share
+from jpaged.checks import store_address
 from jpaged.config import EngineConfig
 from jpaged.engine.cache.block_files import BlockFiles
 from jpaged.engine.cache.costs import Costs
-from jpaged.engine.cache.disk import Disk
+from jpaged.engine.cache.disk import Disk, StoredBlocks
+from jpaged.engine.cache.remote_blocks import RemoteBlocks
+from jpaged.engine.cache.wire import SECRET_VARIABLE, is_loopback, secret_of_environment
 from jpaged.engine.engine import Engine
 from jpaged.engine.sequence import Request
 from jpaged.engine.types import Report
@@ -186,12 +189,7 @@ class Pool:
             self._disk.codec = codec
             return self._disk
         assert config.prefix_store is not None
-        try:
-            files = BlockFiles(config.prefix_store, int(config.prefix_store_gib * 2**30))
-        except (OSError, ImportError) as e:
-            raise ConfigError(
-                f"prefix_store={config.prefix_store!r}: no folder that can be written to: {e}"
-            ) from e
+        files = stored_blocks(config.prefix_store, int(config.prefix_store_gib * 2**30))
         self._at_exit = functools.partial(_call, weakref.WeakMethod(self._flush_files))
         atexit.register(self._at_exit)
         return Disk(files, codec, Costs())
@@ -399,6 +397,24 @@ class Pool:
         sizes = [plan.num_blocks, plan.num_states]
         blocks, states = map(least, sizes) if are_many(placement.mesh) else sizes
         return Size(blocks, states if self._has_state else None)
+
+
+def stored_blocks(store: str, num_bytes: int) -> StoredBlocks:
+    """Return what holds the blocks of a config's prefix_store; ConfigError where nothing can.
+    num_bytes: that a folder may have. Whether a block server answers is seen while running.
+    """
+    if (address := store_address(store)) is not None:
+        secret = secret_of_environment()
+        if not secret and not is_loopback(address[0]):
+            raise ConfigError(
+                f"prefix_store={store!r}: beyond this machine a block server asks for a secret: "
+                f"set {SECRET_VARIABLE}"
+            )
+        return RemoteBlocks(*address, secret)
+    try:
+        return BlockFiles(store, num_bytes)
+    except (OSError, ImportError) as e:
+        raise ConfigError(f"prefix_store={store!r}: no folder that can be written to: {e}") from e
 
 
 def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:

@@ -26,6 +26,7 @@ from jpaged.models.layers.layer import Layer
 from jpaged.models.layers.linear import StepContext
 from jpaged.models.layers.rope import RopeConfig, Rotary
 from jpaged.models.params import Params
+from jpaged.request.image_arrays import ImageArrays
 from jpaged.runtime.exact import Exact, exact_for
 from jpaged.runtime.weights import as_params
 from jpaged.types import ModelLike, PyTree
@@ -46,6 +47,7 @@ def logprobs(
     sampling_mask: bool = False,
     routed: bool = False,
     exact: bool = False,
+    images: ImageArrays | None = None,
     engine_config: EngineConfig | None = None,
     config: ModelLike | None = None,
 ) -> Array: ...
@@ -63,6 +65,7 @@ def logprobs(
     sampling_mask: bool = False,
     routed: bool = False,
     exact: bool = False,
+    images: ImageArrays | None = None,
     engine_config: EngineConfig | None = None,
     config: ModelLike | None = None,
 ) -> tuple[Array, Array]: ...
@@ -79,6 +82,7 @@ def logprobs(
     sampling_mask: bool = False,
     routed: bool = False,
     exact: bool = False,
+    images: ImageArrays | None = None,
     engine_config: EngineConfig | None = None,
     config: ModelLike | None = None,
 ) -> Array | tuple[Array, Array]:
@@ -102,13 +106,19 @@ def logprobs(
     steps of one size: bf16 on a CPU. So exp(new - old) is 1 until the weights change. The forward
     pass is by serving's kernels; each layer's derivative is that of XLA's layer at the same input,
     which it computes again: there is nothing more for remat to save, and the two together are a
-    ConfigError. engine_config: of the rollout, for exact alone. Raises ConfigError, RequestError
-    and UnsupportedError.
+    ConfigError. engine_config: of the rollout, for exact alone.
+
+    images: those of the prompts, and their embeddings, as image_arrays makes them of the outputs
+    that to_arrays has the completions of. Rows of embeddings are computed by the vision tower of
+    these params, so that it has a gradient too; a ConfigError with exact. Raises ConfigError,
+    RequestError and UnsupportedError.
     """
     params = loaded_params("logprobs", params, config)
     check_whole("chunk", chunk, 1)
     if exact and remat:
         raise ConfigError("remat=True with exact=True: exact computes each layer again as it is")
+    if exact and images is not None:
+        raise ConfigError("images= with exact=True: a loss computes towers by XLA, not as served")
     if engine_config is not None and not exact:
         raise ConfigError("engine_config without exact=True: XLA's forward pass does not read it")
     by = exact_for(params, engine_config) if exact else None
@@ -122,7 +132,11 @@ def logprobs(
         layers: Any = tuple(map(Rematerialized, model.layers))
         model = dataclasses.replace(model, layers=layers)
     taken = drawn.routes() if routed else None
-    hidden_BLE, _ = model(drawn.tokens_BL, step=step, routed=taken)
+    embedded = axes = None
+    if images is not None:
+        length = drawn.tokens_BL.shape[1]
+        embedded, axes = images.embedded(model, *_prompts_of(arrays), length)
+    hidden_BLE, _ = model(drawn.tokens_BL, step=step, routed=taken, embedded=embedded, axes=axes)
     # As in a step: what follows does not fuse into the last norm.
     hidden_BLE = jax.lax.optimization_barrier(hidden_BLE)
     hidden_BCE = jnp.take_along_axis(hidden_BLE, drawn.before_BC[:, :, None], axis=1)
@@ -224,6 +238,15 @@ def _drawn(arrays: Mapping[str, ArrayLike]) -> _Drawn:
     at_C = np.arange(targets_BC.shape[1], dtype=np.int32)
     before_BC = lens_B[:, None] - 1 + at_C[None]
     return _Drawn(tokens_BL, targets_BC, before_BC, mask_BC, kept, routed)
+
+
+def _prompts_of(arrays: Mapping[str, ArrayLike]) -> tuple[Array, Array]:
+    """Return the number of each row's prompt and how many of the prompt's tokens it has, int32 [B];
+    RequestError for arrays of dialogs.
+    """
+    if missing := [name for name in ("group_ids", "prompt_lens") if name not in arrays]:
+        raise RequestError(f"images=: arrays lack {missing[0]!r}: pass those of to_arrays")
+    return jnp.asarray(arrays["group_ids"]), jnp.asarray(arrays["prompt_lens"])
 
 
 def _divisors(temperature: ArrayLike, rows: int) -> Array:

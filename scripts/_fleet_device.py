@@ -12,12 +12,14 @@ import numpy as np
 
 from jpaged.config import EngineConfig
 from jpaged.engine.cache.kinds import GroupSize, Replay
+from jpaged.engine.cache.prefix_cache import chain_hash
 from jpaged.engine.engine import Engine
 from jpaged.engine.layout import input_sections, output_sections
 from jpaged.engine.packing import Batch, unpack
 from jpaged.engine.plan import StepResult
 from jpaged.engine.sequence import Request, Sequence
 from jpaged.engine.shapes import DecodeShape, StepShapes
+from jpaged.fleet.holdings import Holdings, Report
 from jpaged.models.config import ModelConfig
 from jpaged.sampling_params import SamplingParams
 
@@ -166,12 +168,8 @@ class EngineReplica:
         self.firsts: dict[str, float] = {}  # seconds to the first token, by request
         self.ends: dict[str, float] = {}
         self.cached: dict[str, int] = {}
-
-    @property
-    def load(self) -> float:
-        """Seconds of prompts that wait, and 20 ms a row."""
-        left = [max(len(s) - s.num_dispatched, 0) for s, _ in self._live.values()]
-        return sum(left) * self.device.times.prefill_token + 0.02 * len(left)
+        self._told_begun, self._told_ended = set[str](), set[str]()
+        self._holdings = Holdings()
 
     def submit(self, name: str, token_ids: list[int], answer: int, now: float) -> None:
         """Add a request that arrives at this time."""
@@ -195,10 +193,25 @@ class EngineReplica:
                     self.ends[name] = self.device.now - began
                     del self._live[name]
 
-    def held(self, token_ids: list[int]) -> int:
-        """Return how many tokens of a prompt it has."""
-        seq = Sequence(
-            "held", token_ids, SamplingParams(max_tokens=1), max_model_len=len(token_ids) + 1
-        )
-        cache = self.engine.replicas[0].blocks.cache
-        return cache.match(seq).num_blocks * cache.block_size
+    def news(self, until: float) -> tuple[list[str], list[str]]:
+        """Step until this time; return the requests that began to draw, and those that ended."""
+        self.run(until)
+        begun = [name for name in self.firsts if name not in self._told_begun]
+        ended = [name for name in self.ends if name not in self._told_ended]
+        self._told_begun.update(begun)
+        self._told_ended.update(ended)
+        return begun, ended
+
+    def keys(self, token_ids: list[int]) -> tuple[list[int], range]:
+        """Return the keys of a prompt's blocks, and the tokens that each ends at."""
+        params = SamplingParams(max_tokens=1)
+        seq = Sequence("keys", token_ids, params, max_model_len=len(token_ids) + 1)
+        size = self.engine.replicas[0].blocks.cache.block_size
+        count = (len(token_ids) - 1) // size
+        keys = [chain_hash(seq, i, size) for i in range(count)]
+        return keys, range(size, size * count + 1, size)
+
+    def report(self) -> Report | None:
+        """Return what has changed of what it holds."""
+        self._holdings.update(self.engine.replicas[0].blocks.cache.keys())
+        return self._holdings.report("router")

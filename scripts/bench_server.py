@@ -241,7 +241,9 @@ class Stream:
     def __init__(self, args: argparse.Namespace, port: int, prompt: list[int]):
         asked = {"prompt": prompt, "max_tokens": args.output, "stream": True, "ignore_eos": True}
         body = json.dumps(asked | {"seed": 1, "model": MODEL}).encode()
-        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        )
         self.socket = socket.create_connection(("127.0.0.1", port))
         self.times = [time.perf_counter()]
         self.socket.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)

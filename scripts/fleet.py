@@ -4,18 +4,17 @@
     python scripts/fleet.py --check --replicas 4 --kind chat --rate 3       # against real engines
     python scripts/fleet.py --find --kind tools --rate 0.6 --slo-s 2        # replicas for an SLO
 
-What is real: with --check every replica is this project's engine (scheduler, block manager, prefix
-cache and host store) over a device that only takes time (_fleet_device.py), fed by the router that
-is simulated. What is a model: otherwise a replica is a queue of prompts at the step times that the
-scheduler's rule leaves them (prefills give way to decode as engine/policy.py says), rows whose
-tokens take the step time of that many rows, and a cache that forgets the least recently used
-session or system prompt first, in the pool, in host memory and in files. A step is not simulated by
-itself, so requests cost microseconds; --check prints what that leaves out.
+What is real: the router, which is the one that ships (jpaged/fleet/router.py), told what a server
+would tell it: of requests when they are sent, draw and end, and with each end what the replica has
+and has no more. With --check every replica is this project's engine too (scheduler, block manager,
+prefix cache and host store) over a device that only takes time (_fleet_device.py), and what it
+reports is its real prefix cache. What is a model: otherwise a replica is a queue of prompts at the
+step times that the scheduler's rule leaves them (prefills give way to decode as engine/policy.py
+says), rows whose tokens take the step time of that many rows, and a cache that forgets the least
+recently used session or system prompt first, in the pool, in host memory and in files. A step is
+not simulated by itself, so requests cost microseconds; --check prints what that leaves out.
 
-Routers: "random"; "two", the less busy of two random ones; "sticky", the session's last one unless
-it is far busier than the fleet, else "two"; "holders", whoever would answer first by its queue and
-by what it holds of the prompt, of the session's holder, some holders of the system prompt and two
-random ones. Of what replicas hold routers know everything at once.
+Routers: the policies of RouterSettings. Replicas report pool and host memory, not files.
 
 A day is compressed: its 24 hours take --seconds, with rates that swing by --swing; sessions think
 as long as ever. --sample N simulates N of --replicas with as much of the traffic: what a replica
@@ -32,11 +31,10 @@ import itertools
 import json
 import math
 import random
-import statistics
 import sys
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +43,10 @@ from _fleet_device import EngineReplica, StepTimes
 from _fleet_traffic import KINDS, Asked, token_ids, traffic
 
 from jpaged.engine.policy import MOST_IN_A_ROW
+from jpaged.fleet.holdings import Report
+from jpaged.fleet.router import Ask, Policy, Router, RouterSettings
 
-ROUTERS = ("random", "two", "sticky", "holders")
-ROW_S = 0.02  # what a row that decodes counts in a router's eyes
-FAR_BUSIER_S = 2.0  # over the mean of the fleet: then a session leaves its replica
-SYSTEM_HOLDERS = 2  # of a system prompt that a router looks at
+ROUTERS = ("round_robin", "two", "sticky", "prefix")
 Key = tuple[str, int]  # ("system", its number) or ("session", its number)
 
 
@@ -110,10 +107,15 @@ class ModelReplica:
     def __init__(self, index: int, times: StepTimes, sizes: Sizes, files: Tier):
         self.index, self.times, self.sizes, self.files = index, times, sizes, files
         self.comes_back = -math.inf  # until when it is down
+        self.lives = 0
         self.restart()
 
     def restart(self) -> None:
         """Hold nothing but files."""
+        self.lives += 1
+        self.version = 0
+        self.parts: dict[Key, list[int]] = {}  # the router's keys of what is held
+        self.added, self.dropped = set[int](), set[int]()  # since the last report
         self.pool, self.host = Tier(self.sizes.pool), Tier(self.sizes.host)
         self.free_at = -math.inf  # when the prompts that it has are computed
         # The last prompt, when its last step begins, and the tokens that the step has room for.
@@ -127,11 +129,6 @@ class ModelReplica:
         while self.ends and self.ends[0][0] <= now:
             asked = heapq.heappop(self.ends)[2]
             self.context -= asked.prompt + asked.answer // 2
-
-    def load(self, now: float) -> float:
-        """Return the seconds of prompts that wait, and ROW_S a row."""
-        self.settle(now)
-        return max(self.free_at - now, 0.0) + ROW_S * len(self.ends)
 
     def held(self, asked: Asked) -> dict[str, int]:
         """Return how many tokens of a prompt each tier gives; what is dearer to fetch than to
@@ -158,11 +155,12 @@ class ModelReplica:
         if cached and self.files.most:  # what is used twice is written
             self.files.put(("system", asked.which), asked.system)
             self.files.put(("session", asked.session), asked.before)
-        for key, tokens in (
-            (("system", asked.which), asked.system),
-            (("session", asked.session), asked.prompt + asked.answer),
+        system, *others = parts_of(asked, with_answer=True)
+        for key, tokens, parts in (
+            (("system", asked.which), asked.system, [system]),
+            (("session", asked.session), asked.prompt + asked.answer, others),
         ):
-            self._keep(key, tokens)
+            self._keep(key, tokens, [part for part, _ in parts])
         fetch = times.kv_bytes * (
             hits.get("host", 0) / times.host_rate + hits.get("files", 0) / times.disk_rate
         )
@@ -199,14 +197,35 @@ class ModelReplica:
         self.last = served, begins, self.sizes.batched - tail
         return served
 
-    def _keep(self, key: Key, tokens: int) -> None:
+    def _keep(self, key: Key, tokens: int, parts: list[int]) -> None:
         gone = self.pool.put(key, tokens)
+        self.parts[key] = parts
+        self.added.update(parts)
+        self.dropped.difference_update(parts)
         for old, size in gone:
-            for evicted, its in self.host.put(old, size) if self.host.most else [(old, size)]:
+            evicted = self.host.put(old, size) if self.host.most else [(old, size)]
+            for lost, its in evicted:
                 if self.files.most:
-                    self.files.put(evicted, its)
+                    self.files.put(lost, its)
+                if not self.pool.get(lost) and lost in self.parts:
+                    lost_parts = self.parts.pop(lost)
+                    self.dropped.update(lost_parts)
+                    self.added.difference_update(lost_parts)
             if self.files.most:
                 self.files.put(old, size)
+
+    def report(self) -> Report:
+        """Return what has changed in pool and host memory since the last report."""
+        self.version += 1
+        report = Report(
+            life=self.lives,
+            version=self.version,
+            since=self.version - 1 if self.version > 1 else None,
+            added=frozenset(self.added),
+            dropped=frozenset(self.dropped),
+        )
+        self.added, self.dropped = set(), set()
+        return report
 
     def _note(self, now: float, seconds: float) -> None:
         """Count prompts' time into the share of late: of the last ten seconds or so."""
@@ -217,75 +236,75 @@ class ModelReplica:
 ORDER = itertools.count()
 
 
-class Router:
-    """Chooses a replica for each request. Knows what replicas hold, by whom they sent it to."""
+def parts_of(asked: Asked, *, with_answer: bool = False) -> list[tuple[int, int]]:
+    """Return the leading parts of a prompt that others may share, as a router's key and the tokens
+    that it ends at: the system prompt, and each message and answer of its session. A server has a
+    key for each block of them. with_answer: with that of this request's answer.
+    """
+    parts = [(hash(("system", asked.which)), asked.system)]
+    ends = [end for span in asked.answers for end in span] + [asked.prompt]
+    if with_answer:
+        ends.append(asked.prompt + asked.answer)
+    return parts + [(hash((asked.session, i)), end) for i, end in enumerate(ends)]
 
-    def __init__(self, kind: str, replicas: Sequence[Any], seed: int):
-        self.kind, self.replicas, self.rng = kind, replicas, random.Random(seed)
-        self.sessions: dict[int, int] = {}
-        self.systems: dict[int, OrderedDict[int, None]] = {}
 
-    def choose(self, asked: Asked, now: float) -> int:
-        """Return the number of a replica that is up."""
-        if self.kind == "random":
-            return self._random(now)
-        pair = (self._random(now), self._random(now))
-        chosen = min(pair, key=lambda i: self._load(i, now))
-        last = self.sessions.get(asked.session)
-        if last is not None and not self._is_up(last, now):
-            last = None
-        if self.kind == "sticky" and last is not None:
-            mean = statistics.fmean(self._load(i, now) for i in pair)
-            if self._load(last, now) <= mean + FAR_BUSIER_S:
-                chosen = last
-        elif self.kind == "holders":
-            others = [] if last is None else [last]
-            holders = self.systems.get(asked.which, OrderedDict[int, None]())
-            recent = itertools.islice(reversed(holders), 8)
-            others += self.rng.sample(list(recent), min(SYSTEM_HOLDERS, len(holders), 8))
-            among = [i for i in (*pair, *others) if self._is_up(i, now)]
-            chosen = min(among, key=lambda i: self._answer_s(i, asked, now))
-        self.sessions[asked.session] = chosen
-        holders = self.systems.setdefault(asked.which, OrderedDict())
-        holders[chosen] = None
-        holders.move_to_end(chosen)
-        if len(holders) > 64:
-            holders.popitem(last=False)
-        return chosen
+class Front:
+    """The router that ships, and what a server would tell it. Names are of a replica's life."""
 
-    def _random(self, now: float) -> int:
-        while True:
-            index = self.rng.randrange(len(self.replicas))
-            if self._is_up(index, now):
-                return index
+    def __init__(self, fleet: "Fleet"):
+        settings = RouterSettings(policy=fleet.router, max_imbalance=fleet.max_imbalance)
+        self.router = Router(settings, seed=fleet.seed)
+        self._events: list[tuple[float, int, Callable[[], object]]] = []
 
-    def _is_up(self, index: int, now: float) -> bool:
-        return self.replicas[index].comes_back <= now
+    def at(self, when: float, event: Callable[[], object]) -> None:
+        """Have something told when its time comes."""
+        heapq.heappush(self._events, (when, next(ORDER), event))
 
-    def _load(self, index: int, now: float) -> float:
-        return self.replicas[index].load(now)
+    def settle(self, now: float) -> None:
+        """Tell the router all that has happened by now."""
+        while self._events and self._events[0][0] <= now:
+            heapq.heappop(self._events)[2]()
 
-    def _answer_s(self, index: int, asked: Asked, now: float) -> float:
-        replica = self.replicas[index]
-        left = asked.prompt - sum(replica.held(asked).values())
-        return replica.load(now) + left * replica.times.prefill_token
+
+def name_of(replica: ModelReplica) -> str:
+    return f"{replica.index}.{replica.lives}"
+
+
+def send(front: Front, replicas: list[ModelReplica], asked: Asked, now: float) -> Served:
+    """Have a replica take a request that the router chooses."""
+    front.settle(now)
+    router, call = front.router, str(next(ORDER))
+    keys, ends = zip(*parts_of(asked), strict=True)
+    ask = Ask(call=call, tokens=asked.prompt, keys=keys, ends=ends, session=str(asked.session))
+    replica = replicas[int(router.choose(ask).partition(".")[0])]
+    served, name = replica.submit(asked, now), name_of(replica)
+
+    def end() -> None:
+        router.ended(call)
+        if name_of(replica) == name:
+            router.report(name, replica.report())
+
+    front.at(served.at + served.first_s, lambda: router.begun(call))
+    front.at(served.at + served.whole_s, end)
+    return served
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fleet:
     """What is simulated. rate: requests a second of a replica in the mean. shares_files: one set of
     files for all replicas, in place of one each. mtbf_s: mean seconds between deaths of a replica,
-    0 is never.
+    0 is never. max_imbalance: see RouterSettings.
     """
 
     replicas: int
     kind: str
-    router: str
+    router: Policy
     rate: float
     seconds: float
     swing: float
     times: StepTimes
     sizes: Sizes
+    max_imbalance: int = RouterSettings.max_imbalance
     shares_files: bool = False
     mtbf_s: float = 0.0
     cold_start_s: float = 60.0
@@ -300,7 +319,9 @@ def simulate(fleet: Fleet) -> dict[str, Any]:
         ModelReplica(i, fleet.times, sizes, shared if fleet.shares_files else Tier(sizes.files))
         for i in range(fleet.replicas)
     ]
-    router, rng = Router(fleet.router, replicas, fleet.seed), random.Random(fleet.seed + 1)
+    front, rng = Front(fleet), random.Random(fleet.seed + 1)
+    for replica in replicas:
+        front.router.add(name_of(replica))
     served, counts = dict[tuple[int, int], Served](), Counter[str]()
     dies = math.inf
     if fleet.mtbf_s:
@@ -314,9 +335,9 @@ def simulate(fleet: Fleet) -> dict[str, Any]:
     )
     for asked in asks:
         while dies <= asked.at:
-            _die(replicas[rng.randrange(fleet.replicas)], dies, fleet, router, served, counts)
+            _die(rng.randrange(fleet.replicas), replicas, dies, fleet, front, served, counts)
             dies += rng.expovariate(fleet.replicas / fleet.mtbf_s)
-        took = replicas[router.choose(asked, asked.at)].submit(asked, asked.at)
+        took = send(front, replicas, asked, asked.at)
         served[asked.session, len(asked.answers)] = took
     report = figures(list(served.values()), fleet)
     report |= {"deaths": counts["deaths"], "restarted": counts["restarted"]}
@@ -324,25 +345,29 @@ def simulate(fleet: Fleet) -> dict[str, Any]:
 
 
 def _die(
-    replica: ModelReplica,
+    index: int,
+    replicas: list[ModelReplica],
     now: float,
     fleet: Fleet,
-    router: Router,
+    front: Front,
     served: dict[tuple[int, int], Served],
     counts: Counter[str],
 ) -> None:
     """End a replica; what ran there begins again elsewhere, and counts once, from its arrival."""
-    if replica.comes_back > now:
+    replica = replicas[index]
+    if replica.comes_back > now or len(front.router.replicas) == 1:
         return
+    front.settle(now)
     replica.settle(now)
     lost = [asked for _, _, asked in replica.ends]
+    front.router.remove(name_of(replica))
     replica.restart()
     replica.comes_back = replica.free_at = now + fleet.cold_start_s
+    front.at(replica.comes_back, lambda: front.router.add(name_of(replica)))
     counts["deaths"] += 1
     counts["restarted"] += len(lost)
     for asked in lost:
-        again = router.replicas[router.choose(asked, now)].submit(asked, now)
-        served[asked.session, len(asked.answers)] = again
+        served[asked.session, len(asked.answers)] = send(front, replicas, asked, now)
 
 
 def figures(served: list[Served], fleet: Fleet) -> dict[str, Any]:
@@ -377,22 +402,6 @@ def quantile(values: Sequence[float], share: float) -> float:
     return values[min(int(len(values) * share), len(values) - 1)] if values else math.nan
 
 
-class _Watched:
-    """A real engine as a router sees it."""
-
-    comes_back = -math.inf
-
-    def __init__(self, engine: EngineReplica, times: StepTimes):
-        self.engine, self.times = engine, times
-
-    def load(self, now: float) -> float:
-        self.engine.run(now)
-        return self.engine.load
-
-    def held(self, asked: Asked) -> dict[str, int]:
-        return {"pool": self.engine.held(token_ids(asked))}
-
-
 def run_engines(fleet: Fleet) -> dict[str, Any]:
     """Run the fleet's traffic on real engines over modelled devices; return their figures."""
     began, sizes = time.perf_counter(), fleet.sizes
@@ -406,7 +415,9 @@ def run_engines(fleet: Fleet) -> dict[str, Any]:
         )
         for _ in range(fleet.replicas)
     ]
-    router = Router(fleet.router, [_Watched(e, fleet.times) for e in engines], fleet.seed)
+    router = Front(fleet).router
+    for index in range(fleet.replicas):
+        router.add(str(index))
     asks = traffic(
         KINDS[fleet.kind],
         rate=fleet.rate * fleet.replicas,
@@ -416,9 +427,20 @@ def run_engines(fleet: Fleet) -> dict[str, Any]:
     )
     placed = list[tuple[Asked, int]]()
     for count, asked in enumerate(asks):
-        replica = router.choose(asked, asked.at)
-        engines[replica].submit(str(count), token_ids(asked), asked.answer, asked.at)
-        placed.append((asked, replica))
+        for index, engine in enumerate(engines):
+            begun, ended = engine.news(asked.at)
+            for call in begun:
+                router.begun(call)
+            for call in ended:
+                router.ended(call)
+            if ended and (report := engine.report()) is not None:
+                router.report(str(index), report)
+        call, ids = str(count), token_ids(asked)
+        keys, ends = engines[0].keys(ids)
+        ask = Ask(call=call, tokens=asked.prompt, keys=keys, ends=ends, session=str(asked.session))
+        chosen = int(router.choose(ask))
+        engines[chosen].submit(call, ids, asked.answer, asked.at)
+        placed.append((asked, chosen))
     served = list[Served]()
     for engine in engines:
         engine.run()
@@ -501,6 +523,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--seconds", type=float, default=120.0, help="that a day takes")
     add("--swing", type=float, default=0.5, help="by how much hours differ from the mean")
     add("--routers", nargs="+", choices=ROUTERS, default=list(ROUTERS))
+    bound = "tokens by which a replica may be busier than others and get a prefix that it has"
+    add("--max-imbalance", type=int, default=RouterSettings.max_imbalance, help=bound)
     add("--step-times", type=Path, help="JSON of StepTimes (_fleet_device.py), measured")
     add("--billions", type=float, default=8.0, help="parameters, where step times are planned")
     add("--tflops", type=float, default=400.0, help="of products, as they are reached")
@@ -572,6 +596,7 @@ def main(argv: list[str] | None = None) -> int:
         swing=args.swing,
         times=times,
         sizes=Sizes(pool=args.pool_tokens, host=args.host_tokens, files=args.file_tokens),
+        max_imbalance=args.max_imbalance,
         shares_files=args.shared_files,
         mtbf_s=args.mtbf_s,
         cold_start_s=args.cold_start_s,

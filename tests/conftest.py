@@ -88,6 +88,7 @@ HOST_SETTINGS = {
     "swap_min_tokens": 0,
     "prefix_store": None,
     "prefix_store_gib": 1.0,
+    "prefix_store_policy": "write_back",
     "max_n": 1,
     "max_image_tokens": None,
     "image_cache_gib": 1.0,

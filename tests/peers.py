@@ -61,6 +61,8 @@ def run(index: int, orders: dict[str, Any]) -> dict[str, Any]:
         llm = LLM(orders["folder"], **vars(settings))
         outs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
         return {"found": [out.outputs[0].token_ids for out in outs]}
+    if orders["what"] == "prefix store":
+        LLM(PARAMS, **vars(dataclasses.replace(settings, prefix_store=orders["store"])))
     if orders["what"] == "guessing":
         return guessing(settings, orders["of"])
     if orders["what"] == "renewed":

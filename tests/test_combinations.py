@@ -63,6 +63,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "swap_min_tokens": (0,),
     "prefix_store": (STORE,),
     "prefix_store_gib": (0.01,),
+    "prefix_store_policy": ("write_through",),
     "dtype": ("bfloat16", "float32"),
     "quantization": ("int8", "int4", "fp8"),
     "quantized_activations": ("plain", "int8"),
@@ -114,6 +115,7 @@ NEEDED: dict[Option, dict[str, Any]] = {
     ("quantized_activations", 1): {"dtype": "bfloat16"},
     ("attention", 1): {"dtype": "bfloat16"},
     ("lora", 0): {"max_loras": 2},
+    ("prefix_store_policy", 0): {"prefix_store": STORE},
 }
 # What is built in pairs but not served here. Some compile for minutes (whole tables of shapes,
 # eight replicas, a CUDA kernel interpreted); the others need bfloat16, in which near ties may turn.

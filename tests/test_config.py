@@ -11,8 +11,10 @@ import pytest
 from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig, RopeScaling
+from jpaged.models.families import FAMILIES
 from jpaged.models.layers.attention import AttentionConfig
 from jpaged.models.layers.mlp import MLPConfig
+from jpaged.models.layers.rope import RopeConfig
 
 BASE: dict[str, Any] = {
     "vocab_size": 64,
@@ -225,6 +227,60 @@ def test_model_config_round_trip(raw: dict[str, Any], want: dict[str, Any]) -> N
     assert read == want
     back = ModelConfig.from_hf(json.loads(json.dumps(config.to_hf())))
     assert back == config and back.eos_token_ids == config.eos_token_ids
+
+
+LATENT = {"num_key_value_heads": 4}
+DELTA = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+# What the least config.json of a family needs beside BASE.
+LEAST: dict[str, dict[str, Any]] = {
+    "gemma4_text": {"vocab_size_per_layer_input": 64},
+    "granitemoehybrid": {
+        "mamba_n_heads": 4,
+        "mamba_expand": 2,
+        "layer_types": ["mamba", "attention", "mamba"],
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), DELTA),
+    **dict.fromkeys(("kimi_linear", "bailing_hybrid"), LATENT | DELTA),
+    **dict.fromkeys(("mistral4", "glm4_moe_lite"), LATENT),
+    **dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm_moe_dsa"), LATENT),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_config_json_that_says_little_reads_back(family: str) -> None:
+    """All else is what transformers fills in for models of other sizes."""
+    config = ModelConfig.from_hf(hf(family) | LEAST.get(family, {}))
+    assert ModelConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
+
+
+@pytest.mark.parametrize(
+    ("family", "dim", "sections"),
+    [
+        ("qwen2_5_vl_text", 128, (16, 24, 24)),
+        ("qwen3_vl_text", 128, (24, 20, 20)),
+        ("qwen3_vl_moe_text", 128, (24, 20, 20)),
+        ("qwen3_5_text", 64, (11, 11, 10)),
+        ("qwen3_5_moe_text", 64, (11, 11, 10)),
+    ],
+)
+def test_sections_of_a_family_are_of_its_own_dimensions(
+    family: str, dim: int, sections: tuple[int, int, int]
+) -> None:
+    """A rope of other dimensions has none unless the file says so."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
+    raw = hf(family) | LEAST.get(family, {}) | {"rope_parameters": rope}
+    fitting = ModelConfig.from_hf(raw | {"head_dim": dim})
+    assert fitting.rope.sections == sections and fitting.has_axes
+    assert fitting.rope.alternating_sections == (family != "qwen2_5_vl_text")
+    other = ModelConfig.from_hf(raw | {"head_dim": 16})
+    assert other.rope == RopeConfig(dim=16, theta=1e4) and not other.has_axes
+    assert "mrope_section" not in other.to_hf()["rope_parameters"]
+    said = raw | {"head_dim": 16, "rope_parameters": rope | {"mrope_section": [2, 3, 3]}}
+    assert ModelConfig.from_hf(said).rope.sections == (2, 3, 3)
+    for config in (fitting, other, ModelConfig.from_hf(said)):
+        assert ModelConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
 
 
 def test_what_no_switch_sets_stays_where_switches_change() -> None:

@@ -32,6 +32,7 @@ def test_every_field_of_engine_config_is_a_flag() -> None:
         "compilation_cache_dir": "x",
         "prefix_store": "y",
         "prefix_store_gib": 2.5,
+        "prefix_store_policy": "write_through",
     }
     flags, wanted = [], {}
     for field in dataclasses.fields(EngineConfig):

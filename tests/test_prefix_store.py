@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from jax.sharding import Mesh
 
 import jpaged
 from jpaged import LLM, ModelConfig, RequestOutput, SamplingParams
+from jpaged.engine.cache.block_server import BlockMemory, BlockServer
 from jpaged.engine.cache.tiers import TieredStore
 from jpaged.errors import ConfigError
+from jpaged.integrations.prefill_decode import PrefillDecode
 from jpaged.openai.server.metrics import Metrics
 from tests.recurrent import HYBRID
 from tests.test_latents import MODEL as LATENTS
@@ -39,7 +42,7 @@ SAMPLING = [
 MESH = Mesh(np.array(jax.devices()[:2]), ("tp",))
 
 
-def make(folder: Path | None, params: jpaged.Params = PARAMS, **settings: Any) -> LLM:
+def make(folder: Path | str | None, params: jpaged.Params = PARAMS, **settings: Any) -> LLM:
     store = {} if folder is None else {"prefix_store": str(folder), "swap_min_tokens": 0}
     return LLM(params, **vars(dataclasses.replace(ROOMY, **store | settings)))
 
@@ -126,6 +129,49 @@ def test_a_later_llm_has_the_bits_of_a_cold_run(place: str, tmp_path: Path) -> N
             assert out.prompt_routed_experts is not None
             np.testing.assert_array_equal(out.prompt_routed_experts, other.prompt_routed_experts)
     later.close()
+
+
+@pytest.fixture
+def server() -> Iterator[BlockServer]:
+    server = BlockServer(BlockMemory(1 << 26), "127.0.0.1", 0)
+    yield server
+    server.close()
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param(p, marks=() if p == "one device" else pytest.mark.middle)
+        for p in PLACES
+        if p != "guesses"
+    ],
+)
+def test_a_pair_has_the_bits_of_one_engine(place: str, server: BlockServer) -> None:
+    """One computes prompts and hands them over, another goes on, over a socket."""
+    params, settings = PLACES[place]
+    settings = settings | {"num_blocks": 200}
+    alone = make(None, params, **settings)
+    expected = ask(alone)
+    alone.close()
+    address = f"tcp://127.0.0.1:{server.port}"
+    prefill = make(address, params, **settings, prefix_store_policy="write_through")
+    decode = make(address, params, **settings)
+    pair = PrefillDecode(prefill, decode)
+    outs = pair.generate(PROMPTS, SAMPLING)
+    same_bits(outs, expected)
+    # All but what follows the last whole block of a prompt.
+    assert [out.num_cached_tokens for out in outs] == [(len(p) - 1) // 4 * 4 for p in PROMPTS]
+    stats, handed = decode.stats(), prefill.stats()
+    assert stats["store_read_blocks"] > 0 and handed["store_handed_late"] == 0
+    assert stats["store_late"] == stats["store_bad_blocks"] == stats["store_read_errors"] == 0
+    assert handed["generated_tokens"] == len(PROMPTS)
+    computed, fetched = blocks_of(prefill), blocks_of(decode)
+    common = fetched.keys() & computed.keys()
+    assert len(common) > 0
+    for key in common:
+        jax.tree.map(np.testing.assert_array_equal, fetched[key], computed[key])
+    prefill.close()
+    decode.close()
 
 
 def test_a_wrong_block_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,6 +318,15 @@ def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="enable_prefix_caching is off") as caught:
         make(tmp_path, enable_prefix_caching=False)
     assert caught.value.rule == "files_are_for_others_to_find"
+    with pytest.raises(ConfigError, match="prefix_store is None") as caught:
+        make(None, prefix_store_policy="write_through")
+    assert caught.value.rule == "a_policy_is_of_a_store"
+    with pytest.raises(ConfigError, match="must be one of write_back, write_through"):
+        make(None, prefix_store_policy="sometimes")
+    with pytest.raises(ConfigError, match="set JPAGED_STORE_SECRET"):
+        make("tcp://store.example:7400")
+    with pytest.raises(ConfigError, match="must be a folder or tcp://HOST:PORT"):
+        make("http://store.example:7400")
 
 
 def test_metrics_have_its_counters(tmp_path: Path) -> None:

@@ -129,6 +129,20 @@ def test_everything_is_as_on_one_device(
 
 
 @pytest.mark.middle
+@pytest.mark.parametrize("store", ["folder", "tcp://127.0.0.1:7400"])
+def test_a_prefix_store_is_refused_by_name(store: str, tmp_path: Path) -> None:
+    """In each of them, before anything waits for the others."""
+    started = start("prefix store", store=str(tmp_path) if store == "folder" else store)
+    try:
+        assert [one.end() for one in started] == [3, 3], started[0].errors[-3000:]
+        for one in started:
+            assert one.found["error"] == "ConfigError"
+            assert "over 2 processes" in one.found["message"] and "prefix_store=" in str(one.found)
+    finally:
+        finish(started)
+
+
+@pytest.mark.middle
 def test_a_folder_is_read_in_shares(tmp_path: Path) -> None:
     params = make_params(0, config(num_heads=8, intermediate_size=45))
     jpaged.save_params(params, tmp_path / "model")

@@ -9,13 +9,14 @@ from jpaged.checkpoint.tensors import first_line
 from jpaged.checkpoint.tokenizer import GENERATION_CONFIG, TOKENIZER_FILES
 from jpaged.demo import MODELS
 from jpaged.errors import CheckpointError
-from jpaged.images.prepare import IMAGE_FILES
+from jpaged.images.prepare import IMAGE_FILES, VIDEO_FILE
 
 HUB_ID = re.compile(r"(?P<id>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?")
 FILES = (
     *("config.json", GENERATION_CONFIG, *TOKENIZER_FILES, "additional_chat_templates/*"),
     *("modules.json", "*_Pooling/config.json", "*_Dense/config.json"),  # of sentence-transformers
     *IMAGE_FILES,
+    VIDEO_FILE,
 )
 # Only these names: a repository may hold the same weights in other layouts as well.
 WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "*_Dense/model.safetensors")

@@ -23,6 +23,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jpaged.checkpoint.vision_maps import vision_map
+from jpaged.checkpoint.whole_tensors import Whole
 from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers.attention import AttentionConfig
@@ -33,6 +35,7 @@ from jpaged.models.trees import imported, is_module, to_tree
 
 LAYER_NUMBER = re.compile(r"(?<=^layers)\.\d+\.")
 TOKEN = re.compile(r"\([A-Z ]+\)|[A-Z]\*?|\d+")  # one axis
+OF_IMAGES = ("vision_encoder.", "embedder.mm_")  # paths in the trees of both projects
 
 BUILT = (
     "tunix_qwen3",
@@ -323,34 +326,26 @@ QWEN3_5 = {  # MaxText's, of the parts that are tensors of their own
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class _Whole:
-    """One of our tensors that no name map describes. paths: of what it is made of. make: a function
-    of our shape, a size, and their arrays. size: known to the config alone.
+def _whole(family: str | NameMap, model: ModelConfig) -> dict[str, Whole]:
+    """Return our tensors that no name map describes, by their names: those of vision towers, and of
+    MaxText's Qwen 3.5, whose fused tensors have the parts of a head, of several sizes, side by
+    side.
     """
-
-    paths: tuple[str, ...]
-    make: Callable[..., jax.Array]
-    size: int = 0
-
-
-def _whole(family: str | NameMap, model: ModelConfig) -> dict[str, _Whole]:
-    """Return our tensors that no name map describes, by their names: of MaxText's Qwen 3.5, whose
-    fused tensors have the parts of a head, of several sizes, side by side.
-    """
+    whole: dict[str, Whole] = {}
+    if isinstance(family, str) and model.vision is not None:
+        whole |= vision_map(family, model.vision)[1]
     if family != "maxtext_qwen3_5":
-        return {}
-    whole: dict[str, _Whole] = {}
+        return whole
     for i, layer in enumerate(model.layers):
         above, ours = f"decoder.layers_{i}.attention", f"layers.{i}"
         if isinstance(layer.mixer, DeltaConfig):
-            taps = _Whole((f"{above}.conv1d.kernel",), _taps, layer.mixer.key_dim)
-            whole[f"{ours}.delta.qkvz"] = _Whole((f"{above}.in_proj_qkvz.kernel",), _transposed)
-            whole[f"{ours}.delta.ba"] = _Whole((f"{above}.in_proj_ba.kernel",), _transposed)
+            taps = Whole((f"{above}.conv1d.kernel",), _taps, layer.mixer.key_dim)
+            whole[f"{ours}.delta.qkvz"] = Whole((f"{above}.in_proj_qkvz.kernel",), _transposed)
+            whole[f"{ours}.delta.ba"] = Whole((f"{above}.in_proj_ba.kernel",), _transposed)
             whole[f"{ours}.delta.conv"] = taps
         else:
             paths = [f"{above}.attention.{name}.kernel" for name in ("query", "key", "value")]
-            whole[f"{ours}.attention.qkv"] = _Whole(tuple(paths), _gated_qkv)
+            whole[f"{ours}.attention.qkv"] = Whole(tuple(paths), _gated_qkv)
     return whole
 
 
@@ -389,7 +384,12 @@ def _made(
 
 
 def params_from(
-    tree: Any, family: str | NameMap, *, config: Any, lora_scale: float | None = None
+    tree: Any,
+    family: str | NameMap,
+    *,
+    config: Any,
+    lora_scale: float | None = None,
+    images: bool = False,
 ) -> Params:
     """Return Params of the weights of another project's model: tensors are renamed, transposed and
     unstacked, heads are split, parts fused.
@@ -401,12 +401,19 @@ def params_from(
     embeddings), "maxtext_gpt_oss" (all four unscanned), or a name map in the form that this
     module describes. config: ModelConfig, Hugging Face dict or folder. lora_scale: alpha / rank of
     the tree's LoRA parts (leaves named NAME_lora_a and NAME_lora_b beside NAME, as qwix has them),
-    which are merged: W + lora_scale * A @ B. Tensors that need no change are the tree's arrays. The
+    which are merged: W + lora_scale * A @ B. images: with the vision tower, as for load_params; a
+    ModelConfig says it itself. The maps of Gemma 3 and 4 and MaxText's of Qwen 3 (for Qwen3-VL) and
+    3.5 have their towers. Tensors that need no change are the tree's arrays. The
     rest is made on the devices by functions that are compiled once for all weights of the same
     shapes. Raises ConfigError that names the first path that does not fit, leaves that the map does
     not take, and LoRA parts without a lora_scale.
     """
-    model = ModelConfig.coerce(config)
+    model = ModelConfig.coerce(config, images=images)
+    if images and model.vision is None:
+        raise ConfigError(
+            "images=True: this ModelConfig has no vision tower; ModelConfig.from_hf(..., "
+            "images=True) reads one"
+        )
     leaves = dict(find_leaves(tree))
     table, whole = name_map(family, leaves, model), _whole(family, model)
     source = _Source(model, table, leaves, lora_scale, whole)
@@ -419,9 +426,11 @@ def params_from(
             else ""
         )
         more = f" and {len(left) - 1} more" if left[1:] else ""
+        of_images = model.vision is None and left[0].startswith(OF_IMAGES)
+        advice = ": pass images=True to have the vision tower, too" if of_images else ""
         raise ConfigError(
             f"the tree holds {left[0]}{lora}{more}, which the name map of {model.family} "
-            "does not take"
+            f"does not take{advice}"
         )
     return Params(nest(out), model, Path(config) if isinstance(config, str | Path) else None)
 
@@ -449,7 +458,7 @@ class _Source:
     table: NameMap
     leaves: Mapping[str, Any]
     lora_scale: float | None
-    whole: Mapping[str, _Whole]
+    whole: Mapping[str, Whole]
     taken: set[str] = dataclasses.field(default_factory=set)
 
     def tensor(self, name: str, spec: ParamSpec) -> Any:
@@ -489,9 +498,14 @@ class _Source:
             view = dataclasses.replace(view, lora_scale=self.lora_scale)
         return view, tuple(leaves)
 
-    def _made(self, name: str, whole: _Whole, shape: tuple[int, ...]) -> Any:
+    def _made(self, name: str, whole: Whole, shape: tuple[int, ...]) -> Any:
         """Return a tensor that a function makes; ConfigError where the leaves do not fit."""
         leaves, cause = [self._leaf(path) for path in whole.paths], None
+        for path, leaf, wanted in zip(whole.paths, leaves, whole.shapes, strict=False):
+            if leaf.shape != wanted:
+                raise ConfigError(
+                    f"{path} is of shape {tuple(leaf.shape)}; for {name} the config says {wanted}"
+                )
         try:
             made = _made(whole.make, whole.size, shape, leaves)
         except (TypeError, ValueError) as e:
@@ -589,8 +603,16 @@ def name_map(family: str | NameMap, leaves: Mapping[str, Any], model: ModelConfi
     """Return a name map by its name, for the variant that a tree's leaves show; ConfigError if it
     is not known.
     """
+    table = _text_map(family, leaves, model)
+    if isinstance(family, str) and model.vision is not None:
+        return {**table, **vision_map(family, model.vision)[0]}
+    return table
+
+
+def _text_map(family: str | NameMap, leaves: Mapping[str, Any], model: ModelConfig) -> NameMap:
     if isinstance(family, Mapping):
-        known = all_parts()
+        specs = () if model.vision is None else model.vision.params()
+        known = {*all_parts(), *(part.name for spec in specs for part in spec.parts)}
         if unknown := sorted(x for x in family if LAYER_NUMBER.sub(".{i}.", x) not in known):
             raise ConfigError(
                 f"the name map gives {unknown[0]!r}, which is not one of {', '.join(PARTS)}"

@@ -21,7 +21,7 @@ from jpaged.checkpoint.tensors import DTYPES, check_fit, first_line, flat
 from jpaged.checkpoint.tokenizer import GENERATION_CONFIG, TOKENIZER_FILES
 from jpaged.checks import read_json
 from jpaged.errors import CheckpointError, ConfigError
-from jpaged.images.prepare import IMAGE_FILES
+from jpaged.images.prepare import IMAGE_FILES, VIDEO_FILE
 from jpaged.models.config import ModelConfig
 from jpaged.models.params import Params, param_shapes, param_table
 from jpaged.models.quantized import is_quantized
@@ -74,7 +74,7 @@ def save_params(params: Params, path: str | os.PathLike[str]) -> None:
             checkpointer.save(
                 folder / "params", args=ocp.args.PyTreeSave(params, save_args=options)
             )
-        for name in (*TOKENIZER_FILES, GENERATION_CONFIG, *IMAGE_FILES):
+        for name in (*TOKENIZER_FILES, GENERATION_CONFIG, *IMAGE_FILES, VIDEO_FILE):
             if params.source and (file := params.source / name).exists():
                 (shutil.copytree if file.is_dir() else shutil.copyfile)(file, folder / name)
         if params.config.pooling is not None:

@@ -17,6 +17,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
 from jpaged.errors import ConfigError
+from kernels_pallas.implementation import TPU
 
 H200 = ("NVIDIA H200", 132)  # its name, and how many cores it has
 
@@ -38,14 +39,14 @@ CARDS = {  # one of each architecture
     "sm_100": Card("NVIDIA B200", 148, (10, 0), 232448),
     "sm_120": Card("NVIDIA RTX PRO 6000", 188, (12, 0), 101376),
 }
-CHIPS = {"cuda": ("sm_90a",), "tpu": ("v5e:2x2", "v6e:2x2", "tpu7x:2x2x1")}
+CHIPS = {"cuda": ("sm_90a",), TPU: ("v5e:2x2", "v6e:2x2", "tpu7x:2x2x1")}
 # The environment of a process that compiles for TPUs that it lacks; libtpu reads it at first use.
 LIBTPU = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_MIN_LOG_LEVEL": "3"}
 
 
 def cannot_compile(platform: str) -> str | None:
     """Return why nothing can be compiled here for CUDA or TPUs, or None."""
-    if platform == "tpu":
+    if platform == TPU:
         missing = importlib.util.find_spec("libtpu") is None
         return "libtpu is not installed: pip install libtpu" if missing else None
     if not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)):
@@ -58,8 +59,8 @@ def cannot_compile(platform: str) -> str | None:
 
 def absent_devices(platform: str, chip: str, count: int = 1) -> Sequence[Any]:
     """Return the devices of a chip's topology. count: of devices, for CUDA."""
-    if platform == "tpu":
-        return topologies.get_topology_desc(platform="tpu", topology_name=chip).devices
+    if platform == TPU:
+        return topologies.get_topology_desc(platform=TPU, topology_name=chip).devices
     options = {"platform": "cuda", "topology": f"1x1x{count}", "target_config": target(CARDS[chip])}
     return topologies.get_topology_desc("", **options).devices
 

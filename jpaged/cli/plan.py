@@ -35,6 +35,7 @@ from jpaged.models.kv_groups import kv_groups
 from jpaged.runtime.footprint import stored_dtype
 from jpaged.runtime.memory import Limits, MemoryPlan
 from jpaged.runtime.mesh import asked_shape
+from kernels_pallas.implementation import TPU
 
 GIB = 1 << 30
 COMMON = (
@@ -80,8 +81,8 @@ CARDS = {  # GPUs: all that nvidia-smi shows. TPUs: what is left to programs.
     "a100": Card("cuda", "sm_90a", 81920 << 20),
     "l40s": Card("cuda", "sm_90a", 46068 << 20),
     "l4": Card("cuda", "sm_90a", 23034 << 20),
-    "v5e": Card("tpu", "v5e:2x2", int(15.75 * GIB)),
-    "v6e": Card("tpu", "v6e:2x2", int(31.25 * GIB)),
+    "v5e": Card(TPU, "v5e:2x2", int(15.75 * GIB)),
+    "v6e": Card(TPU, "v6e:2x2", int(31.25 * GIB)),
 }
 
 

@@ -11,6 +11,8 @@ class AdapterVersion:
     """Holds the weights that were passed under a name, or for one call (None). version: counts all
     of an engine's adapters, so that no two have one. rank: the largest of its pairs. data: the
     runtime's, on the host. digest_of: returns what names such data in every process, 32 bytes.
+    shared_salt: 8 bytes in place of the version's in `salt`, which several engines have agreed on;
+    who does so sees to it that no other weights have them.
     """
 
     name: str | None
@@ -18,6 +20,7 @@ class AdapterVersion:
     rank: int
     data: Any = dataclasses.field(repr=False)
     digest_of: Callable[[Any], bytes] | None = dataclasses.field(default=None, repr=False)
+    shared_salt: bytes | None = None
 
     def __deepcopy__(self, memo: Mapping[int, object]) -> "AdapterVersion":
         return self  # never changed: a snapshot shares it
@@ -25,7 +28,7 @@ class AdapterVersion:
     @property
     def salt(self) -> bytes:
         """What cached blocks under it begin with; no caller's salt can hold it."""
-        return b"\0" + self.version.to_bytes(8, "little")
+        return b"\0" + (self.shared_salt or self.version.to_bytes(8, "little"))
 
     @functools.cached_property
     def digest(self) -> bytes | None:

@@ -17,9 +17,11 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from jpaged.config import EngineConfig
+from jpaged.engine.cache.block_files import BlockKey
 from jpaged.engine.cache.block_manager import BlockManager
 from jpaged.engine.cache.costs import Costs
 from jpaged.engine.cache.disk import Disk
+from jpaged.engine.cache.handover import Handover
 from jpaged.engine.cache.kinds import Replay
 from jpaged.engine.cache.prefix_cache import Contents
 from jpaged.engine.cache.read_ahead import ReadAhead
@@ -110,6 +112,9 @@ class Engine:
         self.in_flight = InFlight(depth, runner, self.stats)
         self.drafter = drafter_of(config)
         self.read_ahead: ReadAhead | None = None  # of the replicas' store, if it has files
+        self.handover: Handover | None = None  # if all blocks are written to it
+        if disk is not None and config.prefix_store_policy == "write_through":
+            self.handover = Handover(disk)
         # What has run, and so is compiled: shapes of steps; loads, by their blocks of each group.
         self._shapes_run: set[Shape | None] = set()
         self._loads_run: set[tuple[int, ...]] = set()
@@ -215,9 +220,13 @@ class Engine:
                 self._commit_oldest(started)
             elif self.read_ahead:
                 self.read_ahead.wait()
+            elif self.handover is not None:
+                self.handover.wait()
             while self.in_flight.is_full:
                 self._commit_oldest(started)
             self.in_flight.draw_oldest(self.replicas)
+            if self.handover is not None:
+                self._write_through()
             return self._take_ended()
 
     def recover(self) -> None:
@@ -274,6 +283,8 @@ class Engine:
             requests, replicas = copy.deepcopy((self.requests, self.replicas))
         for replica in replicas:
             replica.blocks.cache.forget_free()  # their content is not kept
+            if replica.blocks.traffic is not None:
+                replica.blocks.traffic.through.clear()
         return EngineState(
             requests=requests,
             replicas=replicas,
@@ -392,6 +403,8 @@ class Engine:
         if self.disk is not None and self.read_ahead is not None:
             costs = self.disk.costs.report()
             totals |= self.disk.report() | self.read_ahead.report() | costs
+            late = 0 if self.handover is None else self.handover.late
+            totals |= {"store_handed_late": late}
         return totals | {
             "host_blocks": sum(store.num_bytes for store in stores) // block_bytes,
             "host_blocks_in_use": -(-sum(store.used_bytes for store in stores) // block_bytes),
@@ -479,6 +492,31 @@ class Engine:
                 for slot, data in zip(slots_of_group, blocks_of_group, strict=True):
                     store.put(slot, data)
 
+    def _write_through(self) -> None:
+        """Start to read what was written to the pools and is to go to files, as far as there is
+        room for it. It arrives with the last step in flight.
+        """
+        for index, replica in enumerate(self.replicas):
+            assert replica.blocks.traffic is not None
+            if moves := replica.blocks.traffic.take_through():
+                read = self._start_read(index, moves)
+                if self.in_flight.steps:
+                    self.in_flight.steps[-1].reads.append(read)
+                else:
+                    self._finish_reads([read])
+
+    def _unwritten(self, disk: Disk) -> set[BlockKey]:
+        """Return what is to be written to files: what is in the pools alone, too."""
+        unwritten = set[BlockKey]()
+        for replica in self.replicas:
+            traffic = replica.blocks.traffic
+            assert traffic is not None and isinstance(traffic.store, TieredStore)
+            through = traffic.through.items()
+            names = [disk.name_of(content, group) for (group, _), content in through]
+            unwritten.update(name.key for name in names if name is not None)
+            unwritten |= traffic.store.unwritten()
+        return unwritten
+
     def _read_experts(self, replica: int, sequences: list[Sequence]) -> None:
         """Have sequences that ended know which experts their tokens took, if that is kept: before
         the next dispatch, which may write to their blocks.
@@ -563,6 +601,8 @@ class Engine:
                 self._ended.append(request)
                 self._forget(request)
         ended, self._ended = self._ended, []
+        if ended and self.handover is not None and self.disk is not None:
+            ended, self._ended = self.handover.split(ended, self._unwritten(self.disk))
         return ended
 
     def _forget(self, request: Request) -> None:

@@ -23,7 +23,8 @@ class Span:
     rows. deepstack: [layers, n, E], what is added after the first layers, or None. grid: (frames,
     rows, columns) of the image that they are of, or None. digest: of all of that; spans of one
     digest are equal. named: what the caller has passed in place of a hash of the numbers, or None.
-    image: what the device encodes; None where `embeddings` are there.
+    image: what the device encodes; None where `embeddings` are there. time_interval: how far the
+    frames of a grid are from each other on the first axis of positions.
     """
 
     start: int
@@ -33,6 +34,7 @@ class Span:
     digest: bytes
     named: bytes | None = None
     image: object | None = None
+    time_interval: float = 1.0
 
     def __len__(self) -> int:
         if self.embeddings is not None:
@@ -57,6 +59,7 @@ class Span:
         if self.named is None or self.embeddings is None:
             return self.digest
         form = f"{self.embeddings.dtype} {self.embeddings.shape} {self.grid}"
+        form += "" if self.time_interval == 1.0 else f" {self.time_interval}"
         digest = hashlib.blake2b(form.encode(), digest_size=32)
         digest.update(np.ascontiguousarray(self.embeddings).tobytes())
         if self.deepstack is not None:
@@ -170,9 +173,9 @@ def positions_on_axes(spans: tuple[Span, ...], num_tokens: int) -> np.ndarray:
     num_tokens].
 
     A token of text is one further than the one before on all of them. A grid begins at the next
-    position too, and counts its frames, rows and columns from there; what follows it is as much
-    further as the longer of its sides. Source: get_rope_index of Qwen2-VL (arXiv:2409.12191) and
-    Qwen3-VL in transformers.
+    position too, and counts its frames (each time_interval further), rows and columns from there;
+    what follows it is as much further as the longer of its sides. Source: get_rope_index of
+    Qwen2-VL (arXiv:2409.12191) and Qwen3-VL in transformers.
     """
     positions = np.zeros((3, num_tokens), np.int32)
     at = position = 0
@@ -185,7 +188,10 @@ def positions_on_axes(spans: tuple[Span, ...], num_tokens: int) -> np.ndarray:
     for span in spans:
         if span.grid is not None:
             text(span.start)
-            positions[:, at : span.end] = np.indices(span.grid).reshape(3, -1) + position
+            places = np.indices(span.grid).reshape(3, -1)
+            if span.time_interval != 1.0:  # in f32, as transformers multiplies
+                places[0] = places[0].astype(np.float32) * np.float32(span.time_interval)
+            positions[:, at : span.end] = places + position
             at, position = span.end, position + max(span.grid[1:])
     text(num_tokens)
     return positions

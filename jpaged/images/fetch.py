@@ -33,7 +33,10 @@ def fetch(url: str, limits: ImageLimits) -> bytes:
         body, location = _get(parts, limits, ends)
         if location is None:
             return body
-        url = urljoin(url, location)
+        try:
+            url = urljoin(url, location)
+        except ValueError as e:
+            raise RequestError(f"image URL: redirected to what is no URL ({e})") from e
     raise RequestError(
         f"image URL: redirected more than max_redirects={limits.max_redirects} times"
     )
@@ -104,14 +107,19 @@ def is_public(address: str) -> bool:
             inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
         if inner:
             return is_public(str(inner))
+        if ip.is_site_local:  # as private as what has replaced it, though Python calls it global
+            return False
     return ip.is_global and not ip.is_multicast and not ip.is_reserved
 
 
 class _Pinned(http.client.HTTPConnection):
-    """A connection to an address that was looked at, by a name that may be another."""
+    """A connection to an address that was looked at, by a name that may be another. scheme: whose
+    usual port the Host header leaves out.
+    """
 
-    def __init__(self, host: str, port: int, connected: socket.socket):
+    def __init__(self, host: str, port: int, scheme: str, connected: socket.socket):
         super().__init__(host, port)
+        self.default_port = PORTS[scheme]
         self.sock = connected
 
     def connect(self) -> None:
@@ -121,24 +129,28 @@ class _Pinned(http.client.HTTPConnection):
 def _get(parts: SplitResult, limits: ImageLimits, ends: float) -> tuple[bytes, str | None]:
     """Return the body of an answer, or where it redirects to."""
     host, port = parts.hostname or "", parts.port or PORTS[parts.scheme]
-    connected = _connected(_addresses(host, port, limits, ends), limits, ends)
+    used = _connected(_addresses(host, port, limits, ends), limits, ends)
     # One that sends a byte now and then never runs into the time of a single read.
     is_late = threading.Event()
 
     def end() -> None:
         is_late.set()
         with contextlib.suppress(OSError):
-            connected.shutdown(socket.SHUT_RDWR)
+            # Not TLS's own method, which would change what the other thread is reading with.
+            socket.socket.shutdown(used, socket.SHUT_RDWR)
 
     timer = threading.Timer(max(0.0, ends - time.monotonic()), end)
     timer.daemon = True
-    timer.start()
-    wrapped = connected
     try:
+        timer.start()
         if parts.scheme == "https":
+            # What wraps a socket takes its descriptor away, so from here on it is what `end` ends.
             context = ssl.create_default_context()
-            wrapped = context.wrap_socket(connected, server_hostname=host)
-        connection = _Pinned(host, port, wrapped)
+            used = context.wrap_socket(used, server_hostname=host, do_handshake_on_connect=False)
+            if is_late.is_set():  # perhaps before there was this one
+                raise _late(limits)
+            used.do_handshake()
+        connection = _Pinned(host, port, parts.scheme, used)
         path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         connection.request("GET", path, headers={"Accept": "image/*", "User-Agent": "jpaged"})
         with connection.getresponse() as response:
@@ -146,19 +158,17 @@ def _get(parts: SplitResult, limits: ImageLimits, ends: float) -> tuple[bytes, s
         if is_late.is_set():  # what looked like the end was ours
             raise _late(limits)
         return answer
-    except RequestError:
-        raise
     except (OSError, http.client.HTTPException, ValueError) as e:
-        # The socket's own limit may end the wait before the timer does.
-        raise (
-            _late(limits)
-            if is_late.is_set() or isinstance(e, TimeoutError)
-            else RequestError(f"image URL: {host!r} gave no image ({type(e).__name__}: {e})")
-        ) from e
+        # The socket's own limit may end the wait before the timer does, and what the timer has cut
+        # off looks like a fault of the answer.
+        if is_late.is_set() or isinstance(e, TimeoutError):
+            raise _late(limits) from e
+        if isinstance(e, RequestError):
+            raise
+        raise RequestError(f"image URL: {host!r} gave no image ({type(e).__name__}: {e})") from e
     finally:
         timer.cancel()
-        wrapped.close()
-        connected.close()
+        used.close()
 
 
 def _connected(addresses: list[tuple[Any, ...]], limits: ImageLimits, ends: float) -> socket.socket:
@@ -167,14 +177,16 @@ def _connected(addresses: list[tuple[Any, ...]], limits: ImageLimits, ends: floa
         left = ends - time.monotonic()
         if left <= 0:
             raise _late(limits)
-        made = socket.socket(family, socket.SOCK_STREAM)
-        made.settimeout(left)
+        made: socket.socket | None = None
         try:
+            made = socket.socket(family, socket.SOCK_STREAM)
+            made.settimeout(left)
             made.connect(address)
             return made
-        except OSError as e:
+        except OSError as e:  # a machine without IPv6 has no such socket
             last = e
-            made.close()
+            if made is not None:
+                made.close()
     if isinstance(last, TimeoutError):
         raise _late(limits) from last
     raise RequestError(f"image URL: cannot connect ({last})") from last

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from typing import Self
 
@@ -10,6 +11,10 @@ from jpaged.errors import ConfigError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MIB = 2**20
+# A name or an IPv4 address, perhaps with a port; or an IPv6 address, without brackets.
+HOST = re.compile(
+    r"(\*\.)?[a-z0-9_]([a-z0-9._-]*[a-z0-9_])?(:[0-9]{1,5})?|[0-9a-f.]*:[0-9a-f.]*:[0-9a-f:.]*"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,12 +59,17 @@ class ImageLimits:
                     f"ImageLimits: {name}={value!r}: must be an integer of at least 1"
                 )
         positive(timeout_s=self.timeout_s)
-        if isinstance(self.max_redirects, bool) or self.max_redirects < 0:
+        redirects = self.max_redirects
+        if isinstance(redirects, bool) or not isinstance(redirects, int) or redirects < 0:
             raise ConfigError(
-                f"ImageLimits: max_redirects={self.max_redirects!r}: must be 0 or more"
+                f"ImageLimits: max_redirects={redirects!r}: must be an integer of 0 or more"
             )
+        for name in ("formats", "hosts"):
+            value = getattr(self, name)
+            if not isinstance(value, tuple | list) or not all(isinstance(x, str) for x in value):
+                raise ConfigError(f"ImageLimits: {name}={value!r}: must be a tuple of strings")
         for host in self.hosts:
-            if "/" in host or host != host.lower() or not host.strip("*."):
+            if not HOST.fullmatch(host):
                 raise ConfigError(
                     f"ImageLimits: hosts has {host!r}: must be names in lower case such as "
                     "'images.example.com', 'example.com:8080' or '*.example.com'"

@@ -75,7 +75,7 @@ def expanded_ids(
     tokens, ids = config.tokens, list(token_ids)
     begin, end = ([] if x is None else [x] for x in (tokens.begin, tokens.end))
     marks = marks_of(config, [tokens.image], begin, end, list(newlines))
-    starts = _starts(ids, tokens.image, rows)
+    starts = starts_of(ids, tokens.image, rows)
     if starts is not None and all(
         ids[i - len(m) : i] == m for i in starts if (m := marks.before[-1:])
     ):
@@ -95,7 +95,7 @@ def expanded_ids(
     return Expanded(token_ids=out, starts=starts)
 
 
-def _starts(ids: list[int], image: int, rows: Sequence[int]) -> list[int] | None:
+def starts_of(ids: list[int], image: int, rows: Sequence[int]) -> list[int] | None:
     """Return where the rows of each image begin, if these ids are those of all rows; None if there
     are others.
     """

@@ -24,6 +24,7 @@ from jpaged.models.vision.unified import SOFT_TOKENS, UnifiedVisionConfig
 
 # Of a folder, one of which says how images are prepared: two versions of transformers.
 IMAGE_FILES = ("preprocessor_config.json", "processor_config.json")
+VIDEO_FILE = "video_preprocessor_config.json"
 QWEN = "qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil"
 GEMMA3 = "gemma3.image_processing_pil_gemma3.Gemma3ImageProcessorPil"
 GEMMA4 = "gemma4.image_processing_pil_gemma4.Gemma4ImageProcessorPil"
@@ -91,6 +92,12 @@ class ImagePreparer:
                 f"{grid}: the tower takes {self.config.num_features} numbers a patch"
             )
         return Prepared(patches=patches, grid=grid, digest=self.digest(pixels))
+
+    def patches_of(self, pixels: np.ndarray) -> np.ndarray:
+        """Return the patches of an image that has been resized already, for Qwen's towers."""
+        options: dict[str, Any] = {"input_data_format": "channels_last", "return_tensors": "np"}
+        made = self.processor(images=[pixels], do_resize=False, **options)
+        return self._patches(made)[0]
 
     def _patches(self, made: Any) -> tuple[np.ndarray, Grid]:
         """Return the patches that a processor has made of one image, in the tower's order."""

@@ -51,6 +51,10 @@ def load_image(source: ImageSource, limits: ImageLimits = DEFAULT_LIMITS) -> np.
         return _decoded(_of_data_url(source, data, limits), limits, "data: URL")
     if isinstance(source, str) and source.lower().startswith(("http://", "https://")):
         return _decoded(fetch(source, limits), limits, shortened(source))
+    if isinstance(source, str) and source[:5].lower() == "data:" and not os.path.exists(source):
+        raise RequestError(
+            f"image {shortened(source)!r}: must be data:image/TYPE;base64, and then the image"
+        )
     if isinstance(source, str) and URL.match(source) and not os.path.exists(source):
         raise RequestError(
             f"image {shortened(source)!r}: a URL must begin with data:, http:// or https://"
@@ -156,13 +160,24 @@ def _of_file(path: Path, limits: ImageLimits) -> bytes:
 
 def _decoded(data: bytes, limits: ImageLimits, label: str) -> np.ndarray:
     """Return the pixels of a file's bytes."""
-    pil = pillow()
     if len(data) > limits.max_bytes:
         raise RequestError(f"{label}: more bytes than max_bytes={limits.max_bytes:,}")
     if not data:
         raise RequestError(f"{label}: holds no bytes")
+    with _opened(data, limits, label) as image:
+        _check_size(image.size, limits, label)
+        if not _is_animated(image, label):
+            return _in_rgb(image, label)
+        _check_frames(image, limits, label)
+    with _opened(data, limits, label) as image:  # who has looked at later frames has their size
+        return _in_rgb(image, label)
+
+
+def _opened(data: bytes, limits: ImageLimits, label: str) -> Any:
+    """Return one of Pillow's images, of which the header was read and nothing was decoded."""
+    pil = pillow()
     try:
-        image = pil.open(io.BytesIO(data), formats=limits.formats)
+        return pil.open(io.BytesIO(data), formats=limits.formats)
     except pil.UnidentifiedImageError as e:
         raise RequestError(
             f"{label}: is no image of the formats {', '.join(limits.formats)}, or a damaged one"
@@ -171,10 +186,6 @@ def _decoded(data: bytes, limits: ImageLimits, label: str) -> np.ndarray:
         raise RequestError(f"{label}: {_too_large(limits)} ({e})") from e
     except Exception as e:  # a damaged header shows as anything
         raise RequestError(f"{label}: a damaged image ({_said(e)})") from e
-    with image:
-        _check_size(image.size, limits, label)
-        _check_frames(image, limits, label)
-        return _in_rgb(image, label)
 
 
 def _check_size(size: tuple[int, int], limits: ImageLimits, label: str) -> None:
@@ -189,15 +200,28 @@ def _too_large(limits: ImageLimits) -> str:
     return f"the limits are max_pixels={limits.max_pixels:,} and max_side={limits.max_side:,}"
 
 
-def _check_frames(image: Any, limits: ImageLimits, label: str) -> None:
-    """RequestError for an animation of more frames than may be; it looks no further than these."""
-    if not getattr(image, "is_animated", False):
-        return
+def _is_animated(image: Any, label: str) -> bool:
+    """Return whether an image has frames. A camera's JPEG with previews or a second view behind it
+    is a still image.
+    """
     try:
-        image.seek(limits.max_frames)
+        return image.format != "MPO" and getattr(image, "is_animated", False)
+    except Exception as e:  # a GIF looks for its second frame
+        raise RequestError(f"{label}: a damaged image ({_said(e)})") from e
+
+
+def _check_frames(image: Any, limits: ImageLimits, label: str) -> None:
+    """RequestError for an animation of more frames than may be, or of one that is too large; it
+    looks no further than these. A frame is decoded when the one after it is sought.
+    """
+    try:
+        for frame in range(1, limits.max_frames + 1):
+            image.seek(frame)
+            _check_size(image.size, limits, label)
     except EOFError:
-        image.seek(0)
         return
+    except RequestError:
+        raise
     except Exception as e:
         raise RequestError(f"{label}: a damaged animation ({_said(e)})") from e
     raise RequestError(

@@ -16,11 +16,13 @@ from jpaged.models.vision.tower import Grid, Patches, VisionConfig, patches_per_
 class Prepared:
     """An image as a tower takes it. patches: f32 [N, C], in the tower's order. grid: frames, rows
     and columns of patches, which are N together. digest: of its pixels and of what prepared them.
+    time_interval: how far its frames are from each other on the time axis of positions.
     """
 
     patches: np.ndarray
     grid: Grid
     digest: bytes
+    time_interval: float = 1.0
 
     def rows(self, config: VisionConfig) -> Grid:
         """Return the grid of its rows of embeddings."""

@@ -10,12 +10,8 @@ import bisect
 import collections
 import dataclasses
 import itertools
-import logging
-import signal
-import socket
-import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -24,24 +20,21 @@ import numpy as np
 
 from jpaged.checks import check_choice, is_scalar
 from jpaged.config import ROWS, EngineFields
+from jpaged.engine.cache.prefix_cache import digest
 from jpaged.errors import ConfigError, JpagedError, PeerError, ReplicaError, RequestError
-from jpaged.integrations.ray_replica import (
-    Launch,
-    RayRequest,
-    Slot,
-    launch_of,
-    ray,
-)
+from jpaged.fleet.cluster import connect, ray
+from jpaged.fleet.router import Ask, Router, RouterSettings
+from jpaged.fleet.totals import summed, totals
+from jpaged.integrations.ray_replica import Launch, RayRequest, Slot, launch_of
 from jpaged.integrations.seeds import stable_seed
+from jpaged.request.inputs import Chat
 from jpaged.request.outputs import RequestOutput, failed
 from jpaged.sampling_params import SamplingParams
 from jpaged.session import OnUpdate
 from jpaged.types import PyTree
 
-# Entries of a replica's stats() that are not totals: values of now, or ratios.
-OF_NOW = ("blocks_in_use", "num_blocks", "host_blocks_in_use", "host_blocks")
-NOT_TOTALS = (*OF_NOW, "block_bytes", "weight_version", "padding_waste", "prefix_hit_rate")
-NOT_TOTALS += ("data_parallel_size",)
+PIECE = 64  # tokens of a leading part of a prompt that a router knows by its hash
+CHARACTERS = 256  # the same of a text
 
 
 class Queue:
@@ -49,10 +42,11 @@ class Queue:
     lowest `priority`, in order of arrival.
 
     capacity: requests that a replica gets at most. max_retries: how often a request is run again.
+    router: chooses a replica for each.
     """
 
-    def __init__(self, capacity: int, max_retries: int):
-        self.capacity, self.max_retries = capacity, max_retries
+    def __init__(self, capacity: int, max_retries: int, router: Router):
+        self.capacity, self.max_retries, self.router = capacity, max_retries, router
         self.again, self.new = collections.deque[RayRequest](), collections.deque[RayRequest]()
 
     def add(self, request: RayRequest) -> None:
@@ -65,7 +59,8 @@ class Queue:
                 queue.remove(request)
 
     def hand_out(self, up: list[Slot]) -> None:
-        """Give requests to the replicas that have the fewest."""
+        """Give requests to the replicas that the router chooses among those that may have more."""
+        self.router.keep([slot.name for slot in up])
         losses = {slot: max((r.losses for r in slot.requests.values()), default=0) for slot in up}
         for queue in (self.again, self.new):
             while queue:
@@ -75,7 +70,8 @@ class Queue:
                 ]
                 if not free:
                     break
-                slot = min(free, key=lambda s: len(s.requests))
+                named = {slot.name: slot for slot in free}
+                slot = named[self.router.choose(request.ask, named)]
                 slot.requests[request.request_id] = queue.popleft()
                 slot.unsent.append(request)
                 losses[slot] = max(losses[slot], request.losses)
@@ -97,8 +93,8 @@ class RayLLM:
     each actor, such as {"GPU": 1} or {"TPU": 4}; None reserves as many GPUs as it has devices, or a
     host's TPU chips, if the cluster has them, else a CPU. max_retries: how often a request is run
     again when its replica dies, and how often a replica is restarted without answering anything.
-    adapters: the folder of each adapter that prompts may name. All other arguments are
-    EngineConfig's fields.
+    adapters: the folder of each adapter that prompts may name. router: how a request's replica is
+    chosen. All other arguments are EngineConfig's fields.
 
     Requests of a lower `priority` (of SamplingParams) go to a replica first, and run first there. A
     request that kills engines is found without harming others: after each loss
@@ -120,13 +116,15 @@ class RayLLM:
         max_retries: int = 3,
         start_timeout_s: float = 900.0,
         adapters: Mapping[str, str | Path] | None = None,
+        router: RouterSettings | None = None,
         **engine_config: Unpack[EngineFields],
     ):
         check_counts(replicas=(replicas, 1), max_retries=(max_retries, 0), hosts=(hosts, 1))
         self._seed = seed
         # More than run at once, so that a free row is filled at once. The others wait here for any
         # replica.
-        self._queue = Queue(2 * rows_of(engine_config), max_retries)
+        self._router = Router(router, seed=seed)
+        self._queue = Queue(2 * rows_of(engine_config), max_retries, self._router)
         self._ready: list[RequestOutput] = []
         self._unfinished: dict[str, RayRequest] = {}
         self._ids = itertools.count()
@@ -169,7 +167,8 @@ class RayLLM:
         if params.seed is None:  # the tokens must be the same on any replica and in any retry
             seed = stable_seed(self._seed, f"request {request_id}")
             params = dataclasses.replace(params, seed=seed)
-        self._unfinished[request_id] = request = RayRequest(request_id, prompt, params)
+        request = RayRequest(request_id, prompt, params, ask_of(request_id, prompt))
+        self._unfinished[request_id] = request
         self._queue.add(request)
         return request_id
 
@@ -198,6 +197,7 @@ class RayLLM:
         """End a request now. Its tokens so far are lost. An unknown id is ignored."""
         request = self._unfinished.pop(request_id, None)
         self._queue.remove(request)
+        self._router.ended(request_id)
         for slot in self._slots:
             if slot.requests.pop(request_id, None) is not None:
                 if request in slot.unsent:
@@ -274,7 +274,9 @@ class RayLLM:
         that died, and the number of running replicas.
         """
         lost = {"replicas_lost": self._losses, "requests_retried": self._retried}
-        return summed(self._past, self._slots) | lost
+        total = summed(self._past, [slot.stats for slot in self._slots])
+        total["replicas"] = sum(slot.is_up for slot in self._slots)
+        return total | self._router.stats() | lost
 
     def close(self) -> None:
         """End every request and every replica, and Ray itself if this object started it."""
@@ -322,6 +324,7 @@ class RayLLM:
                 slot.requests.pop(output.request_id, None) is not None
             ):  # else it was aborted meanwhile
                 del self._unfinished[output.request_id]
+                self._router.ended(output.request_id)
                 self._ready.append(output)
                 slot.starts = 0
 
@@ -330,6 +333,7 @@ class RayLLM:
         self._losses += 1
         self._past.update(totals(slot.stats))
         requests, unsent = list(slot.requests.values()), set(slot.unsent)
+        self._router.remove(slot.name)
         slot.stop()
         for request in requests:
             request.losses += request not in unsent
@@ -373,33 +377,6 @@ def rows_of(engine_config: Mapping[str, Any]) -> int:
     return rows * (engine_config.get("data_parallel_size") or 1)
 
 
-def connect(address: str, actors: int) -> bool:
-    """Connect this process to Ray unless it is connected. Return whether this call did so."""
-    if ray.is_initialized():
-        return False
-    settings: dict[str, Any] = {
-        "address": address,
-        "log_to_driver": False,
-        "logging_level": logging.WARNING,
-    }
-    if address == "local":
-        settings |= {"include_dashboard": False, "num_cpus": max(actors, 2)}
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        host, _, port = address.rpartition(":")
-        if (
-            port.isdecimal() and "/" not in host
-        ):  # checked here, since Ray itself would try for minutes
-            socket.create_connection((host, int(port)), timeout=10).close()
-        ray.init(**settings)
-    except Exception as e:
-        raise ConfigError(f"cannot reach Ray at {address!r}: {e}") from e
-    if threading.current_thread() is threading.main_thread():
-        # Ray installs a handler that ends the program at once; this restores the old one.
-        signal.signal(signal.SIGTERM, before)
-    return True
-
-
 def none_up(seconds: float, launch: Launch) -> str:
     """Return the message for the case that no replica has started: what each asks for, and what Ray
     has.
@@ -411,28 +388,36 @@ def none_up(seconds: float, launch: Launch) -> str:
     return f"no replica had started after {seconds:g} s: each asks for {asked}; Ray has {there}"
 
 
-def summed(past: Mapping[str, Any], slots: list[Slot]) -> dict[str, Any]:
-    """Return LLM.stats() of the replicas and of past ones as if of a single LLM, and the number of
-    running replicas.
+def ask_of(request_id: str, prompt: Any) -> Ask:
+    """Return a request as a router sees it: the leading parts of its token ids or its text, which
+    stand for what a replica holds once it has run one that begins with them. A function that makes
+    the prompt shows none.
     """
-    total: dict[str, Any] = dict(past)
-    for stats in (slot.stats for slot in slots):
-        for name in totals(stats) | {name: stats[name] for name in OF_NOW if name in stats}:
-            total[name] = total.get(name, 0) + stats[name]
-    # Replicas compile, and read weights, side by side, so these times are not added.
-    for name in ("compile_time_s", "weight_read_s"):
-        total[name] = max((slot.stats.get(name, 0.0) for slot in slots), default=0.0)
-    computed = total.get("prefill_tokens", 0) + total.get("decode_tokens", 0)
-    padded, prompt = total.get("padded_tokens"), total.get("prompt_tokens")
-    total["padding_waste"] = 1 - computed / padded if padded else 0.0
-    total["prefix_hit_rate"] = total.get("cached_tokens", 0) / prompt if prompt else 0.0
-    total["replicas"] = sum(slot.is_up for slot in slots)
-    return total
-
-
-def totals(stats: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of LLM.stats() that only grow."""
-    return {k: v for k, v in stats.items() if type(v) in (int, float) and k not in NOT_TOTALS}
+    salt, name, content = "", "", prompt
+    if isinstance(prompt, Mapping):
+        salt, name = str(prompt.get("cache_salt")), str(prompt.get("adapter"))
+        content = prompt.get("prompt_token_ids", prompt.get("prompt"))
+    elif isinstance(prompt, Chat):
+        name, content = str(prompt.adapter), repr(prompt.messages)
+    if isinstance(content, str):
+        parts = [
+            content[i : i + CHARACTERS].encode("utf-8", "replace")
+            for i in range(0, len(content), CHARACTERS)
+        ]
+        size, tokens = PIECE, max(len(content) * PIECE // CHARACTERS, 1)
+    elif isinstance(content, Sequence | np.ndarray):
+        ids = np.asarray(content)
+        parts = [ids[i : i + PIECE].tobytes() for i in range(0, len(ids), PIECE)]
+        size, tokens = PIECE, len(ids)
+    else:
+        return Ask(call=request_id, tokens=1)
+    key, keys = digest(None, f"{salt} {name} ".encode()), list[int]()
+    for part in parts[: tokens // size]:
+        key = digest(key, part)
+        keys.append(key)
+    return Ask(
+        call=request_id, tokens=tokens, keys=keys, ends=range(size, size * len(keys) + 1, size)
+    )
 
 
 def given_up(request: RayRequest, cause: BaseException) -> RequestOutput:

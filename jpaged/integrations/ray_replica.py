@@ -3,7 +3,6 @@ share an LLM; and the driver's view of it.
 """
 
 import dataclasses
-import importlib
 import socket
 import time
 from collections.abc import Mapping
@@ -13,19 +12,14 @@ from typing import Any
 import jax
 
 from jpaged import gpu_share
-from jpaged.config import EngineConfig
-from jpaged.errors import CheckpointError, ConfigError
+from jpaged.errors import CheckpointError
+from jpaged.fleet.cluster import default_resources, devices_of, ray
+from jpaged.fleet.router import Ask
 from jpaged.llm import LLM
 from jpaged.request.outputs import RequestOutput, failed
 from jpaged.sampling_params import SamplingParams
 from jpaged.session import OnUpdate
 from jpaged.types import PyTree
-
-try:
-    # For type checkers, `import ray` would be the module beside this one.
-    ray: Any = importlib.import_module("ray")
-except ImportError as e:
-    raise ImportError("jpaged.integrations.ray_llm needs Ray: pip install 'jpaged[ray]'") from e
 
 EXCHANGE_S = 0.1  # how long a replica steps before it reports
 EXCHANGES = 2  # exchanges in flight at once, so that a replica never waits for the driver
@@ -182,11 +176,12 @@ class Launch:
 
 @dataclasses.dataclass(eq=False)
 class RayRequest:
-    """A request, and how many replicas died while they ran it."""
+    """A request, as a router sees it, and how many replicas died while they ran it."""
 
     request_id: str
     prompt: Any
     params: SamplingParams
+    ask: Ask
     losses: int = 0
 
 
@@ -210,6 +205,12 @@ class Slot:
     aborted: list[str] = dataclasses.field(default_factory=list)
     stats: dict[str, Any] = dataclasses.field(default_factory=dict)
     starts: int = 0  # starts since a request last finished here
+    lives: int = 0  # starts in all
+
+    @property
+    def name(self) -> str:
+        """Return what the router knows this life of the replica by."""
+        return f"{self.number}.{self.lives}"
 
     @property
     def actor(self) -> Any:
@@ -235,6 +236,7 @@ class Slot:
             "max_restarts": 0,  # the driver starts new actors: it knows the old ones' requests
         }
         self.starts += 1
+        self.lives += 1
         has_whole_gpus = launch.resources.get("GPU", 0) >= 1  # of a part, others have the rest
         args = (
             *(launch.model, launch.seed, launch.engine_config, launch.adapters),
@@ -285,34 +287,6 @@ class Slot:
         if not taken:
             return 1
         return max(1, min(MOST_STEPS, int(EXCHANGE_S * self.stats["dispatches"] / taken)))
-
-
-def devices_of(engine_config: Mapping[str, Any]) -> int:
-    """Return how many devices an engine with these settings takes."""
-    sizes = ("data_parallel_size", "tensor_parallel_size")
-    data, tensor = (engine_config.get(name) or getattr(EngineConfig, name) or 1 for name in sizes)
-    return data * tensor
-
-
-def default_resources(devices: int) -> tuple[dict[str, float], int]:
-    """Return what each actor of a replica of this many devices reserves on this cluster, and the
-    number of actors: GPUs, or all TPU chips of a host, if there are any, on as many hosts as
-    needed; otherwise a CPU. Raises ConfigError if the devices do not divide over hosts.
-    """
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    for name in ("GPU", "TPU"):
-        most = int(max((node.get(name, 0) for node in nodes), default=0))
-        if not most:
-            continue
-        if devices <= most:
-            return {name: devices if name == "GPU" else most}, 1
-        if devices % most:
-            raise ConfigError(
-                f"a replica of {devices} devices does not divide over hosts of {most} {name}s: "
-                "change data_parallel_size or tensor_parallel_size"
-            )
-        return {name: most}, devices // most
-    return {"CPU": 1}, 1
 
 
 def launch_of(

@@ -165,6 +165,11 @@ class ModelConfig:
                 f"vision: rows of embeddings of width {vision.hidden_size}: must have the model's "
                 f"hidden_size={hidden_size}"
             )
+        if vision is not None and vision.on_axes and not self.has_axes:
+            raise ConfigError(
+                "vision: the rope of layers needs sections for positions on three axes: "
+                "mrope_section in the rope_parameters of a config.json"
+            )
         positive(
             embedding_multiplier=embedding_multiplier,
             logits_scaling=logits_scaling,

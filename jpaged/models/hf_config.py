@@ -85,7 +85,8 @@ def read_hf(raw: Mapping[str, Any], *, images: bool = False) -> dict[str, Any]:
         **read,
         "num_labels": num_labels,
         "family": model_type,
-        "tie_word_embeddings": bool(hf["tie_word_embeddings"]),
+        # Some config classes of text parts have no such field: transformers then ties nothing.
+        "tie_word_embeddings": bool(hf.get("tie_word_embeddings")),
         "eos_token_ids": eos,
         "num_deepstack": num_deepstack,
     }

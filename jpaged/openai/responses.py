@@ -121,6 +121,9 @@ class BatchAnswer(TypedDict):
     error: dict[str, Any] | None
 
 
+MOST = re.compile(r"max_model_len=(\d+)")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Failure:
     """Why a request failed. status: of HTTP. kind, code: OpenAI's type and code of the error.
@@ -146,6 +149,9 @@ class Failure:
                 param = begins[1] if begins and begins[1] in (*SAMPLING, "logprobs") else None
         if isinstance(error, RequestError):
             status, kind, message = 400, "invalid_request_error", str(error)
+            if code == "context_length_exceeded" and (most := MOST.search(message)):
+                # litellm, and others, know the error by OpenAI's sentence.
+                message += f". This model's maximum context length is {most[1]} tokens"
         else:
             status, kind = 500, "server_error"
             message = error if isinstance(error, str) else f"{type(error).__name__}: {error}"

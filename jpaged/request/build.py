@@ -41,6 +41,8 @@ class Builder:
         self._making_grammars = threading.RLock()  # re-entrant: a tokenizer may call jpaged
         self._warned_of_eos = False
         self._ids = itertools.count()
+        # Characters of tokens' texts, with special tokens (False) and without them (True).
+        self._lengths: dict[bool, dict[int, int]] = {False: {}, True: {}}
 
     def completion(
         self,
@@ -307,6 +309,7 @@ class Builder:
             stop=asked.stop_strings,
             include_stop=asked.include_stop_str_in_output,
             skip_special_tokens=asked.skip_special_tokens,
+            lengths=self._lengths[asked.skip_special_tokens],
         )
 
     def _warn_of_eos(self) -> None:

@@ -12,8 +12,9 @@ class TextStream:
     """The text of one completion as its tokens arrive, watched for stop strings.
 
     tokenizer: a transformers tokenizer, or anything with decode(ids, skip_special_tokens). stop:
-    strings that end the text at their first occurrence. Once `push` has returned a stop string the
-    text is final.
+    strings that end the text at their first occurrence. lengths: of the texts of single tokens, in
+    characters, as far as they are known; streams with the same tokenizer and skip_special_tokens
+    may share them. Once `push` has returned a stop string the text is final.
     """
 
     def __init__(
@@ -23,7 +24,9 @@ class TextStream:
         stop: Sequence[str] = (),
         include_stop: bool = False,
         skip_special_tokens: bool = True,
+        lengths: dict[int, int] | None = None,
     ):
+        self._lengths: dict[int, int] = {} if lengths is None else lengths
         # The fast one beneath, where there is one.
         self._tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
         self._skip_special_tokens = skip_special_tokens
@@ -40,11 +43,10 @@ class TextStream:
 
     def _clear(self) -> None:
         self._token_ids: list[int] = []
-        # Tokens [_context, _shown) are the last ones whose text is shown, as _shown_text when
-        # decoded alone: what comes next is decoded after them, since a decoder may treat the first
-        # token in its own way.
-        self._context = self._shown = 0
-        self._shown_text = ""
+        # Tokens [_context, _shown) are the last ones whose text is shown, as _shown_length
+        # characters when decoded alone: what comes next is decoded after them, since a decoder may
+        # treat the first token in its own way.
+        self._context = self._shown = self._shown_length = 0
         # A stop string may have begun in earlier text, but not where stopping was forbidden.
         self._allowed_from = 0
         self.text = ""
@@ -57,6 +59,8 @@ class TextStream:
         self.text += self._show()
         if not may_stop:
             self._allowed_from = len(self.text)
+            return None
+        if not self._stop:
             return None
         start = max(before - self._reach, self._allowed_from)
         hits = [(at, stop) for stop in self._stop if (at := self.text.find(stop, start)) >= 0]
@@ -81,6 +85,9 @@ class TextStream:
         stop string is held back.
         """
         end = len(self.text)
+        if not self._stop:
+            delta, self._sent = self.text[self._sent :], max(self._sent, end)
+            return delta
         tails = () if self.is_final else range(max(end - self._reach, self._sent), end)
         end = next(
             (at for at in tails if any(stop.startswith(self.text[at:]) for stop in self._stop)), end
@@ -102,14 +109,23 @@ class TextStream:
         """
         text = decode(self._tokenizer, self._token_ids[self._context :], self._skip_special_tokens)
         whole = text if is_last else text.rstrip("\ufffd")
-        added = whole[len(self._shown_text) :]
-        self._shown_text += added
+        added = whole[self._shown_length :]
+        self._shown_length += len(added)
         if added and whole == text:
             self._context, self._shown = self._shown, len(self._token_ids)
-            self._shown_text = decode(
-                self._tokenizer, self._token_ids[self._context :], self._skip_special_tokens
-            )
+            self._shown_length = self._length(self._token_ids[self._context :])
         return added
+
+    def _length(self, token_ids: list[int]) -> int:
+        """Return the characters of tokens that are decoded alone. It is asked at each token, and of
+        one nearly always.
+        """
+        length = self._lengths.get(token_ids[0]) if len(token_ids) == 1 else None
+        if length is None:
+            length = len(decode(self._tokenizer, token_ids, self._skip_special_tokens))
+            if len(token_ids) == 1:
+                self._lengths[token_ids[0]] = length
+        return length
 
 
 def decode(tokenizer: Decoder, token_ids: Sequence[int], skip_special_tokens: bool) -> str:

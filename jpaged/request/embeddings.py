@@ -26,7 +26,9 @@ class EmbeddingSpan:
     it, and what tokens of one image see of each other; None is a run of text. deepstack: [layers,
     n, E], what is added to them after each of the first layers, of a model that has such; None adds
     nothing. digest: names what they are of, as a hash of its pixels, in place of a hash of the
-    numbers: cached prefixes are shared where digests, grids and places are equal.
+    numbers: cached prefixes are shared where digests, grids and places are equal. time_interval:
+    how far the frames of a video are from each other on the time axis, on which Qwen2.5-VL has
+    seconds (tokens_per_second of its config times the seconds between two frames of the grid).
 
     In an output whose prompt had images, `embeddings` of these are what the tower takes (Prepared),
     and an engine with images=True encodes them again, or not, as it does those of any prompt.
@@ -37,6 +39,7 @@ class EmbeddingSpan:
     grid: tuple[int, int, int] | None = None
     deepstack: Any = None
     digest: bytes | str | None = None
+    time_interval: float = 1.0
 
 
 def spans_of(embeddings: object, num_tokens: int, model: ModelConfig) -> Spans | None:
@@ -74,6 +77,7 @@ def as_mapping(spans: Spans) -> dict[int, EmbeddingSpan]:
             grid=span.grid,
             deepstack=span.deepstack,
             digest=span.named,
+            time_interval=span.time_interval,
         )
         for span in spans
     }
@@ -102,13 +106,20 @@ def _span(start: int, value: EmbeddingSpan, model: ModelConfig) -> Span:
     named = value.digest.encode() if isinstance(value.digest, str) else value.digest
     if named is not None and not (isinstance(named, bytes) and named):
         raise RequestError(f"digest={value.digest!r} of {place}: must be bytes or a str")
+    interval = value.time_interval
+    is_number = isinstance(interval, int | float) and not isinstance(interval, bool)
+    if not is_number or not 0 <= interval < 2**16:
+        raise RequestError(
+            f"time_interval={interval!r} of {place}: must be a number of at least 0, below 65536"
+        )
     return Span(
         start=start,
         embeddings=rows,
         deepstack=extra,
         grid=grid,
         named=named,
-        digest=_digest(rows, extra, grid, named),
+        digest=_digest(rows, extra, grid, named, float(interval)),
+        time_interval=float(interval),
     )
 
 
@@ -120,7 +131,14 @@ def _of_image(start: int, image: Prepared, model: ModelConfig) -> Span:
             "its vision tower"
         )
     grid = rows_grid(image.grid, model.vision)
-    return Span(start=start, embeddings=None, grid=grid, digest=image.digest, image=image)
+    return Span(
+        start=start,
+        embeddings=None,
+        grid=grid,
+        digest=image.digest,
+        image=image,
+        time_interval=image.time_interval,
+    )
 
 
 def _floats(value: object, what: str) -> np.ndarray:
@@ -156,9 +174,11 @@ def _digest(
     extra: np.ndarray | None,
     grid: tuple[int, int, int] | None,
     named: bytes | None,
+    interval: float,
 ) -> bytes:
     """Return a hash of all that the keys and values of a span's tokens depend on."""
     form = repr((rows.shape, str(rows.dtype), extra is None, grid, named is None))
+    form += "" if interval == 1.0 else repr(interval)
     digest = hashlib.blake2b(form.encode(), digest_size=32)
     if named is not None:
         digest.update(named)

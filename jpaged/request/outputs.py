@@ -3,7 +3,7 @@
 import collections.abc
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
@@ -11,7 +11,6 @@ import numpy as np
 from jpaged.engine.generated import Top
 from jpaged.engine.keys import Key
 from jpaged.engine.sequence import Request, Sequence
-from jpaged.errors import RequestError
 from jpaged.request.detokenizer import decode
 from jpaged.request.embeddings import EmbeddingSpan, as_mapping
 from jpaged.search.beam import BeamSearch
@@ -62,7 +61,8 @@ class NamedLogprobs(collections.abc.Sequence[dict[int, Logprob] | None]):
         tokenizer: Tokenizer | None,
         texts: dict[int, str] | None = None,
     ):
-        self._rows, self._tokenizer = rows, tokenizer
+        # The fast tokenizer beneath, where there is one.
+        self._rows, self._tokenizer = rows, getattr(tokenizer, "backend_tokenizer", tokenizer)
         self._texts: dict[int, str] = {} if texts is None else texts  # of tokens decoded so far
 
     @staticmethod
@@ -271,44 +271,46 @@ class LiveCompletions:
     def take_all(self) -> tuple[list[CompletionChunk], Exception | None]:
         """Return what is new since the last time, up to the error of a completion that failed."""
         chunks: list[CompletionChunk] = []
-        try:
-            chunks.extend(self.take())
-        except RequestError as e:
-            return chunks, e
-        return chunks, None
-
-    def take(self) -> Iterator[CompletionChunk]:
-        """Yield what is new since the last time; raises the error of a completion that failed."""
-        for i, seq in list(self._live):
-            if seq.finish_reason is not None:
-                self._live.remove((i, seq))
+        ended: list[tuple[int, Sequence]] = []
+        error: Exception | None = None
+        for live in self._live:
+            seq, sent = live[1], self._sent[live[1]]
+            has_ended = seq.finish_reason is not None
+            if has_ended:
+                ended.append(live)
                 if seq.text is not None:
                     seq.text.finish()
             if seq.error is not None:
-                raise seq.error
-            if len(seq) > self._sent[seq] or seq.finish_reason is not None:
-                sent, tops = self._sent[seq], None
-                drawn = sent - seq.prompt_len
-                if seq.sampling_params.logprobs is not None:
-                    new = seq.generated.top_logprobs[drawn:]
-                    tops = NamedLogprobs(new, self._tokenizer, self._texts)
-                mask = mass = None
-                if seq.sampling_params.sampling_mask:
-                    mask, mass = _kept(seq, drawn)
-                yield CompletionChunk(
-                    request_index=i,
-                    index=seq.index,
-                    token_ids_delta=seq.token_ids[sent:],
-                    text_delta=None if seq.text is None else seq.text.take_delta(),
-                    finish_reason=seq.finish_reason,
-                    token_logprobs_delta=seq.generated.logprobs[drawn:],
-                    logprobs_delta=tops,
-                    stop_reason=seq.stop_reason,
-                    weight_versions_delta=_spans(seq.generated.weight_versions, drawn),
-                    sampling_mask_delta=mask,
-                    kept_logprobs_delta=mass,
-                )
-                self._sent[seq] = len(seq)
+                error = seq.error
+                break
+            if has_ended or len(seq.token_ids) > sent:
+                chunks.append(self._chunk(live[0], seq, sent))
+                self._sent[seq] = len(seq.token_ids)
+        for live in ended:
+            self._live.remove(live)
+        return chunks, error
+
+    def _chunk(self, index: int, seq: Sequence, sent: int) -> CompletionChunk:
+        """Return what a completion of request `index` has beyond its first `sent` tokens."""
+        drawn, params, generated = sent - seq.prompt_len, seq.sampling_params, seq.generated
+        tops = mask = mass = None
+        if params.logprobs is not None:
+            tops = NamedLogprobs(generated.top_logprobs[drawn:], self._tokenizer, self._texts)
+        if params.sampling_mask:
+            mask, mass = _kept(seq, drawn)
+        return CompletionChunk(
+            request_index=index,
+            index=seq.index,
+            token_ids_delta=seq.token_ids[sent:],
+            text_delta=None if seq.text is None else seq.text.take_delta(),
+            finish_reason=seq.finish_reason,
+            token_logprobs_delta=generated.logprobs[drawn:],
+            logprobs_delta=tops,
+            stop_reason=seq.stop_reason,
+            weight_versions_delta=_spans(generated.weight_versions, drawn),
+            sampling_mask_delta=mask,
+            kept_logprobs_delta=mass,
+        )
 
 
 def completion(

@@ -5,6 +5,7 @@ warnings are theirs.
 """
 
 import importlib
+import os
 import warnings
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -27,8 +28,14 @@ MODULES = {
     "test_lm_eval.py": ("lm_eval.evaluator", "lm_eval.tasks"),
     "test_openai.py": ("openai", "starlette", "uvicorn"),
     "test_anthropic.py": ("anthropic", "starlette", "uvicorn"),
+    "test_litellm.py": ("litellm", "starlette", "uvicorn"),
+    "test_langchain.py": ("langchain_openai", "starlette", "uvicorn"),
+    "test_instructor.py": ("instructor", "openai", "starlette", "uvicorn"),
+    "test_llm_command.py": ("llm", "starlette", "uvicorn"),
     "test_local_completions.py": ("lm_eval.models.api_models", "aiohttp", "starlette", "uvicorn"),
 }
+
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it asks GitHub when it is imported
 
 
 def _is_there(module: str) -> bool:

@@ -12,13 +12,18 @@ from flax import nnx
 from tunix.models.gemma3 import model as gemma3  # pyright: ignore[reportMissingImports]
 from tunix.models.gemma4 import model as gemma4  # pyright: ignore[reportMissingImports]
 from tunix.models.gemma4 import moe  # pyright: ignore[reportMissingImports]
+from tunix.models.gemma4 import vision as gemma4_vision  # pyright: ignore[reportMissingImports]
 from tunix.models.llama3 import model as llama3  # pyright: ignore[reportMissingImports]
 from tunix.models.qwen2 import model as qwen2  # pyright: ignore[reportMissingImports]
 from tunix.models.qwen3 import model as qwen3  # pyright: ignore[reportMissingImports]
 
 import jpaged
 from jpaged import ConfigError
+from jpaged.images.encode import bind_tower
+from jpaged.images.spans import Prepared, packed
 from jpaged.integrations.tunix.models import describe
+from jpaged.models.layers.linear import StepContext
+from jpaged.models.vision.tower import Grid
 from tests import tiny
 from tests.clients.test_tunix import DEPRECATED
 
@@ -116,6 +121,33 @@ def test_scores_are_the_modules(name: str) -> None:
     scores = jpaged.score(params, [ids.tolist()], engine_config=tiny.engine(max_model_len=64))
     np.testing.assert_allclose(scores[0], wanted, atol=1e-4)
     jpaged.release(compiled=True)
+
+
+def test_towers_are_the_modules() -> None:
+    """Rows of embeddings of one image by tunix's Gemma 4, and by ours with its weights."""
+    tower = gemma4_vision.VisionEncoderConfig(
+        d_model=24,
+        num_layers=2,
+        num_heads=2,
+        ffw_hidden=32,
+        patch_size=2,
+        output_length=4,
+        pos_emb_shape_yx=(8, 2),
+        use_clipped_linears=True,
+        standardize_embeddings=True,
+    )
+    config = gemma(gemma4, 2, **ALIKE, vision_encoder=tower)
+    model = gemma4.Gemma4(config, rngs=nnx.Rngs(0), text_only=False)
+    family, ours = describe(model, 64)
+    assert ours.vision is not None and ours.vision.hidden_size == 64
+    params = jpaged.params_from(model, family, config=ours)
+    patches = np.random.default_rng(1).random((36, 12), np.float32)
+    image = Prepared(patches=patches, grid=Grid(1, 6, 6), digest=b"image")
+    rows = bind_tower(params)(packed([image], ours.vision, 4), StepContext()).rows_RE
+    at = np.stack(np.divmod(np.arange(36), 6)[::-1], axis=-1)
+    ((made, _),) = model.vision_encoder(jnp.asarray(patches)[None], jnp.asarray(at)[None])
+    wanted = model.embedder.encode_vision(made)[0]
+    np.testing.assert_allclose(rows, wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama3"])

@@ -238,6 +238,22 @@ def test_a_mixture_learns_by_the_rollouts_routes(
     assert capsys.readouterr().out.count("|ratio - 1| with routes") == 6
 
 
+@pytest.mark.slow
+@pytest.mark.own_steps
+@pytest.mark.train
+def test_a_model_that_sees_learns(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """It learns to name colours that it sees, by a tower that learns too; trainer and rollout agree
+    at every update, and nothing compiles once warm.
+    """
+    history = example("grpo_image").main(["--updates", "60"])
+    assert history[0]["compiles"] > 0
+    assert all(record["compiles"] == 0 for record in history[2:])
+    assert all(record["apart"] < 2e-5 and record["tower"] > 0 for record in history)
+    rewards = [record["reward"] for record in history]
+    assert np.mean(rewards[-6:]) > np.mean(rewards[:6]) + 0.25
+    assert "of the last" in capsys.readouterr().out
+
+
 @pytest.mark.own_steps
 @pytest.mark.train
 def test_a_tool_over_several_turns(

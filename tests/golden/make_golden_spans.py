@@ -20,6 +20,13 @@ PROMPTS: dict[str, tuple[int, dict[int, Grid]]] = {
     "three": (61, {0: (1, 4, 2), 17: (1, 2, 5), 29: (1, 3, 3)}),
     "last": (30, {9: (1, 3, 7)}),
 }
+# A video of three frames of 2 x 3: its grids by their places, and how long a frame is in seconds.
+# Qwen2.5-VL has it as one grid; Qwen3-VL has text between its frames.
+VIDEOS: dict[str, dict[int, Grid]] = {
+    "qwen2_5_vl_g2_d32": {5: (3, 2, 3)},
+    "qwen3_vl_g4_d32_tied": {5: (1, 2, 3), 14: (1, 2, 3), 24: (1, 2, 3)},
+}
+VIDEO_TOKENS, SECONDS = 37, 0.65
 TOWER = {"deepstack_visual_indexes": [0, 1, 2], "depth": 3}
 
 
@@ -78,7 +85,49 @@ def make_spans(out: Path) -> str:
             arrays |= {f"{name}/{prompt}/{key}": value for key, value in made.items()}
     meta = np.asarray(json.dumps(SPANNED))
     np.savez_compressed(out / "spans.npz", allow_pickle=False, meta=meta, **arrays)
+    make_videos(out)
     return f"spans of {len(SPANNED)} models, least gap {least:.3f}"
+
+
+def make_videos(out: Path) -> None:
+    """Computes and stores positions and logits of prompts with videos, and the patches and times of
+    a small one.
+    """
+    import numpy as np
+    import torch  # pyright: ignore[reportMissingImports]
+    from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import (
+        Qwen3VLVideoProcessor,
+        smart_resize,
+    )
+
+    from tests.golden.make_golden import build, tokens
+    from tests.golden.weights import noise, state_dict, text_part
+
+    arrays = dict[str, Any]()
+    for name, grids in VIDEOS.items():
+        config = SPANNED[name]
+        model = build(config, state_dict(name, config), torch.float32)
+        usable = text_part(config)["vocab_size"] - 4
+        ids, length = tokens(f"{name}/video", VIDEO_TOKENS, usable), VIDEO_TOKENS
+        logits, positions = _logits(model, name, config, "video", ids, length, grids, SECONDS)
+        arrays |= {
+            f"{name}/token_ids": np.asarray(ids, np.int32),
+            f"{name}/positions": positions.numpy().astype(np.int32),
+            f"{name}/logits": logits.numpy()[-6:],
+        }
+    frames = np.uint8(np.clip(127 + 60 * noise("video/frames", (5, 16, 24, 3)), 0, 255))
+    whole = torch.from_numpy(frames).permute(0, 3, 1, 2)[None].contiguous()
+    nobody: Any = None  # neither reads what it is a method of
+    patches, *grid = Qwen3VLVideoProcessor.patchify(nobody, whole, 4, 2, 2)
+    times = Qwen3VLProcessor._calculate_timestamps(nobody, list(range(5)), 2.0, 2)
+    arrays |= {"frames": frames, "patches": patches.numpy()[0]}
+    arrays |= {"grid": np.asarray(grid), "times": np.asarray(times)}
+    sizes = [(n, h, w) for n in (2, 5, 16) for h in (9, 64, 333) for w in (20, 100, 1081)]
+    limits = {"temporal_factor": 2, "factor": 32, "min_pixels": 4096, "max_pixels": 196608}
+    resized = [smart_resize(*size, **limits) for size in sizes]
+    arrays |= {"sizes": np.asarray(sizes), "resized": np.asarray(resized)}
+    np.savez_compressed(out / "videos.npz", allow_pickle=False, **arrays)
 
 
 def _run(
@@ -124,8 +173,11 @@ def _logits(
     ids: list[int],
     length: int,
     grids: dict[int, Grid],
+    seconds: float | None = None,
 ) -> tuple[Any, Any]:
-    """Logits of all tokens, and positions [3, T] of those of the prompt."""
+    """Logits of all tokens, and positions [3, T] of those of the prompt. seconds: the grids are of
+    a video, whose frames are so long.
+    """
     import torch  # pyright: ignore[reportMissingImports]
 
     is_image = torch.zeros(1, len(ids), dtype=torch.bool)
@@ -141,11 +193,12 @@ def _logits(
     text, merge = model.model.language_model, model.config.vision_config.spatial_merge_size
     thw = torch.tensor([[t, h * merge, w * merge] for t, h, w in grids.values()])
     with torch.no_grad():
-        positions, delta = model.model.get_rope_index(
-            input_ids[:, :length],
-            is_image[:, :length].int(),
-            image_grid_thw=thw if grids else None,
-        )
+        kinds, known = is_image[:, :length].int(), {"image_grid_thw": thw if grids else None}
+        if seconds is not None:
+            whole = torch.tensor([[len(thw), *thw[0, 1:]]]) if len(thw) > 1 else thw
+            known = {"video_grid_thw": whole, "second_per_grid_ts": torch.tensor([seconds])}
+            kinds = 2 * kinds
+        positions, delta = model.model.get_rope_index(input_ids[:, :length], kinds, **known)
         behind = torch.arange(length, len(ids)).expand(3, 1, -1) + delta
         x = text.embed_tokens(input_ids)
         more: dict[str, Any] = {}

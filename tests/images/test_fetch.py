@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jpaged.errors import RequestError
-from jpaged.images.fetch import fetch, is_public
+from jpaged.images.fetch import PORTS, fetch, is_public
 from jpaged.images.limits import ImageLimits
 from jpaged.images.sources import load_image
 from tests.images.test_sources import PIXELS, PNG
@@ -33,6 +33,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.send_header("Location", "/loop")
             self.end_headers()
             return
+        if path == "/nowhere":
+            self.send_response(302)
+            self.send_header("Location", "http://[")
+            self.end_headers()
+            return
         if path in ("/404", "/302"):
             self.send_response(int(path[1:]))
             self.end_headers()
@@ -44,13 +49,18 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.send_header("Content-Length", str(len(PNG) + 1))
         if path == "/said":
             self.send_header("Content-Length", str(10**12))
+        if path == "/drip":
+            self.send_header("Content-Length", str(10**5))
         self.end_headers()
+        if path == "/host":
+            self.wfile.write(self.headers["Host"].encode())
+            return
         with contextlib.suppress(OSError):
             if path == "/endless":
                 while True:
                     self.wfile.write(bytes(2**16))
             if path == "/drip":
-                while True:
+                for _ in range(200):
                     self.wfile.write(b"a")
                     self.wfile.flush()
                     time.sleep(0.05)
@@ -89,6 +99,7 @@ def test_an_image_is_fetched(port: int) -> None:
     [
         ("/404", {}, "status 404"),
         ("/302", {}, "without Location"),
+        ("/nowhere", {}, "redirected to what is no URL"),
         ("/loop", {}, "more than max_redirects=3"),
         ("/gzip", {}, "compressed"),
         ("/said", {}, "max_bytes="),
@@ -117,6 +128,69 @@ def test_https_needs_a_certificate(port: int) -> None:
     """The server speaks no TLS."""
     with pytest.raises(RequestError, match="gave no image"):
         fetch(f"https://localhost:{port}/", allowed(port))
+
+
+class Wrapping:
+    """Stands for a TLS context that encrypts nothing. As the real one does, it takes the descriptor
+    from the socket that it wraps.
+    """
+
+    def wrap_socket(self, sock: socket.socket, **_: Any) -> Any:
+        limit, wrapped = sock.gettimeout(), Wrapped(fileno=sock.detach())
+        wrapped.settimeout(limit)
+        return wrapped
+
+
+class Wrapped(socket.socket):
+    def do_handshake(self) -> None:
+        pass
+
+    def shutdown(self, how: int, /) -> None:
+        raise AssertionError("TLS forgets its state while another thread reads")
+
+
+@pytest.fixture
+def https(port: int, monkeypatch: pytest.MonkeyPatch) -> ImageLimits:
+    """Have the server be the one of https://localhost."""
+    monkeypatch.setattr("ssl.create_default_context", Wrapping)
+    monkeypatch.setitem(PORTS, "https", port)
+    return ImageLimits(hosts=("localhost",), private_addresses=True, timeout_s=SLOW)
+
+
+def test_the_time_of_https_has_bounds_too(https: ImageLimits) -> None:
+    began = time.monotonic()
+    with pytest.raises(RequestError, match=f"timeout_s={SLOW:g}"):
+        fetch("https://localhost/drip", https)
+    assert time.monotonic() - began < 5
+
+
+def test_the_usual_port_is_not_named(https: ImageLimits, port: int) -> None:
+    """Some servers compare the header, and a signed URL has it among what is signed."""
+    assert fetch("https://localhost/host", https) == b"localhost"
+    assert fetch(f"http://localhost:{port}/host", allowed(port)) == b"localhost:%d" % port
+
+
+def test_an_address_of_a_kind_that_the_machine_has_not(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel without IPv6: the next address is taken; of none, it is that request's error."""
+    made = socket.socket
+
+    def without(family: int = -1, *args: Any, **options: Any) -> socket.socket:
+        if family == socket.AF_INET6:
+            raise OSError(97, "Address family not supported by protocol")
+        return made(family, *args, **options)
+
+    both = [
+        (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", port, 0, 0)),
+        (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port)),
+    ]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: both)
+    monkeypatch.setattr("jpaged.images.fetch.socket.socket", without)
+    assert fetch(f"http://localhost:{port}/a.png", allowed(port)) == PNG
+    del both[1]
+    with pytest.raises(RequestError, match="cannot connect"):
+        fetch(f"http://localhost:{port}/a.png", allowed(port))
 
 
 @pytest.mark.parametrize(
@@ -148,6 +222,7 @@ def test_urls_that_are_refused(port: int, url: str) -> None:
         *("127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "0.0.0.0"),
         *("100.64.0.1", "224.0.0.1", "255.255.255.255", "240.0.0.1", "192.0.2.1"),
         *("::1", "::", "fe80::1%eth0", "fc00::1", "ff02::1", "2001:db8::1"),
+        *("fec0::1", "64:ff9b:1::a00:1", "::7f00:1"),
         *("::ffff:127.0.0.1", "::ffff:10.0.0.1", "2002:7f00:1::", "64:ff9b::7f00:1"),
         *("2001:0:4136:e378:8000:63bf:f5ff:fffe",),  # Teredo of 10.0.0.1
     ],

@@ -45,6 +45,16 @@ def png_of(width: int, height: int, data: bytes = b"") -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + body + chunk(b"IEND", b"")
 
 
+def gif_of(*sizes: tuple[int, int]) -> bytes:
+    """A GIF with frames of these (width, height), whose head says that of the first."""
+    head, frames = b"", b""
+    for size in reversed(sizes):
+        data = encoded(Image.new("L", size, 7), "GIF")
+        start = 13 + 3 * 2 ** ((data[10] & 7) + 1)  # what is told first, and the colours
+        head, frames = data[:start], data[start:-1] + frames
+    return head + frames + b";"
+
+
 def data_url(data: bytes, kind: str = "image/png") -> str:
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
@@ -124,6 +134,19 @@ class TestWhatIsRead:
             with pytest.raises(RequestError, match=f"more than max_frames={most} frames"):
                 load_image(data, ImageLimits(max_frames=most))
 
+    def test_a_later_frame_changes_nothing_of_the_first(self) -> None:
+        """One that is larger than all that the file's head says."""
+        data = gif_of((4, 4), (30, 50))
+        assert load_image(data, ImageLimits(max_frames=2)).shape == (4, 4, 3)
+
+    def test_a_photo_with_a_preview_is_no_animation(self) -> None:
+        """Cameras write such JPEGs, which Pillow gives a format and frames of their own."""
+        preview = Image.fromarray(PIXELS[:8])
+        data = encoded(Image.fromarray(PIXELS), "MPO", save_all=True, append_images=[preview])
+        opened: Any = Image.open(io.BytesIO(data))
+        assert data[:2] == b"\xff\xd8" and opened.n_frames == 2
+        assert np.array_equal(load_image(data), np.array(opened))
+
 
 class TestWhatIsRefused:
     @pytest.mark.parametrize(
@@ -145,6 +168,7 @@ class TestWhatIsRefused:
             (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "no image of the formats"),
             ("data:image/png;base64,####", "not base64"),
             ("data:image/png,abc", "must have ;base64"),
+            ("data:image/png;charset='x',abc", "must be data:image/TYPE;base64"),
             ("data:text/plain;base64,YWJj", "of type 'text/plain'"),
             (data_url(b"abc"), "no image of the formats"),
             ("ftp://host/a.png", "must begin with data:, http:// or https://"),
@@ -213,14 +237,33 @@ class TestWhatIsRefused:
             {"max_frames": 1.5},
             {"timeout_s": 0},
             {"max_redirects": -1},
+            {"max_redirects": "3"},
+            {"formats": "PNG"},
+            {"hosts": "a.b"},  # which is four names of one letter
             {"hosts": ("https://a.b",)},
             {"hosts": ("A.b",)},
             {"hosts": ("*.",)},
+            {"hosts": ("*a.b",)},
+            {"hosts": ("a.*",)},
+            {"hosts": ("a.b:http",)},
+            {"hosts": ("a.b:",)},
+            {"hosts": ("face:abc",)},
+            {"hosts": ("[::1]:80",)},
+            {"hosts": ("user@a.b",)},
         ],
     )
     def test_limits_that_cannot_be(self, options: dict[str, Any]) -> None:
         with pytest.raises(ConfigError):
             ImageLimits(**options)
+
+    def test_hosts_that_can_be(self) -> None:
+        ImageLimits(hosts=("a", "a.b:80", "*.b", "*.b-c.d:8080", "1.2.3.4:80", "::1", "fd00::a:1"))
+
+    def test_frames_that_are_too_large(self) -> None:
+        """Not the first alone, and before one of them is decoded."""
+        for sizes in ((4, 4), (300, 300)), ((4, 4), (300, 300), (4, 4)), ((300, 300), (4, 4)):
+            with pytest.raises(RequestError, match="of 300 x 300 pixels: the limits"):
+                load_image(gif_of(*sizes), ImageLimits(max_frames=4, max_pixels=10_000))
 
     def test_without_pillow(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "PIL.Image", None)

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 
+import jpaged.fleet
 import jpaged.integrations
 from jpaged import (
     CheckpointError,
@@ -26,6 +27,7 @@ from jpaged import (
 from jpaged.request.outputs import RequestOutput, completion
 
 MODULES = ("jpaged.integrations.ray_replica", "jpaged.integrations.ray_llm")
+CLUSTER = "jpaged.fleet.cluster"
 
 
 class RayError(Exception):
@@ -192,7 +194,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     def make(*nodes: dict[str, float]) -> tuple[Ray, Any]:
         ray = Ray(*nodes)
         monkeypatch.setitem(sys.modules, "ray", ray)
-        for name in MODULES:
+        for name in (CLUSTER, *MODULES):
             monkeypatch.delitem(sys.modules, name, raising=False)
         replica, llm = (importlib.import_module(name) for name in MODULES)
         monkeypatch.setattr(replica, "LLM", EchoLLM)
@@ -203,6 +205,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     for name in MODULES:
         if sys.modules.pop(name, None) is not None:
             delattr(jpaged.integrations, name.rpartition(".")[2])
+    if sys.modules.pop(CLUSTER, None) is not None:
+        delattr(jpaged.fleet, "cluster")
 
 
 EIGHT = {"GPU": 8.0, "CPU": 64.0}

@@ -102,6 +102,25 @@ def test_an_option_that_nobody_has_is_refused_by_name(name: str) -> None:
         assert "slopes" not in (module.unsupported(case.shapes, none, None) or "")
 
 
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_images_that_see_themselves_are_computed_or_refused_by_name(name: str) -> None:
+    """What has the option `ends` takes its operand, and nothing else is called with one."""
+    case = Case(
+        name="images",
+        contexts=(64,),
+        queries=(64,),
+        images=((0, 3, 9),),
+        D=64,
+        P=64,
+        dtype="bfloat16",
+    )
+    module = IMPLEMENTATIONS[name].module()
+    has_ends = "ends" in module.OPTIONS
+    assert ("ends_T" in parameters(module.prefill)) == has_ends
+    reason = module.unsupported(case.shapes, case.options.attention, None) or ""
+    assert ("ends=True" in reason) != has_ends
+
+
 def test_options_are_known_to_somebody() -> None:
     """Each field of AttentionOptions is an option of the reference, and each option a field."""
     fields = {field.name for field in dataclasses.fields(AttentionOptions)}

@@ -12,6 +12,7 @@ from typing import Any
 
 from jpaged import LLM, AsyncLLM
 from jpaged.engine.integrity import check
+from jpaged.fleet.face import FleetLLM
 from jpaged.openai.server.app import Server
 from jpaged.openai.server.record import Observer
 from jpaged.openai.server.reload import Reload
@@ -73,7 +74,9 @@ class Live:
 
     def call(self, function: Any) -> Any:
         """What a function of the LLM comes to, between two steps."""
-        return self.server.llm._thread.call(function, self.server.llm._llm).result(PATIENCE_S)
+        llm = self.server.llm
+        assert isinstance(llm, AsyncLLM)
+        return llm._thread.call(function, llm._llm).result(PATIENCE_S)
 
     def assert_nothing_left(self) -> None:
         """Soon, no request is in the engine, no block in use, no place taken."""
@@ -100,15 +103,16 @@ def http_post(path: str, body: Any) -> bytes:
 
 @contextlib.contextmanager
 def serving(
-    llm: LLM,
+    llm: LLM | FleetLLM,
     *,
     observers: Sequence[Observer] = (),
     tls: tuple[str, str | None] | None = None,
     watched: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Iterator[Live]:
-    """A server on a model, which is closed with it. watched: arguments of Reload."""
-    server = Server(AsyncLLM(llm), ServerSettings(**{"models": ("tiny",), **settings}), observers)
+    """A server on a model or a fleet, which is closed with it. watched: arguments of Reload."""
+    face = llm if isinstance(llm, FleetLLM) else AsyncLLM(llm)
+    server = Server(face, ServerSettings(**{"models": ("tiny",), **settings}), observers)
     reload = None if watched is None else Reload(server, certificates=tls, **watched)
     listener = Listener(server, "127.0.0.1", 0, quiet=True, tls=tls, reload=reload)
     thread = threading.Thread(target=lambda: asyncio.run(listener.serve()))

@@ -148,6 +148,24 @@ def test_a_function_that_is_named_is_called_once(live: Live):
         assert answer["status"] == "completed"
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "stop"}}])
+def test_the_form_of_a_text_is_not_that_of_calls(live: Live, choice: Any) -> None:
+    """A response_format beside a demanded call changes nothing, in a chat and in a response."""
+    schema = {"name": "trip", "schema": SCHEMA, "strict": True}
+    ask = ASK | {"tool_choice": choice, "seed": 5, "max_tokens": 40}
+    form = {"response_format": {"type": "json_schema", "json_schema": schema}}
+    called = [live.post(CHAT, ask | more)["choices"][0]["message"] for more in ({}, form)]
+    names = [[call["function"] for call in message["tool_calls"]] for message in called]
+    assert names[0] == names[1] and names[0]
+    flat = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    body = {"input": ASK["messages"], "tools": flat, "seed": 5, "max_output_tokens": 40}
+    body["tool_choice"] = choice if choice == "required" else {"type": "function", "name": "stop"}
+    text = {"text": {"format": {"type": "json_schema", **schema}}}
+    items = [live.post("/v1/responses", body | more)["output"] for more in ({}, text)]
+    calls = [[(item["name"], item["arguments"]) for item in output] for output in items]
+    assert calls[0] == calls[1] and calls[0]
+
+
 def test_calls_that_may_not_come_side_by_side(live: Live):
     """One at most where the model may call, one where it must."""
     for seed, choice in enumerate(("auto", "required") * 2):
@@ -179,7 +197,7 @@ def test_what_cannot_be_demanded(live: Live):
         ({"tool_choice": allowed("auto", "other")}, "tool_choice"),
         ({"tool_choice": allowed("many", "stop")}, "tool_choice"),
         (
-            {"tool_choice": "required", "response_format": {"type": "json_object"}},
+            {"tool_choice": "required", "structured_outputs": {"json": SCHEMA}},
             "tool_choice",
         ),
     ):

@@ -183,10 +183,13 @@ def test_a_stream_of_many_pieces_gives_others_turns(live: Live):
         class Ended(Exception):
             pass
 
-        async def take() -> Any:
+        async def pass_on(use: Any) -> Any:
+            assert not use(news), "it is too much for one turn"
             raise Ended
 
-        exchange = SimpleNamespace(status=200, begin=done, write=done, write_piece=done)
+        exchange = SimpleNamespace(
+            status=200, begin=done, write=done, write_piece=done, is_ready=True
+        )
         watch = SimpleNamespace(chunk=lambda *_: None)
 
         async def others() -> None:
@@ -195,8 +198,9 @@ def test_a_stream_of_many_pieces_gives_others_turns(live: Live):
                 await asyncio.sleep(0)
 
         beside = asyncio.ensure_future(others())
+        inbox = SimpleNamespace(pass_on=pass_on)
         with pytest.raises(Ended):
-            await generation._stream(exchange, served, SimpleNamespace(take=take), news, watch)
+            await generation._stream(exchange, served, inbox, news, watch)
         beside.cancel()
 
     asyncio.run(run())

@@ -16,7 +16,7 @@ TIMES = StepTimes.planned(billions=8, tflops=400, memory_gb_s=2500, kv_kib=128)
 FLEET = fleet.Fleet(
     replicas=2,
     kind="code",
-    router="holders",
+    router="prefix",
     rate=2.0,
     seconds=12.0,
     swing=0.0,
@@ -80,9 +80,9 @@ def test_routers() -> None:
     reports = {
         router: fleet.simulate(dataclasses.replace(wide, router=router)) for router in fleet.ROUTERS
     }
-    rates = [reports[router]["hit_rate"] for router in ("two", "sticky", "holders")]
+    rates = [reports[router]["hit_rate"] for router in ("two", "sticky", "prefix")]
     assert rates == sorted(rates) and rates[-1] > 1.2 * rates[0]
-    assert reports["two"]["first_p99_s"] < reports["random"]["first_p99_s"]
+    assert reports["two"]["first_p99_s"] < reports["round_robin"]["first_p99_s"]
     assert len({report["requests"] for report in reports.values()}) == 1
 
 
@@ -113,10 +113,10 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     times = tmp_path / "times.json"
     times.write_text(json.dumps(dataclasses.asdict(TIMES)))
     flags = ["--replicas", "1000", "--sample", "4", "--kind", "chat", "--seconds", "10"]
-    flags += ["--routers", "two", "holders", "--step-times", str(times), "--out", str(tmp_path)]
+    flags += ["--routers", "two", "prefix", "--step-times", str(times), "--out", str(tmp_path)]
     assert fleet.main(flags) == 0
     saved: dict[str, Any] = json.loads((tmp_path / "results.json").read_text())
-    assert saved["simulated"] == 4 and set(saved["reports"]) == {"two", "holders"}
+    assert saved["simulated"] == 4 and set(saved["reports"]) == {"two", "prefix"}
     for name in ("first_token", "hits"):
         assert (tmp_path / f"{name}.svg").stat().st_size > 1000
         assert (tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG"

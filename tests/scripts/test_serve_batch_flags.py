@@ -73,6 +73,7 @@ SETTINGS: dict[str, tuple[list[str], Any]] = {
     "swap_space_gib": (["--swap-space-gib", "1.5"], 1.5),
     "swap_min_tokens": (["--swap-min-tokens", "0"], 0),
     "prefix_store": (["--prefix-store", "some/folder"], "some/folder"),
+    "prefix_store_policy": (["--prefix-store-policy", "write_through"], "write_through"),
     "prefix_store_gib": (["--prefix-store-gib", "2.5"], 2.5),
     "dtype": (["--dtype", "float32"], "float32"),
     "quantization": (["--quantization", "int8"], "int8"),

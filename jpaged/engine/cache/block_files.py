@@ -19,7 +19,7 @@ import secrets
 import struct
 from collections.abc import Buffer, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import xxhash
 
@@ -35,6 +35,7 @@ LOW = 0.9  # of the bytes that files may take is what is left of them once room 
 
 Read = Literal["read", "absent", "bad", "unreadable"]
 Written = Literal["written", "held", "refused", "failed"]
+BlockKey = tuple[str, bytes, int]  # identity, digest and group of a BlockName
 
 
 class BlockName(NamedTuple):
@@ -49,8 +50,48 @@ class BlockName(NamedTuple):
     token_ids: bytes
 
     @property
-    def key(self) -> tuple[str, bytes, int]:
+    def key(self) -> BlockKey:
         return self.identity, self.digest, self.group
+
+
+class PackedBlocks(Protocol):
+    """Keeps blocks as the bytes of a file of theirs, whatever they are of, within a number of
+    bytes: a folder, or the memory of a server (see block_server.py). Any thread may call; nothing
+    is raised.
+    """
+
+    num_bytes: int
+    evicted_blocks: int
+
+    def has_key(self, key: BlockKey) -> bool:
+        """Return whether there is a block."""
+        ...
+
+    def used_bytes(self) -> int:
+        """Return the bytes that all blocks take."""
+        ...
+
+    def read_packed(self, key: BlockKey) -> tuple[Read, Buffer | None]:
+        """Return the bytes of a block, as they were written."""
+        ...
+
+    def write_packed(
+        self, key: BlockKey, pieces: Sequence[Buffer], used_at: float | None = None
+    ) -> Written:
+        """Keep the bytes of a block (see `packed`). used_at: seconds since 1970, None is now."""
+        ...
+
+    def touch_key(self, key: BlockKey, used_at: float) -> bool:
+        """Count a block as used at this time. Return whether it is there."""
+        ...
+
+    def drop_key(self, key: BlockKey) -> None:
+        """Delete a block."""
+        ...
+
+    def forget(self, identity: str) -> None:
+        """Delete all blocks of an identity."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +113,9 @@ class BlockFiles:
     evicted_blocks: files that this process deleted to make room.
     """
 
+    asks_ahead = False  # see StoredBlocks
+    instance = b""
+
     def __init__(self, folder: str | os.PathLike[str], num_bytes: int):
         self.folder, self.num_bytes = Path(folder), num_bytes
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -82,13 +126,20 @@ class BlockFiles:
 
     def path_of(self, name: BlockName) -> Path:
         """Return where a block's file is, if there is one."""
-        digest = name.digest.hex()
-        return self.folder / name.identity / digest[:2] / f"{digest}-{name.group}{SUFFIX}"
+        return self._path(name.key)
 
     def has(self, name: BlockName) -> bool:
         """Return whether there is a file for a block; what it holds is not looked at."""
+        return self.has_key(name.key)
+
+    def has_all(self, names: Sequence[BlockName]) -> list[bool]:
+        """Return for each block whether there is a file."""
+        return [self.has_key(name.key) for name in names]
+
+    def has_key(self, key: BlockKey) -> bool:
+        """Return whether there is a file under a key."""
         try:
-            os.stat(self.path_of(name))
+            os.stat(self._path(key))
         except OSError:
             return False
         return True
@@ -104,19 +155,23 @@ class BlockFiles:
         """Return the data of a block. num_bytes: that it has. A file of anything else is "bad" and
         deleted.
         """
-        path = self.path_of(name)
+        came, raw = self.read_packed(name.key)
+        if raw is None:
+            return came, None
+        data = unpacked(raw, name, num_bytes)
+        if data is None:
+            self.drop_key(name.key)
+            return "bad", None
+        return "read", data
+
+    def read_packed(self, key: BlockKey) -> tuple[Read, Buffer | None]:
+        """Return the bytes of a file, whatever it holds."""
         try:
-            raw = path.read_bytes()
+            return "read", self._path(key).read_bytes()
         except FileNotFoundError:
             return "absent", None
         except (OSError, MemoryError):
             return "unreadable", None
-        data = _data_of(raw, name, num_bytes)
-        if data is None:
-            with contextlib.suppress(OSError):
-                path.unlink()
-            return "bad", None
-        return "read", data
 
     def write(
         self, name: BlockName, data: Sequence[Buffer], used_at: float | None = None
@@ -124,23 +179,23 @@ class BlockFiles:
         """Keep the data of a block, in one or several pieces of bytes. used_at: seconds since 1970,
         None is now. "refused": it is larger than all files together may be.
         """
-        pieces = [memoryview(piece).cast("B") for piece in data]
-        tokens, size = name.token_ids, sum(piece.nbytes for piece in pieces)
-        head = HEAD.pack(name.digest, name.parent, name.group, len(tokens), size) + tokens
-        checksum = xxhash.xxh3_128(head)
-        for piece in pieces:
-            checksum.update(piece)
-        whole = len(MAGIC) + CHECKSUM_BYTES + len(head) + size
+        return self.write_packed(name.key, packed(name, data), used_at)
+
+    def write_packed(
+        self, key: BlockKey, pieces: Sequence[Buffer], used_at: float | None = None
+    ) -> Written:
+        """Keep the bytes of a file, as `packed` returns them; see `write`."""
+        views = [memoryview(piece).cast("B") for piece in pieces]
+        whole = sum(view.nbytes for view in views)
         if whole > self.num_bytes:
             return "refused"
-        path = self.path_of(name)
+        path = self._path(key)
         try:
             if path.exists():
                 return "held"
             with self._claimed(path, whole) as (fd, other):
-                written = memoryview(b"".join((MAGIC, checksum.digest(), head)))
-                for piece in (written, *pieces):
-                    _write_all(fd, piece)
+                for view in views:
+                    _write_all(fd, view)
                 if used_at is not None:
                     os.utime(fd, (used_at, used_at))
                 os.replace(other, path)
@@ -150,11 +205,20 @@ class BlockFiles:
 
     def touch(self, name: BlockName, used_at: float) -> bool:
         """Count a block as used at this time, seconds since 1970. Return whether it is there."""
+        return self.touch_key(name.key, used_at)
+
+    def touch_key(self, key: BlockKey, used_at: float) -> bool:
+        """Count what is under a key as used at this time; see `touch`."""
         try:
-            os.utime(self.path_of(name), (used_at, used_at))
+            os.utime(self._path(key), (used_at, used_at))
         except OSError:
             return False
         return True
+
+    def drop_key(self, key: BlockKey) -> None:
+        """Delete what is under a key."""
+        with contextlib.suppress(OSError):
+            self._path(key).unlink()
 
     def forget(self, identity: str) -> None:
         """Delete all blocks of an identity: no process finds one from now on."""
@@ -165,6 +229,11 @@ class BlockFiles:
             return  # there are none
         with contextlib.suppress(OSError), self._locked() as ledger:
             self._make_room(ledger, 0)  # deletes it, and counts again
+
+    def _path(self, key: BlockKey) -> Path:
+        identity, digest, group = key
+        text = digest.hex()
+        return self.folder / identity / text[:2] / f"{text}-{group}{SUFFIX}"
 
     # Room
 
@@ -250,19 +319,51 @@ class Ledger:
         os.pwrite(self._fd, num_bytes.to_bytes(8, "little"), 0)
 
 
-def _data_of(raw: bytes, name: BlockName, num_bytes: int) -> Buffer | None:
+def packed(name: BlockName, data: Sequence[Buffer]) -> list[Buffer]:
+    """Return the bytes of a block's file, in pieces: what it is of, a checksum, and its data."""
+    pieces = [memoryview(piece).cast("B") for piece in data]
+    tokens, size = name.token_ids, sum(piece.nbytes for piece in pieces)
+    head = HEAD.pack(name.digest, name.parent, name.group, len(tokens), size) + tokens
+    checksum = xxhash.xxh3_128(head)
+    for piece in pieces:
+        checksum.update(piece)
+    return [b"".join((MAGIC, checksum.digest(), head)), *pieces]
+
+
+def packed_size(name: BlockName, num_bytes: int) -> int:
+    """Return the bytes of a block's file. num_bytes: those of its data."""
+    return len(MAGIC) + CHECKSUM_BYTES + HEAD.size + len(name.token_ids) + num_bytes
+
+
+def unpacked(raw: Buffer, name: BlockName, num_bytes: int) -> Buffer | None:
     """Return the data in the bytes of a file, None unless it is whole and of this block."""
+    view = memoryview(raw)
     start = len(MAGIC) + CHECKSUM_BYTES
     data = start + HEAD.size + len(name.token_ids)
-    if len(raw) != data + num_bytes or raw[: len(MAGIC)] != MAGIC:
+    if view.nbytes != data + num_bytes or view[: len(MAGIC)] != MAGIC:
         return None
     tokens = name.token_ids
     head = HEAD.pack(name.digest, name.parent, name.group, len(tokens), num_bytes) + tokens
-    if raw[start:data] != head:
+    if view[start:data] != head or not _is_sound(view):
         return None
-    if xxhash.xxh3_128_digest(memoryview(raw)[start:]) != raw[len(MAGIC) : start]:
-        return None
-    return memoryview(raw)[data:]
+    return view[data:]
+
+
+def is_packed(raw: Buffer, key: BlockKey) -> bool:
+    """Return whether these bytes are a whole file under a key, as far as that can be seen without
+    its tokens.
+    """
+    view, start = memoryview(raw), len(MAGIC) + CHECKSUM_BYTES
+    if view.nbytes < start + HEAD.size or view[: len(MAGIC)] != MAGIC:
+        return False
+    digest, _, group, tokens, size = HEAD.unpack_from(view, start)
+    is_long = view.nbytes == start + HEAD.size + tokens + size
+    return is_long and (digest, group) == key[1:] and _is_sound(view)
+
+
+def _is_sound(view: memoryview) -> bool:
+    start = len(MAGIC) + CHECKSUM_BYTES
+    return xxhash.xxh3_128_digest(view[start:]) == view[len(MAGIC) : start]
 
 
 def _lock(fd: int, *, waits: bool = True) -> None:

@@ -1,4 +1,6 @@
-"""Disk: blocks in files, written behind the steps and read ahead of them by threads."""
+"""Disk: blocks in files, or with a block server, written behind the steps and read ahead of them by
+threads.
+"""
 
 import functools
 import logging
@@ -6,11 +8,11 @@ import queue
 import threading
 import time
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Buffer, Callable, Iterable, Sequence
 from typing import Protocol
 
-from jpaged.engine.cache.block_files import BlockFiles, BlockName
+from jpaged.engine.cache.block_files import BlockKey, BlockName, Read, Written
 from jpaged.engine.cache.content import Content
 from jpaged.engine.cache.costs import Costs
 from jpaged.engine.cache.store import Slot
@@ -23,6 +25,7 @@ PENDING_BYTES = 256 << 20  # of blocks that wait to be written; more are not kep
 PAUSE_S = 5.0  # without writes after one that failed, and without reads while one takes so long
 REMEMBERED = 1 << 20  # files that are known to be there without a look
 TOUCH_S = 60.0  # a file that is used again sooner is not marked as used
+LOOK_S = 0.25  # a request waits at most so long to learn what a block server has
 
 
 class BlockCodec(Protocol):
@@ -39,6 +42,59 @@ class BlockCodec(Protocol):
     def block_from_bytes(self, group: int, raw: Buffer) -> BlockData:
         """Return the block of such bytes; any thread may call."""
         ...
+
+
+class StoredBlocks(Protocol):
+    """Where blocks are: the files of a folder (BlockFiles), or with a server (RemoteBlocks). Any
+    thread may call; each method returns what came of it, and raises nothing of what may go wrong.
+
+    asks_ahead: whether `has_all` may take long, so that it is called in a thread, for all blocks of
+    a prompt at a time. instance: another one where all that was there may be gone. evicted_blocks:
+    that were deleted to make room.
+    """
+
+    asks_ahead: bool
+    instance: bytes
+    num_bytes: int
+    evicted_blocks: int
+
+    def has(self, name: BlockName) -> bool:
+        """Return whether a block is there."""
+        ...
+
+    def has_all(self, names: Sequence[BlockName]) -> list[bool] | None:
+        """Return for each block whether it is there; None where that cannot be said."""
+        ...
+
+    def used_bytes(self) -> int:
+        """Return the bytes that all blocks take; no thread waits for it."""
+        ...
+
+    def read(self, name: BlockName, num_bytes: int) -> tuple[Read, Buffer | None]:
+        """Return the data of a block, once it was checked. num_bytes: that it has."""
+        ...
+
+    def write(
+        self, name: BlockName, data: Sequence[Buffer], used_at: float | None = None
+    ) -> Written:
+        """Keep the data of a block. used_at: seconds since 1970, None is now."""
+        ...
+
+    def touch(self, name: BlockName, used_at: float) -> bool:
+        """Count a block as used at this time. Return whether it is there."""
+        ...
+
+    def forget(self, identity: str) -> None:
+        """Delete all blocks of an identity."""
+        ...
+
+
+class Look:
+    """A question which of some blocks a server has. done: it was answered, or cannot be."""
+
+    def __init__(self, names: Sequence[BlockName]):
+        self.names, self.began = tuple(names), time.monotonic()
+        self.done = threading.Event()
 
 
 class Fetch:
@@ -80,27 +136,31 @@ class Fetch:
 
 
 class Disk:
-    """The files of one engine's blocks, and the threads that move them.
+    """The stored blocks of one engine, and the threads that move them. Below a file is what holds a
+    block there, also where a server has it.
 
     identity: the root digest of what is written and found from now on, as hex. costs: what is
     measured here is counted there. Methods are called by the engine's thread; none waits for a
     file, but `flush`, and `write` where it is asked to.
     """
 
-    def __init__(self, files: BlockFiles, codec: BlockCodec, costs: Costs):
+    def __init__(self, files: StoredBlocks, codec: BlockCodec, costs: Costs):
         self.files, self.codec, self.costs = files, codec, costs
         self.identity = ""
         self.counts: Counter[str] = Counter()
         self.reading_bytes = self.pending_bytes = 0
-        self._pending: dict[tuple[str, bytes, int], BlockData] = {}
-        self._known: dict[tuple[str, bytes, int], float] = {}  # when they were marked as used
+        self._pending: dict[BlockKey, BlockData] = {}
+        self._known: dict[BlockKey, float] = {}  # when they were marked as used
+        self._instance = files.instance  # that these are of
+        self._looks: deque[Look] = deque()  # that are not answered
         self._changed = threading.Condition()  # its lock guards what threads change
         self._era = 0  # counts `forget`: what was to be written before is not
         self._paused_until = 0.0
         self._read_at = 0.0  # when a read last ended, or the first of those under way began
         self._writes: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._reads: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        queues = [self._writes] + [self._reads] * READERS
+        self._asks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        queues = [self._writes] + [self._reads] * READERS + [self._asks] * files.asks_ahead
         for jobs in queues:
             threading.Thread(target=_run, args=(jobs,), name="jpaged-store", daemon=True).start()
         self._stop = weakref.finalize(self, _stop, queues)
@@ -119,17 +179,34 @@ class Disk:
         known without a look.
         """
         name = self.name_of(content, group)
+        if self._instance != self.files.instance:
+            self._forget_known()
         return name is not None and (name.key in self._known or name.key in self._pending)
 
     def has(self, content: Content, group: int) -> bool:
         """Return whether there is a file of a block, or one is being written."""
         if self.knows(content, group):
             return True
+        if self.files.asks_ahead:
+            return False  # as far as `look` has asked
         name = self.name_of(content, group)
         if name is None or not self.files.has(name):
             return False
         self._know(name)
         return True
+
+    def look(self, blocks: Iterable[tuple[Content, int]]) -> Look | None:
+        """Start to ask which of these blocks, contents and groups, there are: `has` knows it once
+        the look is done. None where answers take too long now.
+        """
+        with self._changed:
+            if self._looks and time.monotonic() - self._looks[0].began > LOOK_S:
+                return None
+            names = [name for pair in blocks if (name := self.name_of(*pair)) is not None]
+            look = Look(names)
+            self._looks.append(look)
+        self._asks.put(functools.partial(self._look, look))
+        return look
 
     def pending(self, content: Content, group: int) -> BlockData | None:
         """Return the data of a block that waits to be written."""
@@ -165,7 +242,7 @@ class Disk:
         if name is None or self.knows(content, group):
             return
         with self._changed:
-            if time.monotonic() < self._paused_until:
+            if self.is_paused:
                 self.counts["dropped_blocks"] += 1
                 return
             while self._pending and self.pending_bytes + size > PENDING_BYTES:
@@ -176,6 +253,29 @@ class Disk:
             self._pending[name.key] = data
             self.pending_bytes += size
         self._writes.put(functools.partial(self._write, name, data, used_at, self._era))
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether all that is to be written is dropped, since a write has failed of late."""
+        return time.monotonic() < self._paused_until
+
+    def has_room(self, num_bytes: int, offered: int) -> bool:
+        """Return whether a block of so many bytes would not be dropped. offered: bytes that are to
+        be written before it.
+        """
+        before = self.pending_bytes + offered
+        return not before or before + num_bytes <= PENDING_BYTES
+
+    def unwritten(self) -> set[BlockKey]:
+        """Return what waits to be written, or is being written."""
+        with self._changed:
+            return set(self._pending)
+
+    def wait(self, seconds: float) -> None:
+        """Wait until something that waits to be written was, at most so long."""
+        with self._changed:
+            if self._pending:
+                self._changed.wait(seconds)
 
     def flush(self, seconds: float) -> bool:
         """Wait, at most so long, until all that waits to be written was; return whether it was."""
@@ -239,6 +339,24 @@ class Disk:
 
     # In the threads
 
+    def _look(self, look: Look) -> None:
+        there = None
+        try:
+            there = self.files.has_all(look.names) if look.names else []
+        finally:
+            with self._changed:
+                self._looks.remove(look)
+                if self._instance != self.files.instance:
+                    self._forget_known()
+                if there is None:
+                    self.counts["read_errors"] += 1
+                for name, is_there in zip(look.names, there or (), strict=there is not None):
+                    if is_there:
+                        self._known.setdefault(name.key, time.time())
+                    elif name.key not in self._pending:
+                        self._known.pop(name.key, None)
+            look.done.set()
+
     def _write(self, name: BlockName, data: BlockData, used_at: float | None, era: int) -> None:
         size, came = self.codec.stored_bytes(name.group), "failed"
         try:
@@ -297,6 +415,11 @@ class Disk:
             self._known.pop(name.key, None)
             fetch.cut = min(fetch.cut, entry)
         self._read_at = now
+
+    def _forget_known(self) -> None:
+        """Know of no file any more: another server than before answers, with blocks of its own."""
+        self._instance = self.files.instance
+        self._known.clear()
 
     def _touch(self, name: BlockName, used_at: float) -> None:
         if not self.files.touch(name, used_at):

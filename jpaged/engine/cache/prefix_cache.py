@@ -121,6 +121,18 @@ class PrefixCache:
         self.store.touch(whole.contents)
         return whole
 
+    def contents_of(self, seq: Sequence, most: int | None = None) -> list[Content]:
+        """Return the contents of a prompt's blocks that a match may name, computed or not. most:
+        see `match`.
+        """
+        last = len(seq) - 1
+        limit = last if most is None else min(most, last)
+        contents, parent = list[Content](), self.contents.root
+        for i in range(limit // self.block_size if self.is_on else 0):
+            parent = self.contents.take(seq, i, self.block_size, parent)
+            contents.append(parent)
+        return contents
+
     def no_match(self) -> Match:
         return Match([], tuple([] for _ in self.groups), tuple({} for _ in self.groups))
 
@@ -184,6 +196,8 @@ class PrefixCache:
             for group, table in zip(self.groups, seq.block_tables, strict=True):
                 if table[i] != GONE and group.is_whole(i, step_end):
                     group.close(table[i], content)
+                    if group.traffic is not None and group.traffic.store.writes_through:
+                        group.traffic.write_through(group.index, table[i], content)
 
     def is_stale(self, seq: Sequence) -> bool:
         """Return whether a sequence runs on KV from before a reset."""
@@ -197,9 +211,20 @@ class PrefixCache:
         if self.store is not None:
             self.store.clear()
         for group in self.groups:
+            if group.traffic is not None:
+                group.traffic.through.clear()
             group.cached.clear()
             for block in group.blocks:
                 block.content = None
+
+    def keys(self) -> set[int]:
+        """Return the chained hashes of the blocks that can be found in the pool or in host memory:
+        of the first group whose blocks all later tokens read, else of the first.
+        """
+        whole = [group for group in self.groups if group.window is None]
+        group = (whole or list(self.groups))[0]
+        contents = [*group.cached, *(() if self.store is None else self.store.contents())]
+        return {content.hash for content in contents if content.hash is not None}
 
     def forget_free(self) -> None:
         """Forget the contents of blocks that nobody owns."""

@@ -4,8 +4,10 @@ import dataclasses
 import time
 from collections.abc import Iterable, Iterator
 
+from jpaged.engine.cache.content import Content
 from jpaged.engine.cache.costs import Costs
-from jpaged.engine.cache.disk import Disk, Fetch
+from jpaged.engine.cache.disk import LOOK_S as MOST_LOOK_S
+from jpaged.engine.cache.disk import Disk, Fetch, Look
 from jpaged.engine.cache.prefix_cache import Match, PrefixCache
 from jpaged.engine.cache.tiers import TieredStore
 from jpaged.engine.sequence import Request, Status
@@ -19,7 +21,8 @@ LOOK_S = 0.005  # a wait for files keeps the engine no longer from what others a
 @dataclasses.dataclass
 class Waiting:
     """A request that waits for its blocks. replica: that it was placed at. until: when it goes on
-    without what is not there. fetch: None while there is no memory for it.
+    without what is not there. fetch: None while there is no memory for it. look: while it is not
+    known what there is, of these contents.
     """
 
     request: Request
@@ -27,6 +30,8 @@ class Waiting:
     cache: PrefixCache
     until: float
     fetch: Fetch | None = None
+    look: Look | None = None
+    contents: list[Content] = dataclasses.field(default_factory=list)
 
 
 class ReadAhead:
@@ -53,6 +58,30 @@ class ReadAhead:
         if self.disk.is_stuck:
             return False
         waiting = Waiting(request, replica, cache, 0.0)
+        if self.disk.files.asks_ahead:
+            return self._begin_look(waiting)
+        return self._begin_fetch(waiting)
+
+    def _begin_look(self, waiting: Waiting) -> bool:
+        """Start to ask which blocks of a request there are; return whether it is to wait for it."""
+        seq, cache = waiting.request.sequences[0], waiting.cache
+        contents = cache.contents_of(seq, most=seq.next_read)
+        is_here = cache.match(seq, most=seq.next_read).num_blocks == len(contents)
+        if is_here and not self.store.writes_through:
+            return False
+        groups = range(self.store.num_groups)
+        waiting.look = self.disk.look((content, g) for content in contents for g in groups)
+        if waiting.look is None:
+            return False
+        waiting.contents, waiting.until = contents, time.monotonic() + MOST_LOOK_S
+        self._waiting[waiting.request.request_id] = waiting
+        return True
+
+    def _begin_fetch(self, waiting: Waiting) -> bool:
+        """Start to read what a request needs and what there is; return whether it is to wait for
+        it.
+        """
+        request, cache = waiting.request, waiting.cache
         seq, queued = request.sequences[0], self.disk.reading_bytes
         match = cache.match(seq, most=seq.next_read, in_files=True, queued_bytes=queued)
         if not [slot for slots in match.slots for slot in slots.values() if slot.data is None]:
@@ -72,6 +101,15 @@ class ReadAhead:
         """Yield the requests that are to queue now, with their replicas."""
         now = time.monotonic()
         for request_id, waiting in list(self._waiting.items()):
+            if waiting.look is not None:
+                if not waiting.look.done.is_set() and now < waiting.until:
+                    continue
+                is_known, waiting.look = waiting.look.done.is_set(), None
+                self.late += not is_known
+                if not is_known or now >= waiting.until or not self._begin_fetch(waiting):
+                    del self._waiting[request_id]
+                    yield waiting.request, waiting.replica
+                    continue
             if waiting.fetch is None and now < waiting.until and not self._start(waiting):
                 continue
             if waiting.fetch is not None and not waiting.fetch.is_done:
@@ -92,7 +130,9 @@ class ReadAhead:
     def wait(self) -> None:
         """Wait a moment for the first of them."""
         first = next(iter(self._waiting.values()))
-        if first.fetch is None:
+        if first.look is not None:
+            first.look.done.wait(LOOK_S)
+        elif first.fetch is None:
             time.sleep(LOOK_S)
         else:
             first.fetch.wait(LOOK_S)

@@ -39,10 +39,12 @@ class Move(NamedTuple):
 class BlockStore(Protocol):
     """Where blocks go that a pool gives up. Its decisions depend on the order of calls alone, so
     that the processes of one model make the same ones, but where it has files, which one process
-    alone has. keeps: whether `keep` may want anything.
+    alone has. keeps: whether `keep` may want anything. writes_through: whether it wants every block
+    that is full.
     """
 
     keeps: bool
+    writes_through: bool
 
     @property
     def num_bytes(self) -> int:
@@ -64,6 +66,10 @@ class BlockStore(Protocol):
         """Return the slot that the data of a block which stays in its pool is to be put into; None
         where the store does not want it.
         """
+        ...
+
+    def has_room(self, group: int) -> bool:
+        """Return whether a block of this group that is read for `keep` now will not be dropped."""
         ...
 
     def put(self, slot: Slot, data: BlockData) -> None:
@@ -92,6 +98,10 @@ class BlockStore(Protocol):
         """Forget everything."""
         ...
 
+    def contents(self) -> Iterable[Content]:
+        """Return what is kept in host memory."""
+        ...
+
     def check(self, root: Content) -> None:
         """Assert that bytes are counted and that all that is kept is of this root."""
         ...
@@ -104,7 +114,7 @@ class HostStore:
     is about to load may outlive their slots for one step, uncounted.
     """
 
-    keeps = False
+    keeps = writes_through = False
 
     def __init__(self, num_bytes: int, block_bytes: Iterable[int]):
         self.num_bytes = num_bytes
@@ -151,6 +161,9 @@ class HostStore:
     def keep(self, content: Content, group: int) -> Slot | None:
         return None
 
+    def has_room(self, group: int) -> bool:
+        return True
+
     def put(self, slot: Slot, data: BlockData) -> None:
         if self._slots.get(slot.content, {}).get(slot.group) is slot:
             slot.data = data
@@ -170,6 +183,9 @@ class HostStore:
         for content in reversed(list(contents)):
             if content in self._slots:
                 self._slots.move_to_end(content)
+
+    def contents(self) -> Iterable[Content]:
+        return self._slots.keys()
 
     def clear(self) -> None:
         self._slots.clear()
@@ -191,27 +207,50 @@ class HostStore:
 
 class Traffic:
     """The blocks of one replica that are to go to its store, or to come from it, before its next
-    step.
+    step. through: those that are to go once a step has written them, by group and block, while they
+    hold these contents and the store has room for them.
     """
 
     def __init__(self, store: BlockStore):
         self.store = store
         self.stores: list[Move] = []
         self.loads: dict[tuple[int, int], Move] = {}  # by group and block
+        self.through: dict[tuple[int, int], Content] = {}
 
     def evict(self, group: int, block_id: int, content: Content | None) -> None:
         """Offer what a block holds that is taken for something else. content: None where that is
         of no use.
         """
         self.loads.pop((group, block_id), None)
+        self.through.pop((group, block_id), None)
         slot = None if content is None else self.store.offer(content, group)
         if slot is not None:
             self.stores.append(Move(slot, block_id))
 
     def keep(self, group: int, block_id: int, content: Content) -> None:
         """Offer what a block holds that stays where it is."""
-        if (slot := self.store.keep(content, group)) is not None:
+        if self.store.writes_through:
+            self.write_through(group, block_id, content)
+        elif (slot := self.store.keep(content, group)) is not None:
             self.stores.append(Move(slot, block_id))
+
+    def write_through(self, group: int, block_id: int, content: Content) -> None:
+        """Offer what a block will hold once the steps that were planned have run."""
+        if content.digest is not None:
+            self.through[group, block_id] = content
+
+    def take_through(self) -> tuple[Move, ...]:
+        """Return what is to be read of blocks that were written, as far as the store has room, and
+        forget it: all that was planned was dispatched.
+        """
+        moves = list[Move]()
+        for (group, block_id), content in list(self.through.items()):
+            if not self.store.has_room(group):
+                break
+            del self.through[group, block_id]
+            if (slot := self.store.keep(content, group)) is not None:
+                moves.append(Move(slot, block_id))
+        return tuple(moves)
 
     def load(self, slot: Slot, block_id: int) -> None:
         """Fill a fresh block from the store before the next step."""

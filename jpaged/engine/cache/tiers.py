@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable
 
 from jpaged.config import EngineConfig
+from jpaged.engine.cache.block_files import BlockKey
 from jpaged.engine.cache.content import Content
 from jpaged.engine.cache.disk import Disk, Fetch
 from jpaged.engine.cache.store import BlockStore, HostStore, Slot
@@ -27,19 +28,20 @@ class TieredStore:
 
     host: what is kept in memory, which may be of 0 bytes. disk: the files. Beside those, blocks
     that were read for a request are held until it runs, and blocks that wait to be written until
-    they are.
+    they are. writes_through: every block is written once it is full.
     """
 
     keeps = True
 
-    def __init__(self, host: HostStore, disk: Disk):
-        self.host, self.disk = host, disk
+    def __init__(self, host: HostStore, disk: Disk, *, writes_through: bool = False):
+        self.host, self.disk, self.writes_through = host, disk, writes_through
         # What is to be written once its data arrives, and what requests that do not run yet need.
         self._offered: dict[tuple[Content, int], Slot] = {}
         self._read: dict[tuple[Content, int], Reading] = {}
 
     def __deepcopy__(self, memo: dict[int, object]) -> "TieredStore":
-        return TieredStore(self.host.__deepcopy__(memo), self.disk)
+        twin = self.host.__deepcopy__(memo)
+        return TieredStore(twin, self.disk, writes_through=self.writes_through)
 
     @property
     def num_bytes(self) -> int:
@@ -73,8 +75,21 @@ class TieredStore:
         if self.disk.knows(content, group):
             self.disk.touch((content,), (group,))
             return None
+        if self.writes_through and self.disk.is_paused:
+            self.disk.counts["dropped_blocks"] += 1
+            return None
         slot = self._offered[key] = Slot(content, group)
         return slot
+
+    def has_room(self, group: int) -> bool:
+        sizes = self.disk.codec.stored_bytes
+        offered = sum([sizes(at) for _, at in self._offered])
+        return self.disk.is_paused or self.disk.has_room(sizes(group), offered)
+
+    def unwritten(self) -> set[BlockKey]:
+        """Return what is to be written, or is being written, to files."""
+        names = [self.disk.name_of(content, group) for content, group in self._offered]
+        return {name.key for name in names if name is not None} | self.disk.unwritten()
 
     def put(self, slot: Slot, data: BlockData) -> None:
         self.host.put(slot, data)
@@ -118,6 +133,9 @@ class TieredStore:
     @property
     def num_groups(self) -> int:
         return self.host.num_groups
+
+    def contents(self) -> Iterable[Content]:
+        return self.host.contents()
 
     def clear(self) -> None:
         """Forget everything but the files, whose blocks are found again under their identity."""
@@ -192,4 +210,5 @@ def make_stores(
     hosts = [HostStore(num_bytes, block_bytes) for _ in range(count)]
     if disk is None:
         return [*hosts]
-    return [*(TieredStore(host, disk) for host in hosts)]
+    through = config.prefix_store_policy == "write_through"
+    return [*(TieredStore(host, disk, writes_through=through) for host in hosts)]

@@ -22,14 +22,14 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 from jpaged import adapter_flag, gpu_share
 from jpaged.config import EngineConfig
 from jpaged.errors import CheckpointError, ConfigError, PeerError
-from jpaged.flags import Parser, add_engine_groups, engine_settings
+from jpaged.flags import Parser, add_engine_groups, engine_settings, parse_resources
 from jpaged.integrations.batch.formats import guess_format, open_source
 from jpaged.integrations.batch.images import LineImages
 from jpaged.integrations.batch.journal import Existing, shard_path
@@ -315,18 +315,6 @@ def parse_shard(text: str | None, environ: Mapping[str, str]) -> tuple[int, int]
     if not (i.isdecimal() and n.isdecimal() and int(i) < int(n)):
         raise ValueError(f"--shard {text}: must be I/N with I from 0 to N - 1")
     return None if int(n) == 1 else (int(i), int(n))
-
-
-def parse_resources(texts: Sequence[str]) -> dict[str, float]:
-    """Return {name: count} of texts "NAME=COUNT". Raises ValueError."""
-    counts = {}
-    for text in texts:
-        name, _, count = text.partition("=")
-        try:
-            counts[name] = float(count)
-        except ValueError:
-            raise ValueError(f"--replica-resources {text}: must be NAME=COUNT (GPU=1)") from None
-    return counts
 
 
 def line_images(args: argparse.Namespace) -> LineImages:

@@ -127,6 +127,66 @@ def _gemma(c: Any, max_len: int, pattern: tuple[Any, ...]) -> dict[str, Any]:
     }
 
 
+# Around the rows of an image, and in their place, where a config does not say it: Gemma's ids.
+GEMMA3_TOKENS = {"image_token_index": 262144, "boi_token_index": 255999, "eoi_token_index": 256000}
+GEMMA4_TOKENS = {"image_token_id": 258880, "boi_token_id": 255999, "eoi_token_id": 258882}
+
+
+def with_tower(
+    text: dict[str, Any], model_type: str, architecture: str, vision: dict[str, Any], **more: Any
+) -> ModelConfig:
+    """Return the config of a text part and its vision tower."""
+    whole = {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "tie_word_embeddings": True,
+        **more,
+        "text_config": text,
+        "vision_config": vision,
+    }
+    return ModelConfig.from_hf(whole, images=True)
+
+
+def siglip_tower(c: Any) -> tuple[dict[str, Any], int]:
+    """Return what a config.json says of tunix's SigLIP tower, and the rows of an image."""
+    if c.image_height != c.image_width or c.patch_size[0] != c.patch_size[1]:
+        raise ConfigError(
+            f"vision_config: images of {c.image_height} x {c.image_width} pixels in patches of "
+            f"{c.patch_size}: only squares are supported"
+        )
+    vision = {
+        "model_type": "siglip_vision_model",
+        "vision_use_head": False,
+        "image_size": c.image_height,
+        "patch_size": c.patch_size[0],
+        "hidden_size": c.width,
+        "num_hidden_layers": c.depth,
+        "num_attention_heads": c.num_heads,
+        "intermediate_size": c.mlp_dim or 4 * c.width,
+    }
+    return vision, c.num_mm_tokens_per_image
+
+
+def gemma4_tower(c: Any) -> dict[str, Any]:
+    """Return what a config.json says of the tower of tunix's Gemma 4, whose rope has base 100."""
+    return {
+        "model_type": "gemma4_vision",
+        "patch_size": c.patch_size,
+        "pooling_kernel_size": c.pooling_kernel_size,
+        "hidden_size": c.d_model,
+        "num_hidden_layers": c.num_layers,
+        "num_attention_heads": c.num_heads,
+        "num_key_value_heads": c.num_heads,
+        "head_dim": c.d_model // c.num_heads,
+        "intermediate_size": c.ffw_hidden,
+        "position_embedding_size": c.pos_emb_shape_yx[0],
+        "rope_parameters": {"rope_type": "axial", "rope_theta": 100.0},
+        "rms_norm_eps": GEMMA_EPS,
+        "use_clipped_linears": c.use_clipped_linears,
+        "standardize": c.standardize_embeddings,
+    }
+
+
 def _gemma3(c: Any, max_len: int) -> ModelConfig:
     from tunix.models.gemma3 import model  # pyright: ignore[reportMissingImports]
 
@@ -135,16 +195,18 @@ def _gemma3(c: Any, max_len: int) -> ModelConfig:
     if c.global_scale_factor != 1.0:
         rope |= {"rope_type": "linear", "factor": float(c.global_scale_factor)}
     local = {"rope_type": "default", "rope_theta": float(c.local_base_frequency)}
-    return ModelConfig.from_hf(
-        _gemma(c, max_len, model.GEMMA3_ATTENTION_PATTERN)
-        | {
-            "architectures": ["Gemma3ForCausalLM"],
-            "model_type": "gemma3_text",
-            "query_pre_attn_scalar": c.head_dim if is_by_head else c.embed_dim // c.num_heads,
-            "final_logit_softcapping": None,
-            "rope_parameters": {FULL: rope, WINDOW: local},
-        }
-    )
+    text = _gemma(c, max_len, model.GEMMA3_ATTENTION_PATTERN) | {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "query_pre_attn_scalar": c.head_dim if is_by_head else c.embed_dim // c.num_heads,
+        "final_logit_softcapping": None,
+        "rope_parameters": {FULL: rope, WINDOW: local},
+    }
+    if (tower := getattr(c, "vision_config", None)) is None:
+        return ModelConfig.from_hf(text)
+    vision, rows = siglip_tower(tower)
+    tokens = GEMMA3_TOKENS | {"mm_tokens_per_image": rows}
+    return with_tower(text, "gemma3", "Gemma3ForConditionalGeneration", vision, **tokens)
 
 
 def _gemma4(c: Any, max_len: int) -> ModelConfig:
@@ -188,29 +250,32 @@ def _gemma4(c: Any, max_len: int) -> ModelConfig:
             "top_k_experts": c.num_experts_per_tok,
             "moe_intermediate_size": c.expert_dim,
         }
-    return ModelConfig.from_hf(
-        known
-        | experts
-        | {
-            "architectures": ["Gemma4ForCausalLM"],
-            "model_type": "gemma4_text",
-            "per_layer_config": {
-                str(i): {
-                    "head_dim": c.global_key_size or c.head_dim,
-                    "num_key_value_heads": c.num_global_kv_heads or c.num_kv_heads,
-                }
-                for i, kind in enumerate(known["layer_types"])
-                if kind == FULL
-            },
-            "attention_k_eq_v": c.k_eq_v_global,
-            "final_logit_softcapping": c.final_logit_softcap,
-            "num_kv_shared_layers": shared,
-            "use_double_wide_mlp": wide is not None,
-            "hidden_size_per_layer_input": c.per_layer_input_dim,
-            "vocab_size_per_layer_input": c.num_embed,
-            "rope_parameters": {FULL: full, WINDOW: local},
-        }
-    )
+    text = {
+        **known,
+        **experts,
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        "per_layer_config": {
+            str(i): {
+                "head_dim": c.global_key_size or c.head_dim,
+                "num_key_value_heads": c.num_global_kv_heads or c.num_kv_heads,
+            }
+            for i, kind in enumerate(known["layer_types"])
+            if kind == FULL
+        },
+        "attention_k_eq_v": c.k_eq_v_global,
+        "final_logit_softcapping": c.final_logit_softcap,
+        "num_kv_shared_layers": shared,
+        "use_double_wide_mlp": wide is not None,
+        "hidden_size_per_layer_input": c.per_layer_input_dim,
+        "vocab_size_per_layer_input": c.num_embed,
+        "rope_parameters": {FULL: full, WINDOW: local},
+    }
+    if (tower := getattr(c, "vision_encoder", None)) is None:
+        return ModelConfig.from_hf(text)
+    text["use_bidirectional_attention"] = getattr(c, "use_bidirectional_attention", None)
+    vision = gemma4_tower(tower)
+    return with_tower(text, "gemma4", "Gemma4ForConditionalGeneration", vision, **GEMMA4_TOKENS)
 
 
 MODELS: dict[str, Callable[[Any, int], ModelConfig]] = {

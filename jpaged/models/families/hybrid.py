@@ -105,7 +105,6 @@ def read_kinds(hf: Mapping[str, Any]) -> list[str]:
 
 QWEN: Mapping[str, Any] = {"qk_norm": True, "norm_offset": True, "norm_in_f32": True}
 AXES: tuple[int, int, int] = (11, 11, 10)
-ALTERNATING: Mapping[str, Any] = {"alternating_sections": True}
 GATED: Mapping[str, Any] = {"gate": True}
 GUESSES = r"mtp\."  # a layer that guesses a further token
 MTP = MTPFiles(
@@ -133,7 +132,7 @@ QWEN3_5 = Family(
             keys=BIASES,
             partial_rotary=True,
             axes=AXES,
-            rope=ALTERNATING,
+            alternating=True,
         )
     ),
     unread=GUESSES,
@@ -151,7 +150,7 @@ QWEN3_5_MOE = Family(
             keys=BIASES,
             partial_rotary=True,
             axes=AXES,
-            rope=ALTERNATING,
+            alternating=True,
             experts=ExpertKeys(sizes=EXPERTS),
         ),
     ),

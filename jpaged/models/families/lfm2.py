@@ -25,7 +25,8 @@ class ShortConvolutions:
 
     def read(self, hf: dict[str, Any]) -> dict[str, Any]:
         """See Description."""
-        kinds = hf["layer_types"]
+        if (kinds := hf["layer_types"]) is None:
+            raise ConfigError("layer_types: the config.json must say the kind of each layer")
         if unknown := set(kinds) - {CONV, FULL}:
             raise ConfigError(f"layer_types {sorted(unknown)} are not supported")
         if len(kinds) != hf["num_hidden_layers"]:

@@ -45,7 +45,7 @@ QWEN3_MOE = Family(
     ),
 )
 
-AXES, ALTERNATING = (24, 20, 20), {"alternating_sections": True}
+AXES = (24, 20, 20)
 QWEN2_5_VL_TEXT = Family(
     model_type="qwen2_5_vl_text",
     architecture="Qwen2_5_VLTextModel",
@@ -56,7 +56,7 @@ QWEN2_5_VL_TEXT = Family(
 QWEN3_VL_TEXT = Family(
     model_type="qwen3_vl_text",
     architecture="Qwen3VLTextModel",
-    description=Switches(always={"qk_norm": True}, keys=BIASES, axes=AXES, rope=ALTERNATING),
+    description=Switches(always={"qk_norm": True}, keys=BIASES, axes=AXES, alternating=True),
     text_of=("qwen3_vl", "Qwen3VLForConditionalGeneration"),
     vision=Qwen3VisionConfig.read,
 )
@@ -67,7 +67,7 @@ QWEN3_VL_MOE_TEXT = Family(
         always={"qk_norm": True, "norm_topk_prob": True},
         keys=BIASES,
         axes=AXES,
-        rope=ALTERNATING,
+        alternating=True,
         experts=ExpertKeys(sizes=SIZES, dense_layers=ListedDenseLayers()),
     ),
     text_of=("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"),

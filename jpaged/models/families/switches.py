@@ -131,8 +131,9 @@ class Switches:
     `layer_types`, "every layer" one `sliding_window`. rope_by_kind: layers with a window have rope
     parameters of their own. partial_rotary: part of a head may be rotated. query_scaling: rotated
     queries may be scaled by their position. no_rope: the key that lists a 0 for each layer without
-    rope. axes: sections of a rope by positions on three axes, where a file does not say them; None:
-    the rope has one position. activation: the key of the MLP's. experts: of a mixture.
+    rope. axes: sections of a rope by positions on three axes, where a file does not say them and
+    the rope is of as many dimensions; None: the rope has one position. alternating: as of
+    RopeConfig. activation: the key of the MLP's. experts: of a mixture.
     """
 
     always: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -144,6 +145,7 @@ class Switches:
     windows: Literal["none", "by layer", "every layer"] = "none"
     rope_by_kind: bool = False
     axes: tuple[int, int, int] | None = None
+    alternating: bool = False
     partial_rotary: bool = False
     query_scaling: bool = False
     no_rope: str | None = None
@@ -224,13 +226,12 @@ class Switches:
             fraction = 1.0  # there it is an option of the scaling
         if fraction != 1.0 and not self.partial_rotary:
             raise ConfigError(f"rope_parameters={rope}: partial rotary is not supported")
+        axes = self._read_axes(rope, int(hf["head_dim"] * fraction))
         fields: dict[str, Any] = {
             "rope_theta": float(rope["rope_theta"] or 10000.0),
             "rope_scaling": read_scaling(rope, hf["max_position_embeddings"]),
             "partial_rotary_factor": float(fraction),
-            "rope": tuple(
-                {**self.rope, **self._read_query_scaling(rope), **self._read_axes(rope)}.items()
-            ),
+            "rope": tuple({**self.rope, **self._read_query_scaling(rope), **axes}.items()),
         }
         if self.no_rope:
             uses = hf[self.no_rope]
@@ -247,13 +248,20 @@ class Switches:
                 fields["local_rope_theta"] = theta
         return fields
 
-    def _read_axes(self, rope: dict[str, Any]) -> dict[str, Any]:
+    def _read_axes(self, rope: dict[str, Any], dim: int) -> dict[str, Any]:
+        """Return the sections of a rope of `dim` dimensions of a head. Those of the family are of
+        its own dimensions alone: with others and without the key, tokens have one position.
+        """
         if self.axes is None:
             return {}
-        sections = rope.get("mrope_section") or self.axes
+        sections = rope.get("mrope_section")
+        if sections is None:
+            if 2 * sum(self.axes) != dim:
+                return {}
+            sections = self.axes
         if not isinstance(sections, list | tuple):
             raise ConfigError(f"mrope_section={sections!r}: must be three numbers of frequencies")
-        return {"sections": tuple(sections)}
+        return {"sections": tuple(sections), "alternating_sections": self.alternating}
 
     def _read_query_scaling(self, rope: dict[str, Any]) -> dict[str, Any]:
         scaling = read_query_scaling(rope) if self.query_scaling else None

@@ -54,6 +54,7 @@ class Gemma4VisionConfig:
     standardizes: bool = False
 
     in_blocks = False
+    on_axes = False
     buckets = SOFT_TOKENS
 
     @classmethod

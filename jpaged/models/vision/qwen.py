@@ -38,9 +38,11 @@ TOKEN_NAMES = ("image_token_id", "vision_start_token_id", "vision_end_token_id")
 class QwenVisionConfig:
     """What the towers of Qwen have in common. hidden_size: E, of the text model. width: of its own
     hidden states. patch_size: the side of a patch in pixels, frames: how many a patch has of it.
+    video_token: the id of rows of a video.
     """
 
     tokens: ImageTokens
+    video_token: int
     model_type: str
     hidden_size: int
     width: int
@@ -53,6 +55,7 @@ class QwenVisionConfig:
     theta: float
 
     in_blocks = True
+    on_axes = True
     buckets = BUCKETS
 
     def __post_init__(self) -> None:
@@ -105,6 +108,11 @@ class QwenVisionConfig:
         """J: how many layers of the text model take rows of their own."""
         return 0
 
+    def token_ids(self) -> dict[str, int | None]:
+        """Return what a config.json says of ids."""
+        named = dict(zip(TOKEN_NAMES, self.tokens, strict=True))
+        return {**named, "video_token_id": self.video_token}
+
     def written(self) -> dict[str, Any]:
         """Return what a config.json says of all of these towers."""
         return {
@@ -137,6 +145,7 @@ def common_fields(hf: dict[str, Any], hidden_size: int, activation: str) -> dict
     rope = vision.get("rope_parameters") or {}
     return {
         "tokens": ImageTokens(*(hf[name] for name in TOKEN_NAMES)),
+        "video_token": hf["video_token_id"],
         "model_type": vision["model_type"],
         "hidden_size": hidden_size,
         "width": vision["hidden_size"],
@@ -177,7 +186,7 @@ class Qwen3VisionConfig(QwenVisionConfig):
             "num_position_embeddings": self.positions_side**2,
             "deepstack_visual_indexes": list(self.deepstack),
         }
-        return {**dict(zip(TOKEN_NAMES, self.tokens, strict=True)), "vision_config": vision}
+        return {**self.token_ids(), "vision_config": vision}
 
     def params(self) -> tuple[ParamSpec, ...]:
         """See VisionConfig."""
@@ -237,11 +246,13 @@ class Qwen3VisionConfig(QwenVisionConfig):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen25VisionConfig(QwenVisionConfig):
     """Qwen2.5-VL. window: the side of a window in patches; a patch attends within its window, but
-    for the blocks in full_blocks.
+    for the blocks in full_blocks. tokens_per_second: how far a second is on the time axis of
+    positions.
     """
 
     window: int
     full_blocks: tuple[int, ...]
+    tokens_per_second: float = 4.0
 
     @classmethod
     def read(cls, hf: dict[str, Any], hidden_size: int) -> "Qwen25VisionConfig":
@@ -252,6 +263,7 @@ class Qwen25VisionConfig(QwenVisionConfig):
             **fields,
             window=squares * fields["merge"],
             full_blocks=tuple(vision["fullatt_block_indexes"]),
+            tokens_per_second=float(vision["tokens_per_second"]),
         )
 
     def write(self) -> dict[str, Any]:
@@ -260,8 +272,9 @@ class Qwen25VisionConfig(QwenVisionConfig):
             "hidden_act": "silu",
             "window_size": self.window * self.patch_size,
             "fullatt_block_indexes": list(self.full_blocks),
+            "tokens_per_second": self.tokens_per_second,
         }
-        return {**dict(zip(TOKEN_NAMES, self.tokens, strict=True)), "vision_config": vision}
+        return {**self.token_ids(), "vision_config": vision}
 
     def params(self) -> tuple[ParamSpec, ...]:
         """See VisionConfig."""

@@ -46,6 +46,7 @@ class SiglipVisionConfig:
     eps: float = 1e-6
 
     in_blocks = False
+    on_axes = False
 
     @classmethod
     def read(cls, hf: dict[str, Any], hidden_size: int) -> "SiglipVisionConfig":

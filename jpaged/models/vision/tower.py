@@ -101,6 +101,11 @@ class VisionConfig(Protocol):
         ...
 
     @property
+    def on_axes(self) -> bool:
+        """Whether the text model turns the rows of an image by positions on three axes."""
+        ...
+
+    @property
     def hidden_size(self) -> int:
         """E: the width of its rows of embeddings, which is that of the text model."""
         ...

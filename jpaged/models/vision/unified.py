@@ -35,6 +35,7 @@ class UnifiedVisionConfig:
 
     merge = 1
     in_blocks = False
+    on_axes = False
     buckets = SOFT_TOKENS
 
     @classmethod

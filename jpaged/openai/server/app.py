@@ -14,6 +14,8 @@ from starlette.routing import Route
 
 from jpaged.async_llm import AsyncLLM
 from jpaged.errors import RequestError
+from jpaged.fleet.face import FleetLLM
+from jpaged.fleet.facts import version
 from jpaged.openai.json_text import json_object
 from jpaged.openai.pooled import PooledRequest
 from jpaged.openai.server.answers import json_pieces
@@ -37,7 +39,6 @@ from jpaged.openai.server.pooling import Pooling
 from jpaged.openai.server.record import Observer
 from jpaged.openai.server.response_bodies import ServedKeptResponse, ServedResponse
 from jpaged.openai.server.settings import ServerSettings
-from jpaged.openai.server.status import version
 from jpaged.openai.server.token_bodies import ServedTokens
 from jpaged.openai.server.wire import ApiError, Exchange, Gone, encode
 from jpaged.request.detokenizer import decode
@@ -63,7 +64,12 @@ class Server:
     each request that has ended.
     """
 
-    def __init__(self, llm: AsyncLLM, settings: ServerSettings, observers: Sequence[Observer] = ()):
+    def __init__(
+        self,
+        llm: AsyncLLM | FleetLLM,
+        settings: ServerSettings,
+        observers: Sequence[Observer] = (),
+    ):
         settings = settings.with_images(llm.engine_config.images)
         self.llm, self.settings, self.metrics = llm, settings, Metrics()
         self.observers = tuple(observers)
@@ -194,7 +200,9 @@ class Server:
         await exchange.answer(encode({"version": version()}))
 
     async def _metrics(self, exchange: Exchange) -> None:
-        await exchange.answer(self.metrics.text(self.llm.stats()).encode(), kind=PLAIN)
+        replicas = await self.llm.gather() if isinstance(self.llm, FleetLLM) else {}
+        text = self.metrics.text(self.llm.stats(), replicas)
+        await exchange.answer(text.encode(), kind=PLAIN)
 
     async def _models(self, exchange: Exchange) -> None:
         data = [self._model(name) for name in self._generation.models]
@@ -224,6 +232,8 @@ class Server:
         if self._generation.is_full:
             said = "as many completions are running or waiting as may"
             raise ApiError(503, said, kind="server_error", code="overloaded")
+        if isinstance(self.llm, FleetLLM) and not self.llm.is_ready:
+            raise ApiError(503, "no replica runs", kind="server_error", code="no_replica")
         await self._health(exchange)
 
     async def _response(self, exchange: Exchange) -> None:

@@ -186,6 +186,16 @@ class ServedChat(Served, ChatCompletionRequest):
         return self
 
     @property
+    def forms(self) -> dict[str, dict[str, Any]]:
+        """Return FormFields.forms. A response_format is that of a text: where the answer must be
+        calls there is none, and their schemas hold alone.
+        """
+        forms = super().forms
+        if self.must_call:
+            forms.pop("response_format", None)
+        return forms
+
+    @property
     def _chosen(self) -> str | None:
         """Return the name of the function that tool_choice requires, or None."""
         choice = self.tool_choice

@@ -13,6 +13,7 @@ from pydantic import Field
 
 from jpaged.async_llm import AsyncLLM
 from jpaged.errors import CheckpointError, ConfigError, RequestError
+from jpaged.fleet.face import FleetLLM
 from jpaged.openai.fields import short
 from jpaged.openai.json_text import json_object
 from jpaged.openai.protocol import Body, BodyError
@@ -37,7 +38,7 @@ class Control:
     state it is. llm: the model.
     """
 
-    def __init__(self, llm: AsyncLLM, settings: ServerSettings, room: Room):
+    def __init__(self, llm: AsyncLLM | FleetLLM, settings: ServerSettings, room: Room):
         self._llm, self._settings, self._room = llm, settings, room
         self._in_turn = asyncio.Lock()  # of what changes the server
 
@@ -70,7 +71,7 @@ class Control:
         asked, began = UpdateWeights.read(raw), time.monotonic()
         async with self._in_turn:
             try:
-                await self._llm.update_params(asked.folder, mode=asked.mode)
+                more = await self._llm.update_params(asked.folder, mode=asked.mode) or {}
             except (CheckpointError, ConfigError) as e:
                 said = f"folder={short(asked.folder)}: {e}"
                 raise ApiError(400, said, code="invalid_weights", param="folder") from e
@@ -79,7 +80,8 @@ class Control:
             version = self._llm.weight_version
         seconds = time.monotonic() - began
         log.info("weights of %s are version %d, after %.1f s", asked.folder, version, seconds)
-        await exchange.answer(encode({"weight_version": version, "seconds": round(seconds, 3)}))
+        told = {"weight_version": version, "seconds": round(seconds, 3)}
+        await exchange.answer(encode(more | told))
 
     async def weight_info(self, exchange: Exchange) -> None:
         """Say which version of the weights is served: how many there have been."""

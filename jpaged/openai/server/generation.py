@@ -16,7 +16,7 @@ from jpaged.async_llm import AsyncLLM
 from jpaged.engine.origin import Origin
 from jpaged.engine_thread import Coming, Inbox, News
 from jpaged.errors import ConfigError, RequestError
-from jpaged.llm import LLM
+from jpaged.fleet.face import FleetLLM
 from jpaged.openai.json_text import json_object
 from jpaged.openai.parts import Format, Plain, Reader
 from jpaged.openai.protocol import BodyError
@@ -64,7 +64,10 @@ from jpaged.sampling_params import SamplingParams
 log = logging.getLogger("jpaged")
 
 IGNORED = b"x-jpaged-ignored-fields"
+SESSION = b"x-session-id"  # requests that have one value here are of one session
+MOST_OF_A_NAME = 256  # characters of a session's
 MOST_LOGGED = 256  # names of unknown fields that are logged while the server runs
+SHORT_BODY = 1 << 11  # characters; reading so few takes no longer than handing them to a thread
 LONG_BODY = 1 << 17  # characters; a longer body is read and tokenized beside few others
 MOST_LONG = 2  # long bodies that are read at once
 MOST_A_TURN = 256  # tokens and alternatives of a stream that one turn of the event loop writes
@@ -77,7 +80,7 @@ MOST_STOPS, MOST_STOP_CHARACTERS, MOST_STOP_IDS, MOST_OF_A_SALT = 64, 4096, 1024
 class Generation:
     """Answers requests for completions, as many at once as the settings allow."""
 
-    def __init__(self, llm: AsyncLLM, settings: ServerSettings, metrics: Metrics):
+    def __init__(self, llm: AsyncLLM | FleetLLM, settings: ServerSettings, metrics: Metrics):
         self._llm, self._settings, self._metrics = llm, settings, metrics
         self.images = Images(llm, settings)
         self._defaults = llm.default_sampling_params()
@@ -110,7 +113,12 @@ class Generation:
         async with asyncio.timeout(self._settings.request_timeout_s):
             length = len(exchange.text)
             party = self.party_of(exchange)
-            body = await self.prepare(length, self._read, kind, exchange.text, party.shared)
+            if length <= SHORT_BODY and kind is not ServedKeptResponse:
+                body, session = self._read(self._llm, kind, exchange.text, party.shared)
+            else:
+                body, session = await self.prepare(
+                    length, self._read, kind, exchange.text, party.shared
+                )
             self.report_ignored(exchange, body.ignored)
             model = self.check_model(body.model)
             params = self._params(body)
@@ -131,7 +139,13 @@ class Generation:
                 held.close()
                 _describe(exchange.record, asked)
                 watch = Watch(self._metrics, arrived, exchange.record)
-                origin = Origin(party=party.name, call=asked.name, leaves_rows=party.is_known)
+                session = exchange.header(SESSION).decode("latin-1")[:MOST_OF_A_NAME] or session
+                origin = Origin(
+                    party=party.name,
+                    call=asked.name,
+                    leaves_rows=party.is_known,
+                    session=None if session is None else f"{party.shared} {session}",
+                )
                 run = self._llm.run(
                     asked.prompts,
                     asked.params,
@@ -164,10 +178,11 @@ class Generation:
         self._parties.set_keys(settings)
 
     async def prepare[T, *Args](
-        self, length: int, function: Callable[[LLM, *Args], T], *args: *Args
+        self, length: int, function: Callable[[Any, *Args], T], *args: *Args
     ) -> T:
-        """Return function(LLM, *args), called in a thread. length: of the request's body; only a
-        few long bodies are processed at once, so that threads stay free for short ones.
+        """Return function(LLM, *args), called in a thread; a fleet has a FrontModel in the LLM's
+        place. length: of the request's body; only a few long bodies are processed at once, so that
+        threads stay free for short ones.
         """
         async with self._reading_long if length > LONG_BODY else nullcontext():
             return await self._llm.prepare(function, *args)
@@ -175,7 +190,7 @@ class Generation:
     @property
     def is_full(self) -> bool:
         """Whether one more completion would be refused."""
-        return self._choices >= self._llm.engine_config.all_rows + self._settings.max_waiting
+        return self._choices >= self._llm.all_rows + self._settings.max_waiting
 
     @property
     def models(self) -> list[str]:
@@ -192,7 +207,10 @@ class Generation:
             raise ApiError(404, said, code="model_not_found", param="model")
         return name or names[0]
 
-    def _read(self, llm: Any, kind: type[Served], text: str, party: str) -> Served:
+    def _read(
+        self, llm: Any, kind: type[Served], text: str, party: str
+    ) -> tuple[Served, str | None]:
+        """Return the body, and the name of the session that it is of, if it has one."""
         raw = json_object(text, max_depth=self._settings.max_json_depth)
         if self.kept is not None and kind is ServedKeptResponse:
             raw = self.kept.continued(raw, party)
@@ -202,7 +220,7 @@ class Generation:
             if isinstance(biases, dict) and len(biases) > most:  # checked before they are parsed
                 said = f"logit_bias has {len(biases)} entries, above max_logit_bias={most}"
                 raise BodyError(said, param="logit_bias")
-        return kind.read_known(raw)
+        return kind.read_known(raw), _session_of(raw)
 
     def report_ignored(self, exchange: Exchange, names: Sequence[str]) -> None:
         """Report unknown fields that a request was read without: to the client in a header of the
@@ -243,7 +261,7 @@ class Generation:
         if count > self._settings.max_choices:
             most = self._settings.max_choices
             raise RequestError(f"n: {count} completions (prompts times n) are more than {most}")
-        most = self._llm.engine_config.all_rows + self._settings.max_waiting
+        most = self._llm.all_rows + self._settings.max_waiting
         most_of_party = most - (most // PLACES_A_RESERVED_ONE if party.is_known else 0)
         if self._choices_of[party.name] + count > most_of_party:
             self._metrics.rejected += 1
@@ -311,6 +329,28 @@ class Generation:
     ) -> None:
         events = _events(self._llm, asked)
         outputs: list[RequestOutput] = []
+        weight = 1 + (asked.form.top or 0)
+
+        def pass_on(news: list[News]) -> bool:
+            """Write pieces where they come, unless they are many, the last, or must wait."""
+            if not exchange.is_ready:
+                return False
+            worth = 0
+            for _, item in news:
+                if not isinstance(item, CompletionChunk):
+                    return False
+                worth += len(item.token_ids_delta) * weight
+            if worth > MOST_A_TURN:
+                return False
+            written = b""
+            for prompt, chunk in news:
+                assert isinstance(chunk, CompletionChunk)
+                watch.chunk(prompt, chunk)
+                written += events.pieces(prompt, chunk)
+            if written:
+                exchange.write_now(written)
+            return True
+
         while True:
             written: list[bytes] = []
             worth = 0
@@ -318,7 +358,7 @@ class Generation:
                 if isinstance(item, CompletionChunk):
                     watch.chunk(prompt, item)
                     written.append(events.pieces(prompt, item))
-                    worth += len(item.token_ids_delta) * (1 + (asked.form.top or 0))
+                    worth += len(item.token_ids_delta) * weight
                     if worth > MOST_A_TURN:  # let the event loop serve others
                         worth = 0
                         await asyncio.sleep(0)
@@ -332,7 +372,7 @@ class Generation:
                 break
             if any(written):
                 await exchange.write_piece(b"".join(written))
-            news = await inbox.take()
+            news = await inbox.pass_on(pass_on)
         await exchange.write(b"".join(written) + events.end(outputs), more=False)
 
 
@@ -411,6 +451,18 @@ def _has_form(body: Served, params: SamplingParams) -> bool:
 
 def _is_to_be_kept(body: Served) -> TypeGuard[ServedKeptResponse]:
     return isinstance(body, ServedKeptResponse) and body.asked.store
+
+
+def _session_of(raw: dict[str, Any]) -> str | None:
+    """Return the name of the session that a request is of: OpenAI's and Anthropic's hints of what
+    is likely to begin alike.
+    """
+    metadata = raw.get("metadata")
+    of_anthropic = metadata.get("user_id") if isinstance(metadata, dict) else None
+    for name in (raw.get("prompt_cache_key"), raw.get("user"), of_anthropic):
+        if isinstance(name, str) and name:
+            return name[:MOST_OF_A_NAME]
+    return None
 
 
 def _num_prompts(body: Served) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 
 from jpaged.async_llm import AsyncLLM
 from jpaged.errors import RequestError
+from jpaged.fleet.face import FleetLLM
 from jpaged.images.fetch import fetch
 from jpaged.images.limits import DEFAULT_LIMITS
 from jpaged.openai.images import check_sources, check_takes_images, is_url, refuse_image
@@ -31,7 +32,7 @@ class Images:
     server allows no less; they are the engine's from now on.
     """
 
-    def __init__(self, llm: AsyncLLM, settings: ServerSettings):
+    def __init__(self, llm: AsyncLLM | FleetLLM, settings: ServerSettings):
         self._llm = llm
         limits = llm.engine_config.image_limits or DEFAULT_LIMITS
         self.limits = dataclasses.replace(

@@ -4,7 +4,7 @@ import bisect
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jpaged.openai.server.record import RequestRecord
@@ -56,9 +56,26 @@ ENGINE = (
     ("store_write_errors", "counter", "store_write_errors", "Writes to it that failed."),
     ("store_dropped_blocks", "counter", "store_dropped_blocks", "KV blocks that it did not take."),
     ("store_evicted_blocks", "counter", "store_evicted_blocks", "Files deleted to make room."),
+    ("store_handed_late", "counter", "store_handed_late", "Requests that did not wait for it."),
     ("store_bytes_in_use", "gauge", "store_bytes_in_use", "Bytes that its files take."),
     ("store_bytes", "gauge", "store_bytes", "Bytes that its files may take."),
     ("store_pending_bytes", "gauge", "store_pending_bytes", "Bytes that wait to be written."),
+)
+# Of a fleet's router.
+FLEET = (
+    ("router_replicas", "gauge", "fleet_replicas", "Replicas that requests are sent to."),
+    ("replicas_lost", "counter", "fleet_replicas_lost", "Times a request lost its replica."),
+    ("requests_retried", "counter", "fleet_requests_retried", "Requests that were run again."),
+    ("router_prompt_tokens", "counter", "fleet_prompt_tokens", "Prompt tokens that were sent."),
+    (
+        "router_held_tokens",
+        "counter",
+        "fleet_held_tokens",
+        "Of those, the ones that the chosen replica was thought to hold.",
+    ),
+    ("router_keys", "gauge", "fleet_router_keys", "Prefixes that the router knows."),
+    ("router_load_max", "gauge", "fleet_load_max", "Load of the busiest replica, in tokens."),
+    ("router_load_mean", "gauge", "fleet_load_mean", "Mean load of a replica, in tokens."),
 )
 
 
@@ -113,16 +130,32 @@ class Metrics:
         wait = math.ceil(completions * span / len(self._ends))
         return min(max(wait, 1), LONGEST_WAIT_S)
 
-    def text(self, stats: dict[str, Any]) -> str:
-        """Return all metrics in Prometheus' text format. stats: the engine's."""
-        return "".join(f"{line}\n" for line in self._lines(stats))
+    def text(
+        self, stats: Mapping[str, Any], replicas: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> str:
+        """Return all metrics in Prometheus' text format. stats: the engine's, or a fleet's.
+        replicas: those of each replica of a fleet, which have names of their own, so that a sum
+        counts nothing twice.
+        """
+        return "".join(f"{line}\n" for line in self._lines(stats, replicas or {}))
 
-    def _lines(self, stats: dict[str, Any]) -> Iterator[str]:
+    def _lines(
+        self, stats: Mapping[str, Any], replicas: Mapping[str, Mapping[str, Any]]
+    ) -> Iterator[str]:
         def head(kind: str, name: str, help: str) -> Iterator[str]:
             yield f"# HELP {name} {help}"
             yield f"# TYPE {name} {kind}"
 
         for key, kind, name, help in ENGINE:
+            name = f"jpaged_{name}_total" if kind == "counter" else f"jpaged_{name}"
+            yield from head(kind, name, help)
+            yield f"{name} {stats.get(key, 0)}"
+        for key, kind, name, help in ENGINE if replicas else ():
+            name = f"jpaged_replica_{name}" + ("_total" if kind == "counter" else "")
+            yield from head(kind, name, f"Of each replica. {help}")
+            for replica, of_replica in sorted(replicas.items()):
+                yield f'{name}{{replica="{replica}"}} {of_replica.get(key, 0)}'
+        for key, kind, name, help in FLEET if "router_replicas" in stats else ():
             name = f"jpaged_{name}_total" if kind == "counter" else f"jpaged_{name}"
             yield from head(kind, name, help)
             yield f"{name} {stats.get(key, 0)}"

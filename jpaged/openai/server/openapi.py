@@ -6,6 +6,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, TypeAdapter
 
+from jpaged.fleet.facts import version
 from jpaged.openai import responses
 from jpaged.openai.server import pooling
 from jpaged.openai.server.bodies import (
@@ -19,7 +20,6 @@ from jpaged.openai.server.control import UpdateWeights
 from jpaged.openai.server.message_bodies import CountedMessages, MessagesBody
 from jpaged.openai.server.response_bodies import KeptResponseBody, ResponseBody
 from jpaged.openai.server.settings import ServerSettings
-from jpaged.openai.server.status import version
 from jpaged.openai.server.token_bodies import TokensBody
 from jpaged.session import OnPause
 

@@ -3,10 +3,11 @@ prefixes.
 """
 
 import dataclasses
-import hmac
+import hashlib
 import ipaddress
 import secrets
 
+from jpaged.engine.cache.wire import secret_of_environment
 from jpaged.openai.server.settings import ServerSettings
 
 
@@ -34,12 +35,16 @@ class Party:
 class Parties:
     """The parties of a server: its keys if it has several, otherwise the addresses of clients.
 
-    Names are keyed digests under a secret of this process. So neither a log nor a client can infer
-    a key from a name, and no client can choose the salt of another.
+    Names are keyed digests under a secret of this process, or of all that share a block server's.
+    So neither a log nor a client can infer a key from a name, no client can choose the salt of
+    another, and what a key's requests have computed is found by servers that share a prefix store.
     """
 
     def __init__(self, settings: ServerSettings):
-        self._secret = secrets.token_bytes(32)
+        shared = secret_of_environment()
+        self._secret = (
+            hmac.digest(shared, b"parties", "sha256") if shared else secrets.token_bytes(32)
+        )
         self._shares = settings.share_prefix_cache
         self.set_keys(settings)
 
@@ -55,7 +60,7 @@ class Parties:
         return Party(name=self._digest(f"address {_network(address)}"), salt=None, is_known=False)
 
     def _digest(self, text: str) -> str:
-        return hmac.digest(self._secret, text.encode(), "sha256").hex()[:32]
+        return hashlib.blake2b(text.encode(), key=self._secret, digest_size=16).hexdigest()
 
 
 def _network(address: str | None) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from jpaged.async_llm import AsyncLLM
+from jpaged.fleet.face import FleetLLM
 from jpaged.openai.json_text import json_object
 from jpaged.openai.pooled import (
     ClassifyRequest,
@@ -37,7 +38,7 @@ class Pooling:
     server, whose room and places they share.
     """
 
-    def __init__(self, llm: AsyncLLM, settings: ServerSettings, generation: Generation):
+    def __init__(self, llm: AsyncLLM | FleetLLM, settings: ServerSettings, generation: Generation):
         self._llm, self._settings, self._generation = llm, settings, generation
 
     async def serve(self, exchange: Exchange, kind: type[PooledRequest]) -> None:

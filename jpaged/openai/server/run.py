@@ -24,13 +24,23 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+import jax
 import uvicorn
 
 from jpaged import gpu_share
-from jpaged.adapter_flag import loaded
+from jpaged.adapter_flag import folders, loaded
 from jpaged.async_llm import AsyncLLM
 from jpaged.errors import CheckpointError, ConfigError
-from jpaged.flags import Parser, add_engine_groups, add_flags, engine_settings, given_settings
+from jpaged.flags import (
+    Parser,
+    add_engine_groups,
+    add_flags,
+    engine_settings,
+    given_settings,
+    parse_resources,
+)
+from jpaged.fleet.face import FleetLLM
+from jpaged.fleet.router import POLICIES, RouterSettings
 from jpaged.llm import LLM
 from jpaged.openai.server import logs
 from jpaged.openai.server.app import Server
@@ -41,6 +51,15 @@ from jpaged.openai.server.wire import Connection
 
 PROG = "jpaged serve"
 KEY_VARIABLE = "JPAGED_API_KEY"
+FLEET_FLAGS = {
+    "--min-replicas": "min_replicas",
+    "--max-replicas": "max_replicas",
+    "--ray": "ray",
+    "--replica-resources": "replica_resources",
+    "--replica-retries": "replica_retries",
+    "--router": "router",
+    "--max-imbalance": "max_imbalance",
+}
 MOST_OF_A_HEAD = 65536
 COMMON = (
     *("model", "--host", "--port", "--api-key", "--served-model-name", "--adapter", "--warmup"),
@@ -203,6 +222,24 @@ def make_parser(prog: str = PROG) -> Parser:
     add("--seed", help=seed, type=int, default=0)
     early = "compile all step shapes before listening (default: off)"
     add("--warmup", help=early, action=argparse.BooleanOptionalAction, default=False)
+    add = parser.add_argument_group("fleet").add_argument
+    count = "engines on a Ray cluster behind this server (default: one engine, without Ray)"
+    add("--replicas", help=count, type=int, metavar="N")
+    least = "let Ray Serve remove replicas down to so many where there is little to do"
+    add("--min-replicas", help=f"{least} (default: --replicas)", type=int, metavar="N")
+    most = "let Ray Serve add replicas up to so many where there is much to do"
+    add("--max-replicas", help=f"{most} (default: --replicas)", type=int, metavar="N")
+    cluster = "local starts Ray on this machine; auto, or HOST:PORT of a cluster (default: local)"
+    add("--ray", help=cluster, metavar="ADDRESS")
+    taken = "what Ray reserves for each replica, such as GPU=2 (default: as its devices need)"
+    add("--replica-resources", help=taken, nargs="+", metavar="NAME=COUNT")
+    retried = "times that a request is run again whose replica has died (default: 3)"
+    add("--replica-retries", help=retried, type=int, metavar="N")
+    policy = "which replica gets a request: docs/cluster.md (default: prefix)"
+    add("--router", help=policy, choices=POLICIES)
+    bound = "tokens by which a replica may be busier than others and still get what begins there"
+    told = f"{bound} (default: {RouterSettings.max_imbalance})"
+    add("--max-imbalance", help=told, type=int, metavar="N")
     add = parser.add_argument_group("logs and traces").add_argument
     lines = "a line for each request, without its text (default: off)"
     add("--access-log", help=lines, action=argparse.BooleanOptionalAction, default=False)
@@ -348,11 +385,43 @@ def make_server(args: argparse.Namespace, observers: Sequence[Observer] = ()) ->
 
         model = str(MODEL_PATH)
     adapters = adapters_of(args)
+    if args.replicas is not None:
+        return Server(fleet_of(args, model, adapters), settings, observers)
+    if passed := [flag for flag, name in FLEET_FLAGS.items() if getattr(args, name) is not None]:
+        raise ConfigError(f"{passed[0]} needs --replicas")
     llm = LLM(model, seed=args.seed, **engine_settings(args))
     llm = loaded(llm, [*(args.adapter or ()), *(f"{k}={v}" for k, v in adapters.items())])
     if args.warmup:
         llm.warmup()
     return Server(AsyncLLM(llm), settings, observers)
+
+
+def fleet_of(args: argparse.Namespace, model: str, adapters: dict[str, str]) -> FleetLLM:
+    """Start the replicas, and return their face. Raises ConfigError."""
+    if engine_settings(args).get("images"):
+        raise ConfigError("--images goes without --replicas: requests to a fleet have no images")
+    jax.config.update("jax_platforms", "cpu")  # the devices of this machine are the replicas'
+    try:
+        from jpaged.fleet.on_ray import start_fleet
+    except ImportError as e:
+        raise ConfigError(f"--replicas: {e}") from e
+    resources = parse_resources(args.replica_resources or ())
+    chosen = {"policy": args.router, "max_imbalance": args.max_imbalance}
+    more = {"address": args.ray, "max_retries": args.replica_retries}
+    return start_fleet(
+        model,
+        replicas=args.replicas,
+        min_replicas=args.min_replicas,
+        max_replicas=args.max_replicas,
+        resources=resources or None,
+        adapters={**folders(args.adapter), **adapters},
+        router=RouterSettings(**{k: v for k, v in chosen.items() if v is not None}),
+        seed=args.seed,
+        warms_up=args.warmup,
+        drain_s=args.drain_s if "drain_s" in args else ServerSettings.drain_s,
+        **{k: v for k, v in more.items() if v is not None},
+        **engine_settings(args),
+    )
 
 
 def keys_of(args: argparse.Namespace) -> tuple[str, ...]:
@@ -394,7 +463,8 @@ def main(argv: list[str] | None = None, prog: str = PROG) -> int:
     Ctrl-C came before it listened.
     """
     args = make_parser(prog).parse_args(argv)
-    gpu_share.take_most()
+    if args.replicas is None:
+        gpu_share.take_most()
     try:
         with contextlib.ExitStack() as stack:
             if args.uds is not None:

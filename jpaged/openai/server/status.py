@@ -3,32 +3,19 @@ who look.
 """
 
 import dataclasses
-import importlib.metadata
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import jax
-from jax.sharding import Mesh
-
 from jpaged.async_llm import AsyncLLM
 from jpaged.engine.sequence import Request
+from jpaged.fleet.face import FleetLLM, FrontModel
+from jpaged.fleet.facts import fixed_facts
 from jpaged.llm import LLM
 from jpaged.openai.images import why_no_images
 from jpaged.openai.parts import Format
 from jpaged.openai.server.settings import ServerSettings
-
-# The controls whose defaults come from the checkpoint's generation_config.json.
-CONTROLS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-
-
-def version() -> str:
-    """Return the version of this package; "unknown" for a checkout that was never installed."""
-    try:
-        return importlib.metadata.version("jpaged")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,7 +52,9 @@ class Running:
 class Status:
     """The figures of GET /status. The event loop alone touches it."""
 
-    def __init__(self, llm: AsyncLLM, settings: ServerSettings, format: Format, started_at: float):
+    def __init__(
+        self, llm: AsyncLLM | FleetLLM, settings: ServerSettings, format: Format, started_at: float
+    ):
         self._llm, self._settings, self._format = llm, settings, format
         self._started_at, self._began = started_at, time.monotonic()
         self._running: dict[str, Running] = {}
@@ -96,30 +85,13 @@ class Status:
         }
 
 
-def _fixed(llm: LLM) -> dict[str, Any]:
+def _fixed(llm: LLM | FrontModel) -> dict[str, Any]:
     """Return what stays the same while a server runs."""
-    config, defaults = llm.engine_config, llm.default_sampling_params()
-    placement = llm.session.served.placement
-    return {
-        "version": version(),
-        "jax_version": jax.__version__,
-        "device": placement.device.device_kind,
-        "platform": placement.device.platform,
-        "devices": placement.mesh.size if isinstance(placement.mesh, Mesh) else 1,
-        "dtype": llm.session.served.dtype.name,
-        "quantization": config.quantization,
-        "kv_cache_dtype": config.kv_cache_dtype,
-        "max_model_len": config.max_model_len,
-        "max_num_seqs": config.all_rows,
-        "max_logprobs": config.max_logprobs,
-        "vocab_size": llm.model_config.vocab_size,
-        "defaults": {name: getattr(defaults, name) for name in CONTROLS},
-        "has_chat_template": bool(getattr(llm.tokenizer, "chat_template", None)),
-        "images": _images(llm),
-    }
+    facts = llm.fixed if isinstance(llm, FrontModel) else fixed_facts(llm)
+    return {**facts, "images": _images(llm)}
 
 
-def _images(llm: LLM) -> dict[str, Any]:
+def _images(llm: LLM | FrontModel) -> dict[str, Any]:
     """Return what a request may have as images; or why it may have none."""
     reader = llm.session.inputs.images
     if reader is None:

@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 import h11
+from pydantic_core import PydanticSerializationError, to_json
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jpaged.openai.protocol import BodyError
@@ -31,7 +32,6 @@ DISCARD_S = 1.0
 PING = b": ping\n\n"  # a comment, which readers of events skip
 WORD = re.compile(r"[\w.-]{1,60}", re.ASCII)
 MOST_NAMES = 8  # names of fields in a header, at most
-COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 OWN_HOSTS = ("localhost", "127.0.0.1", "::1")
 EVERY_ADDRESS = ("0.0.0.0", "::", "")
 EXTRA_CONNECTIONS = 16
@@ -85,8 +85,8 @@ class Gone(Exception):
 def encode(value: Any) -> bytes:
     """Return JSON in UTF-8. Text that UTF-8 cannot encode is escaped."""
     try:
-        return COMPACT.encode(value).encode()
-    except UnicodeEncodeError:
+        return to_json(value)
+    except PydanticSerializationError:  # half of a surrogate pair
         return json.dumps(value, separators=(",", ":")).encode()
 
 
@@ -108,6 +108,8 @@ class Exchange:
     def __init__(self, scope: Any, receive: Receive, send: Send, settings: ServerSettings):
         self.scope, self.settings = scope, settings
         self._receive, self._send = receive, send
+        self._flow, self._transport = scope["state"]["flow"], scope["state"]["transport"]
+        self._is_chunked = scope["http_version"] == "1.1"  # as a stream's answer is
         self.status: int | None = None
         self._unread = scope["method"] == "POST"  # whether a part of the body has not been read
         self.text = ""
@@ -240,25 +242,35 @@ class Exchange:
     async def write(self, body: bytes, *, more: bool = True) -> None:
         await self._out({"type": "http.response.body", "body": body, "more_body": more})
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether `write_now` may be called: nothing waits for the client to read, and the answer
+        is sent in chunks.
+        """
+        return self._is_chunked and not self._flow.write_paused
+
     async def write_piece(self, body: bytes) -> None:
-        """Write a piece of a stream. There are as many as tokens, so this bypasses ASGI and h11,
-        whose view of the answer a chunk does not change.
+        """Write a piece of a stream."""
+        if self.is_ready:
+            self.write_now(body)
+        else:
+            self.is_quiet = False
+            await self.write(body)
+
+    def write_now(self, body: bytes) -> None:
+        """Write a piece of a stream that is ready for it. There are as many as tokens, so this
+        bypasses ASGI and h11, whose view of the answer a chunk does not change.
         """
         self.is_quiet = False
-        state = self.scope["state"]
-        if state["flow"].write_paused or self.scope["http_version"] != "1.1":
-            await self.write(body)
-        elif not state["transport"].is_closing():
-            state["transport"].write(b"%x\r\n%b\r\n" % (len(body), body))
+        if not self._transport.is_closing():
+            self._transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
     def ping(self) -> None:
         """Write a comment to a stream of events that has begun, unless its client reads slowly:
         then there is something on its way already.
         """
-        flow, transport = self.scope["state"]["flow"], self.scope["state"]["transport"]
-        is_chunked = self.scope["http_version"] == "1.1"
-        if is_chunked and not flow.write_paused and not transport.is_closing():
-            transport.write(b"%x\r\n%b\r\n" % (len(PING), PING))
+        if self.is_ready and not self._transport.is_closing():
+            self._transport.write(b"%x\r\n%b\r\n" % (len(PING), PING))
 
     async def answer(
         self, body: bytes, status: int = 200, kind: bytes = JSON, headers: Headers = ()
@@ -292,15 +304,14 @@ class Exchange:
                     self._unread = bool(message.get("more_body"))
 
     async def _out(self, message: Any) -> None:
-        state = self.scope["state"]
-        if not state["flow"].write_paused:  # writing does not wait, so no timeout is needed
+        if not self._flow.write_paused:  # writing does not wait, so no timeout is needed
             return await self._send(message)
         try:
             async with asyncio.timeout(self.settings.stall_timeout_s):
                 await self._send(message)
         except TimeoutError:
             # Closing would wait for the client to read the rest.
-            state["transport"].abort()
+            self._transport.abort()
             await asyncio.sleep(0)
             raise Gone from None
 

@@ -621,6 +621,10 @@ class Page {
   }
 
   #say(status) {
+    if (!status.has_tokenizer) {
+      this.#state("no tokenizer: this model takes token ids alone (/v1/completions, /inference/v1/generate); here only its load is shown", true);
+      return;
+    }
     const last = this.load.last;
     const busy = status.requests.length ? `${short(last?.decode ?? 0)} tokens/s, ${status.requests.length} running` : "up";
     this.#state(this.store.isKept ? busy : `${busy}; this browser keeps no conversations`, false);
