@@ -12,10 +12,12 @@ every session to one replica, runs the trace there, and prints beside it what th
 for it: "model" is fleet.py's queue, "host" the real scheduler, block manager and prefix cache over
 a device that takes the measured times.
 
-Counts (requests, tokens, tokens found) depend on no clock and must agree wherever it runs. With
---clock wall requests arrive in time and times are those of a clock. With --clock processor a
-replica's time is the processor time of its process, with which waiting for the next arrival is
-skipped: on a machine that is busy with other work that is what comes nearest to a quiet one's.
+Steps are measured again after the run: where they take longer or shorter than before, so do all
+figures in seconds. Counts (requests, tokens, tokens found) depend on no clock and must agree
+wherever it runs. With --clock wall requests arrive in time and times are those of a clock. With
+--clock processor a replica's time is the processor time of its process, with which waiting for the
+next arrival is skipped: on a machine that is busy with other work that is what comes nearest to a
+quiet one's.
 Answers are of one token over and over, so that a later turn's prompt is known before.
 """
 
@@ -45,7 +47,7 @@ ENGINE: dict[str, Any] = {
     "num_blocks": 4096,
     "max_num_seqs": 16,
     "max_num_batched_tokens": 512,
-    "token_buckets": (64, 128, 256, 512),
+    "token_buckets": (32, 64, 96, 128, 192, 256, 384, 512),  # times are a line over tokens
     "seq_buckets": (16,),
     "decode_steps": 1,
     "max_logprobs": 0,
@@ -283,6 +285,18 @@ class Process:
             pipe.close()
 
 
+def step_times(processes: list[Process]) -> StepTimes:
+    """Return the mean of what steps take on the replicas, all of them busy: cores share memory,
+    and may be two halves of one.
+    """
+    for process in processes:
+        process.order(what="measure")
+    found: list[dict[str, Any]] = [process.result() for process in processes]
+    means: dict[str, Any] = {name: sum(x[name] for x in found) / len(found) for name in found[0]}
+    means["kv_bytes"] = found[0]["kv_bytes"]
+    return StepTimes(**means)
+
+
 def make_trace(
     times: StepTimes, replicas: int, requests: int, load: float, seed: int
 ) -> list[Asked]:
@@ -316,7 +330,7 @@ def make_trace(
 def read_trace(path: Path) -> list[Asked]:
     """Return the requests of a file that `write_trace` wrote."""
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [Asked(*x[:-1], tuple(tuple(span) for span in x[-1])) for x in lines]
+    return [Asked._make([*x[:-1], tuple(tuple(span) for span in x[-1])]) for x in lines]
 
 
 def write_trace(path: Path, asks: Iterable[Asked]) -> None:
@@ -427,13 +441,13 @@ def main(argv: list[str] | None = None) -> int:
         if args.step_times is not None:
             times = StepTimes.read(args.step_times)
         else:
-            processes[0].order(what="measure")
-            times = StepTimes(**processes[0].result())
+            times = step_times(processes)
         if args.trace is not None:
             asks = read_trace(args.trace)
         else:
             asks = make_trace(times, args.replicas, args.requests, args.load, args.seed)
         real = measured(asks, processes)
+        after = step_times(processes)
     finally:
         for process in processes:
             process.end()
@@ -443,6 +457,14 @@ def main(argv: list[str] | None = None) -> int:
         "host": predicted(times, asks, args.replicas, fleet.run_engines),
     }
     print(show(reports))
+    drift = [
+        after.prefill(100) / times.prefill(100) - 1,
+        after.decode(3, 900) / times.decode(3, 900) - 1,
+    ]
+    print(
+        "after the run steps took {:+.0%} (100 tokens) and {:+.0%} (3 rows)".format(*drift)
+        + " more or less than before it: predictions can be no better"
+    )
     busy = os.getloadavg()[0] / (os.cpu_count() or 1)
     took = time.perf_counter() - began
     print(f"clock: {args.clock}; load average {busy:.1f} a core; took {took:.0f} s")
