@@ -226,15 +226,15 @@ def test_a_request_that_is_held_back(
 ) -> None:
     monkeypatch.setattr(handover, "MOST_S", 0.5)
     host = host_of(deaf, depth, **THROUGH)
-    handed = host.engine.handover
-    assert handed is not None
+    held_back = host.engine.handover
+    assert held_back is not None
     before = host.engine.snapshot()
     seq = host.add(prompt(21), max_tokens=1)
     for _ in range(100):
         host.step()
-        if seq.finish_reason is not None and handed._held:
+        if seq.finish_reason is not None and held_back._held:
             break
-    assert host.engine.has_unfinished() and handed._held
+    assert host.engine.has_unfinished() and held_back._held
     if end == "abort":
         assert host.engine.abort(seq.request.request_id) is seq.request
         assert not host.engine.has_unfinished()
