@@ -176,7 +176,8 @@ class ModelReplica:
         system, *others = parts_of(asked, with_answer=True)
         for key, tokens, parts in (
             (("system", asked.which), asked.system, [system]),
-            (("session", asked.session), asked.prompt + asked.answer, others),
+            # The last token of an answer is not fed.
+            (("session", asked.session), asked.prompt + asked.answer - 1, others),
         ):
             self._keep(key, tokens, [part for part, _ in parts])
         fetch = times.kv_bytes * (
@@ -736,10 +737,11 @@ def main(argv: list[str] | None = None) -> int:
     if args.prompt_tokens is not None:
         common.check_positive(parser, args, "prompt_tokens", "answer_tokens")
         kind = unshared(args.prompt_tokens, args.answer_tokens)
+    routers: Sequence[Policy] = args.routers or (("two",) if args.apart else ROUTERS)
     fleet = Fleet(
         replicas=count,
         kind=kind,
-        router=(args.routers or ["two"])[0],
+        router=routers[0],
         rate=args.rate,
         seconds=args.seconds,
         swing=args.swing,
@@ -762,7 +764,7 @@ def main(argv: list[str] | None = None) -> int:
         _save(args.out, results | {"apart": found})
         return 0
     reports: dict[str, dict[str, Any]] = {}
-    for router in args.routers or ROUTERS:
+    for router in routers:
         routed = dataclasses.replace(fleet, router=router)
         if args.find:
             fewest, tried = find_replicas(routed, args.rate * count, args.slo_s)

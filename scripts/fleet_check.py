@@ -291,9 +291,10 @@ def step_times(processes: list[Process]) -> StepTimes:
     """
     for process in processes:
         process.order(what="measure")
-    found = [process.result() for process in processes]
-    means = {name: sum(x[name] for x in found) / len(found) for name in found[0]}
-    return StepTimes(**means | {"kv_bytes": found[0]["kv_bytes"]})
+    found: list[dict[str, Any]] = [process.result() for process in processes]
+    means: dict[str, Any] = {name: sum(x[name] for x in found) / len(found) for name in found[0]}
+    means["kv_bytes"] = found[0]["kv_bytes"]
+    return StepTimes(**means)
 
 
 def make_trace(
@@ -329,7 +330,7 @@ def make_trace(
 def read_trace(path: Path) -> list[Asked]:
     """Return the requests of a file that `write_trace` wrote."""
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [Asked(*x[:-1], tuple(tuple(span) for span in x[-1])) for x in lines]
+    return [Asked._make([*x[:-1], tuple(tuple(span) for span in x[-1])]) for x in lines]
 
 
 def write_trace(path: Path, asks: Iterable[Asked]) -> None:
