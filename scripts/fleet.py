@@ -758,10 +758,10 @@ def main(argv: list[str] | None = None) -> int:
     if args.apart:
         if count < 2:
             parser.error(f"--replicas {count}: two kinds take at least 2")
-        found = compare_apart(fleet, args.link_gb_s * 1e9, args.slo_s, args.tpot_s)
-        of = f"{found['prefill']} of {count} compute prompts"
-        print(f"together {found['together']:.3g}, apart {found['apart']:.3g} requests/s ({of})")
-        _save(args.out, results | {"apart": found})
+        rates = compare_apart(fleet, args.link_gb_s * 1e9, args.slo_s, args.tpot_s)
+        of = f"{rates['prefill']} of {count} compute prompts"
+        print(f"together {rates['together']:.3g}, apart {rates['apart']:.3g} requests/s ({of})")
+        _save(args.out, results | {"apart": rates})
         return 0
     reports: dict[str, dict[str, Any]] = {}
     for router in routers:

@@ -212,19 +212,19 @@ def _fit(facts: list[tuple[int, ...]], seconds: list[float]) -> list[float]:
     weights = 1 / np.array(seconds)
     while True:
         a = np.array([[fact[i] for i in left] for fact in facts]) * weights[:, None]
-        found, *_ = np.linalg.lstsq(a, np.ones(len(seconds)), rcond=None)
-        if (found >= 0).all():
-            whole = dict(zip(left, found.tolist(), strict=True))
+        solution, *_ = np.linalg.lstsq(a, np.ones(len(seconds)), rcond=None)
+        if (solution >= 0).all():
+            whole = dict(zip(left, solution.tolist(), strict=True))
             return [whole.get(i, 0.0) for i in range(len(facts[0]))]
-        left.pop(int(found.argmin()))
+        left.pop(int(solution.argmin()))
 
 
 def vocabulary_ids(asked: Asked) -> list[int]:
     """Return ids of a prompt that the embedded model reads, equal where prefixes are."""
     ids = token_ids(asked)
-    system, own = ids[: asked.system], ids[asked.system :]
+    system, rest = ids[: asked.system], ids[asked.system :]
     head = [8 + (i * 2654435761 >> 7) % 4000 for i in system]
-    tail = [ANSWER if i == 0 else 8 + (i * 2654435761 >> 7) % 4000 for i in own]
+    tail = [ANSWER if i == 0 else 8 + (i * 2654435761 >> 7) % 4000 for i in rest]
     return head + tail
 
 
@@ -291,9 +291,11 @@ def step_times(processes: list[Process]) -> StepTimes:
     """
     for process in processes:
         process.order(what="measure")
-    found: list[dict[str, Any]] = [process.result() for process in processes]
-    means: dict[str, Any] = {name: sum(x[name] for x in found) / len(found) for name in found[0]}
-    means["kv_bytes"] = found[0]["kv_bytes"]
+    measured: list[dict[str, Any]] = [process.result() for process in processes]
+    means: dict[str, Any] = {
+        name: sum(x[name] for x in measured) / len(measured) for name in measured[0]
+    }
+    means["kv_bytes"] = measured[0]["kv_bytes"]
     return StepTimes(**means)
 
 
@@ -313,18 +315,18 @@ def make_trace(
     some = list(traffic(kind, rate=10, seconds=100, seed=seed + 1))
     mean = sum(map(work, some)) / len(some)
     rate = load * replicas / mean
-    found = list[Asked]()
+    kept = list[Asked]()
     for asked in traffic(
         kind, rate=rate, seconds=4 * requests / rate + 60 * kind.think_s, seed=seed
     ):
         if asked.prompt + asked.answer <= MOST_TOKENS:
-            found.append(asked)
-        if len(found) == requests:
+            kept.append(asked)
+        if len(kept) == requests:
             break
     # All that a prompt says was before is in the trace: sessions that began earlier are left out.
-    began = {asked.session for asked in found if not asked.answers}
-    found = [asked for asked in found if asked.session in began]
-    return [asked._replace(at=asked.at - found[0].at) for asked in found]
+    began = {asked.session for asked in kept if not asked.answers}
+    kept = [asked for asked in kept if asked.session in began]
+    return [asked._replace(at=asked.at - kept[0].at) for asked in kept]
 
 
 def read_trace(path: Path) -> list[Asked]:
@@ -473,8 +475,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
         write_trace(args.out / "trace.jsonl", asks)
-        for name, found in (("step_times", dataclasses.asdict(times)), ("results", reports)):
-            (args.out / f"{name}.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+        for name, facts in (("step_times", dataclasses.asdict(times)), ("results", reports)):
+            (args.out / f"{name}.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
     agree = all(
         abs(reports[kind][name] - real[name]) <= 0.01 * abs(real[name])
         for kind in ("model", "host")
