@@ -3,7 +3,8 @@
 Lowering needs jax alone. Compiling needs the CUDA plugin's packages and a ptxas, not a device. As a
 program, with MOSAIC_GPU_DUMP_TO naming an empty folder, it compiles ALL and prints what
 each takes; then CONTROLS, kernels that are broken on purpose, so that what is read of the others is
-known to show it. Names in its command line: these alone.
+known to show it. Names in its command line: these alone; "-" reads names from standard input, one a
+line, so that who asks gets them one by one.
 """
 
 import contextlib
@@ -245,5 +246,6 @@ def report(name: str) -> None:
 
 if __name__ == "__main__":
     # kernel_report names the chip too.
-    for name in [arg for arg in sys.argv[1:] if not arg.startswith("sm_")] or (*ALL, *CONTROLS):
+    names = [arg for arg in sys.argv[1:] if not arg.startswith("sm_")]
+    for name in map(str.strip, sys.stdin) if names == ["-"] else names or (*ALL, *CONTROLS):
         report(name)
