@@ -153,9 +153,17 @@ class EngineReplica:
     """A real engine over a ModelledDevice. token_ids: of a request, as the prefix cache sees it."""
 
     def __init__(
-        self, times: StepTimes, *, pool_tokens: int, host_tokens: int, block_size: int, rows: int
+        self,
+        times: StepTimes,
+        *,
+        pool_tokens: int,
+        host_tokens: int,
+        block_size: int,
+        rows: int,
+        batched: int = 8192,
     ):
         config = EngineConfig(
+            max_num_batched_tokens=batched,
             block_size=block_size,
             num_blocks=max(pool_tokens // block_size, 1),
             max_num_seqs=rows,

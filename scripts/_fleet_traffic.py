@@ -48,6 +48,20 @@ KINDS = {
 }
 
 
+def unshared(prompt: int, answer: int) -> Kind:
+    """Return a kind of one-turn requests whose prompts share nothing, of these mean lengths."""
+    return Kind(
+        systems=1,
+        system=1,
+        first=max(prompt - 1, 1),
+        message=1,
+        answer=answer,
+        turns=1.0,
+        think_s=1.0,
+        sigma=0.5,
+    )
+
+
 class Asked(NamedTuple):
     """One request. prompt: its tokens, of which the first `system` are those of a system prompt,
     and the first `before` were its session's last prompt and answer. answers: where in it the

@@ -3,6 +3,15 @@
     python scripts/fleet.py --replicas 10000 --sample 200 --kind tools --rate 0.6 --out fleet/
     python scripts/fleet.py --check --replicas 4 --kind chat --rate 3       # against real engines
     python scripts/fleet.py --find --kind tools --rate 0.6 --slo-s 2        # replicas for an SLO
+    python scripts/fleet.py --apart --replicas 8 --prompt-tokens 8000 --link-gb-s 12.5
+
+--apart compares replicas that do all with some that compute prompts and others that go on from
+them (docs/prefix_store.md): the most requests a second at which nine of ten have their first token
+within --slo-s and the others within --tpot-s of each other, for the best division of --replicas.
+Blocks pass through a store: a replica sends them at --link-gb-s while it computes the next ones,
+and another receives them at that rate, from when all were sent.
+
+scripts/fleet_check.py holds the simulation to real replicas.
 
 What is real: the router, which is the one that ships (jpaged/fleet/router.py), told what a server
 would tell it: of requests when they are sent, draw and end, and with each end what the replica has
@@ -34,19 +43,20 @@ import random
 import sys
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import _common as common
 from _fleet_device import EngineReplica, StepTimes
-from _fleet_traffic import KINDS, Asked, token_ids, traffic
+from _fleet_traffic import KINDS, Asked, Kind, token_ids, traffic, unshared
 
 from jpaged.engine.policy import MOST_IN_A_ROW
 from jpaged.fleet.holdings import Report
 from jpaged.fleet.router import Ask, Policy, Router, RouterSettings
 
-ROUTERS = ("round_robin", "two", "sticky", "prefix")
+ROUTERS: tuple[Policy, ...] = ("round_robin", "two", "sticky", "prefix")
+TIERS = ("pool", "host", "files", "link")
 Key = tuple[str, int]  # ("system", its number) or ("session", its number)
 
 
@@ -62,6 +72,12 @@ class Served:
     whole_s: float
     prompt: int
     cached: dict[str, int]
+    answer: int = 1
+
+    @property
+    def token_s(self) -> float:
+        """Seconds between its tokens, in the mean."""
+        return (self.whole_s - self.first_s) / max(self.answer - 1, 1)
 
 
 class Tier:
@@ -147,10 +163,12 @@ class ModelReplica:
                 hits[tier], most = known - most, known
         return hits
 
-    def submit(self, asked: Asked, now: float) -> Served:
-        """Take a request now."""
+    def submit(self, asked: Asked, now: float, received: int = 0) -> Served:
+        """Take a request now. received: tokens of its prompt that it has from another replica."""
         self.settle(now)
         hits, times, rows = self.held(asked), self.times, len(self.ends)
+        if received > sum(hits.values()):
+            hits["link"] = received - sum(hits.values())
         cached = sum(hits.values())
         if cached and self.files.most:  # what is used twice is written
             self.files.put(("system", asked.which), asked.system)
@@ -158,7 +176,8 @@ class ModelReplica:
         system, *others = parts_of(asked, with_answer=True)
         for key, tokens, parts in (
             (("system", asked.which), asked.system, [system]),
-            (("session", asked.session), asked.prompt + asked.answer, others),
+            # The last token of an answer is not fed.
+            (("session", asked.session), asked.prompt + asked.answer - 1, others),
         ):
             self._keep(key, tokens, [part for part, _ in parts])
         fetch = times.kv_bytes * (
@@ -191,7 +210,13 @@ class ModelReplica:
             self.last[0].whole_s += shared
         tail = left % self.sizes.batched
         served = Served(
-            asked.at, self.index, first - asked.at, whole - asked.at, asked.prompt, hits
+            asked.at,
+            self.index,
+            first - asked.at,
+            whole - asked.at,
+            asked.prompt,
+            hits,
+            asked.answer,
         )
         begins = first - times.prefill(tail)
         self.last = served, begins, self.sizes.batched - tail
@@ -249,12 +274,18 @@ def parts_of(asked: Asked, *, with_answer: bool = False) -> list[tuple[int, int]
 
 
 class Front:
-    """The router that ships, and what a server would tell it. Names are of a replica's life."""
+    """The router that ships before some replicas, and what a server would tell it. Names are of a
+    replica's life.
+    """
 
-    def __init__(self, fleet: "Fleet"):
+    def __init__(self, fleet: "Fleet", replicas: Sequence[ModelReplica] = (), seed: int = 0):
         settings = RouterSettings(policy=fleet.router, max_imbalance=fleet.max_imbalance)
-        self.router = Router(settings, seed=fleet.seed)
+        self.router = Router(settings, seed=fleet.seed + seed)
+        self.by_session = fleet.by_session
         self._events: list[tuple[float, int, Callable[[], object]]] = []
+        self._replicas = {replica.index: replica for replica in replicas}
+        for replica in replicas:
+            self.router.add(name_of(replica))
 
     def at(self, when: float, event: Callable[[], object]) -> None:
         """Have something told when its time comes."""
@@ -265,39 +296,54 @@ class Front:
         while self._events and self._events[0][0] <= now:
             heapq.heappop(self._events)[2]()
 
+    def choose(self, asked: Asked, now: float) -> tuple[str, ModelReplica]:
+        """Return a name for a request and the replica that is to take it."""
+        self.settle(now)
+        call = str(next(ORDER))
+        keys, ends = zip(*parts_of(asked), strict=True)
+        ask = Ask(call=call, tokens=asked.prompt, keys=keys, ends=ends, session=str(asked.session))
+        among = divided(asked, self.router.replicas) if self.by_session else None
+        return call, self._replicas[int(self.router.choose(ask, among).partition(".")[0])]
+
+    def took(self, call: str, replica: ModelReplica, served: Served) -> None:
+        """Have the router told what becomes of a request that a replica has taken."""
+        router, name = self.router, name_of(replica)
+
+        def end() -> None:
+            router.ended(call)
+            if name_of(replica) == name:
+                router.report(name, replica.report())
+
+        self.at(served.at + served.first_s, lambda: router.begun(call))
+        self.at(served.at + served.whole_s, end)
+
+    def send(self, asked: Asked, now: float) -> Served:
+        """Have a replica take a request that the router chooses."""
+        call, replica = self.choose(asked, now)
+        served = replica.submit(asked, now)
+        self.took(call, replica, served)
+        return served
+
 
 def name_of(replica: ModelReplica) -> str:
     return f"{replica.index}.{replica.lives}"
 
 
-def send(front: Front, replicas: list[ModelReplica], asked: Asked, now: float) -> Served:
-    """Have a replica take a request that the router chooses."""
-    front.settle(now)
-    router, call = front.router, str(next(ORDER))
-    keys, ends = zip(*parts_of(asked), strict=True)
-    ask = Ask(call=call, tokens=asked.prompt, keys=keys, ends=ends, session=str(asked.session))
-    replica = replicas[int(router.choose(ask).partition(".")[0])]
-    served, name = replica.submit(asked, now), name_of(replica)
-
-    def end() -> None:
-        router.ended(call)
-        if name_of(replica) == name:
-            router.report(name, replica.report())
-
-    front.at(served.at + served.first_s, lambda: router.begun(call))
-    front.at(served.at + served.whole_s, end)
-    return served
+def divided(asked: Asked, names: list[str]) -> list[str]:
+    """Return the replica of a session by its number, whatever was measured."""
+    return [names[asked.session % len(names)]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fleet:
     """What is simulated. rate: requests a second of a replica in the mean. shares_files: one set of
     files for all replicas, in place of one each. mtbf_s: mean seconds between deaths of a replica,
-    0 is never. max_imbalance: see RouterSettings.
+    0 is never. max_imbalance: see RouterSettings. by_session: the router has one replica to choose
+    from, by the number of the session alone; replicas must not die then.
     """
 
     replicas: int
-    kind: str
+    kind: str | Kind
     router: Policy
     rate: float
     seconds: float
@@ -308,37 +354,40 @@ class Fleet:
     shares_files: bool = False
     mtbf_s: float = 0.0
     cold_start_s: float = 60.0
+    by_session: bool = False
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if self.by_session and self.mtbf_s:
+            raise ValueError(f"mtbf_s={self.mtbf_s}: by_session takes replicas that do not die")
 
-def simulate(fleet: Fleet) -> dict[str, Any]:
-    """Run a fleet of ModelReplicas; return its figures."""
+    def traffic(self) -> Iterator[Asked]:
+        """Return its requests in the order of their arrival."""
+        kind = KINDS[self.kind] if isinstance(self.kind, str) else self.kind
+        rate = self.rate * self.replicas
+        return traffic(kind, rate=rate, seconds=self.seconds, swing=self.swing, seed=self.seed)
+
+
+def simulate(fleet: Fleet, asks: Iterable[Asked] | None = None) -> dict[str, Any]:
+    """Run a fleet of ModelReplicas; return its figures. asks: in place of the traffic that it
+    describes.
+    """
     began, sizes = time.perf_counter(), fleet.sizes
     shared = Tier(sizes.files * fleet.replicas)
     replicas = [
         ModelReplica(i, fleet.times, sizes, shared if fleet.shares_files else Tier(sizes.files))
         for i in range(fleet.replicas)
     ]
-    front, rng = Front(fleet), random.Random(fleet.seed + 1)
-    for replica in replicas:
-        front.router.add(name_of(replica))
+    front, rng = Front(fleet, replicas), random.Random(fleet.seed + 1)
     served, counts = dict[tuple[int, int], Served](), Counter[str]()
     dies = math.inf
     if fleet.mtbf_s:
         dies = rng.expovariate(fleet.replicas / fleet.mtbf_s)
-    asks = traffic(
-        KINDS[fleet.kind],
-        rate=fleet.rate * fleet.replicas,
-        seconds=fleet.seconds,
-        swing=fleet.swing,
-        seed=fleet.seed,
-    )
-    for asked in asks:
+    for asked in fleet.traffic() if asks is None else asks:
         while dies <= asked.at:
             _die(rng.randrange(fleet.replicas), replicas, dies, fleet, front, served, counts)
             dies += rng.expovariate(fleet.replicas / fleet.mtbf_s)
-        took = send(front, replicas, asked, asked.at)
-        served[asked.session, len(asked.answers)] = took
+        served[asked.session, len(asked.answers)] = front.send(asked, asked.at)
     report = figures(list(served.values()), fleet)
     report |= {"deaths": counts["deaths"], "restarted": counts["restarted"]}
     return report | {"simulated_in_s": time.perf_counter() - began}
@@ -367,7 +416,7 @@ def _die(
     counts["deaths"] += 1
     counts["restarted"] += len(lost)
     for asked in lost:
-        served[asked.session, len(asked.answers)] = send(front, replicas, asked, now)
+        served[asked.session, len(asked.answers)] = front.send(asked, now)
 
 
 def figures(served: list[Served], fleet: Fleet) -> dict[str, Any]:
@@ -387,11 +436,17 @@ def figures(served: list[Served], fleet: Fleet) -> dict[str, Any]:
         "requests": len(served),
         "prompt_mean": tokens / max(len(served), 1),
         "hit_rate": sum(hits.values()) / max(tokens, 1),
-        "hits": {tier: hits[tier] / max(tokens, 1) for tier in ("pool", "host", "files")},
+        "hits": {tier: hits[tier] / max(tokens, 1) for tier in TIERS},
+        "cached_tokens": sum(hits.values()),
         "first_p50_s": quantile(firsts, 0.5),
         "first_p90_s": quantile(firsts, 0.9),
         "first_p99_s": quantile(firsts, 0.99),
         "whole_p50_s": quantile(sorted(x.whole_s for x in served), 0.5),
+        "whole_p90_s": quantile(sorted(x.whole_s for x in served), 0.9),
+        "token_p90_s": quantile(sorted(x.token_s for x in served), 0.9),
+        "answer_tokens": sum(x.answer for x in served),
+        "makespan_s": max((x.at + x.whole_s for x in served), default=0.0)
+        - min((x.at for x in served), default=0.0),
         "hours_p99_s": [quantile(sorted(hour), 0.99) for hour in hours],
         "busiest_over_mean": max(per_replica.values(), default=0) / max(mean, 1e-9),
     }
@@ -402,8 +457,10 @@ def quantile(values: Sequence[float], share: float) -> float:
     return values[min(int(len(values) * share), len(values) - 1)] if values else math.nan
 
 
-def run_engines(fleet: Fleet) -> dict[str, Any]:
-    """Run the fleet's traffic on real engines over modelled devices; return their figures."""
+def run_engines(fleet: Fleet, asks: Iterable[Asked] | None = None) -> dict[str, Any]:
+    """Run the fleet's traffic, or these requests, on real engines over modelled devices; return
+    their figures.
+    """
     began, sizes = time.perf_counter(), fleet.sizes
     engines = [
         EngineReplica(
@@ -412,21 +469,15 @@ def run_engines(fleet: Fleet) -> dict[str, Any]:
             host_tokens=sizes.host,
             block_size=sizes.block,
             rows=sizes.rows,
+            batched=sizes.batched,
         )
         for _ in range(fleet.replicas)
     ]
     router = Front(fleet).router
     for index in range(fleet.replicas):
         router.add(str(index))
-    asks = traffic(
-        KINDS[fleet.kind],
-        rate=fleet.rate * fleet.replicas,
-        seconds=fleet.seconds,
-        swing=fleet.swing,
-        seed=fleet.seed,
-    )
     placed = list[tuple[Asked, int]]()
-    for count, asked in enumerate(asks):
+    for count, asked in enumerate(fleet.traffic() if asks is None else asks):
         for index, engine in enumerate(engines):
             begun, ended = engine.news(asked.at)
             for call in begun:
@@ -438,7 +489,8 @@ def run_engines(fleet: Fleet) -> dict[str, Any]:
         call, ids = str(count), token_ids(asked)
         keys, ends = engines[0].keys(ids)
         ask = Ask(call=call, tokens=asked.prompt, keys=keys, ends=ends, session=str(asked.session))
-        chosen = int(router.choose(ask))
+        among = divided(asked, router.replicas) if fleet.by_session else None
+        chosen = int(router.choose(ask, among))
         engines[chosen].submit(call, ids, asked.answer, asked.at)
         placed.append((asked, chosen))
     served = list[Served]()
@@ -448,9 +500,96 @@ def run_engines(fleet: Fleet) -> dict[str, Any]:
         engine, name = engines[replica], str(count)
         cached = {"pool": engine.cached[name]}
         served.append(
-            Served(asked.at, replica, engine.firsts[name], engine.ends[name], asked.prompt, cached)
+            Served(
+                asked.at,
+                replica,
+                engine.firsts[name],
+                engine.ends[name],
+                asked.prompt,
+                cached,
+                asked.answer,
+            )
         )
     return figures(served, fleet) | {"simulated_in_s": time.perf_counter() - began}
+
+
+def simulate_apart(fleet: Fleet, prefill: int, link_rate: float) -> dict[str, Any]:
+    """Run a fleet of which so many replicas compute prompts and all others go on from them; return
+    its figures. link_rate: bytes a second, from each replica to the store and back.
+    """
+    began, sizes, times = time.perf_counter(), fleet.sizes, fleet.times
+    replicas = [ModelReplica(i, times, sizes, Tier(sizes.files)) for i in range(fleet.replicas)]
+    firsts = Front(fleet, replicas[:prefill])
+    seconds = Front(fleet, replicas[prefill:], seed=1)
+    sent, received = [-math.inf] * fleet.replicas, [-math.inf] * fleet.replicas  # links are free
+    arrivals, ready = fleet.traffic(), list[tuple[float, int, Asked]]()
+    went_on = list[tuple[float, Asked, Served]]()
+    asked = next(arrivals, None)
+    while asked is not None or ready:
+        if asked is not None and (not ready or asked.at <= ready[0][0]):
+            one = firsts.send(asked._replace(answer=1), asked.at)
+            at = one.replica
+            left = asked.prompt - sum(one.cached.values())
+            done = asked.at + one.first_s
+            last = left % sizes.batched or min(left, sizes.batched)
+            sent[at] = max(
+                done + last * times.kv_bytes / link_rate,
+                sent[at] + left * times.kv_bytes / link_rate,
+            )
+            heapq.heappush(ready, (sent[at], next(ORDER), asked))
+            asked = next(arrivals, None)
+            continue
+        now, _, going = heapq.heappop(ready)
+        call, replica = seconds.choose(going, now)
+        at = replica.index
+        whole = (going.prompt - 1) // sizes.block * sizes.block
+        here = sum(replica.held(going).values())
+        fetched = max(whole - here, 0) * times.kv_bytes
+        received[at] = max(received[at], now) + fetched / min(link_rate, times.host_rate)
+        served = replica.submit(going._replace(at=now), received[at], max(whole, here))
+        seconds.took(call, replica, served)
+        went_on.append((now, going, served))
+    for now, going, served in went_on:
+        served.at = going.at
+        served.first_s += now - going.at
+        served.whole_s += now - going.at
+    report = figures([served for _, _, served in went_on], fleet)
+    return report | {"simulated_in_s": time.perf_counter() - began}
+
+
+def most_requests(
+    fleet: Fleet, prefill: int | None, link_rate: float, slo_s: float, token_s: float
+) -> float:
+    """Return the most requests a second of the whole fleet, to a twentieth, at which nine of ten
+    have their first token within slo_s, and nine of ten the others within token_s of each other.
+    prefill: replicas that compute prompts alone; None where all do all.
+    """
+
+    def holds(rate: float) -> bool:
+        asked = dataclasses.replace(fleet, rate=rate / fleet.replicas)
+        report = simulate(asked) if prefill is None else simulate_apart(asked, prefill, link_rate)
+        return report["first_p90_s"] <= slo_s and report["token_p90_s"] <= token_s
+
+    low, high = 0.0, 0.25
+    while holds(high):
+        low, high = high, high * 2
+    while high - low > high / 20 and high > 1e-3:
+        middle = (low + high) / 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
+
+
+def compare_apart(fleet: Fleet, link_rate: float, slo_s: float, token_s: float) -> dict[str, Any]:
+    """Return the most requests a second of a fleet whose replicas do all, and of the best division
+    of it into the two kinds, with that division.
+    """
+    together = most_requests(fleet, None, link_rate, slo_s, token_s)
+    apart = {
+        count: most_requests(fleet, count, link_rate, slo_s, token_s)
+        for count in range(1, fleet.replicas)
+    }
+    best = max(apart, key=lambda count: apart[count])
+    return {"together": together, "apart": apart[best], "prefill": best, "by_division": apart}
 
 
 def find_replicas(
@@ -496,7 +635,7 @@ def draw(reports: dict[str, dict[str, Any]], folder: Path) -> list[Path]:
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
     below = [0.0] * len(reports)
-    for tier in ("pool", "host", "files"):
+    for tier in TIERS:
         shares = [report["hits"][tier] for report in reports.values()]
         axes.bar(list(reports), shares, bottom=below, label=tier)
         below = [a + b for a, b in zip(below, shares, strict=True)]
@@ -537,6 +676,13 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--file-tokens", type=int, default=0, help="that its files hold, or its part of shared ones"
     )
+    add("--apart", action="store_true", help="compare with two kinds of replicas")
+    add("--link-gb-s", type=float, default=12.5, help="of --apart: between a replica and the store")
+    add("--tpot-s", type=float, default=0.05, help="of --apart: time between tokens at most")
+    add(
+        "--prompt-tokens", type=int, help="prompts of this mean, nothing shared, in place of --kind"
+    )
+    add("--answer-tokens", type=int, default=250, help="with --prompt-tokens: mean of answers")
     add("--shared-files", action="store_true", help="one set of files for all replicas")
     add("--mtbf-s", type=float, default=0.0, help="mean seconds between deaths of a replica")
     add("--cold-start-s", type=float, default=60.0, help="until a dead replica is back")
@@ -570,7 +716,7 @@ def main(argv: list[str] | None = None) -> int:
     common.check_positive(
         parser, args, "replicas", "pool_tokens", *(["sample"] if args.sample else [])
     )
-    for name in ("rate", "seconds", "slo_s"):
+    for name in ("rate", "seconds", "slo_s", "tpot_s", "link_gb_s"):
         if getattr(args, name) <= 0:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above 0")
     if not 0 <= args.swing < 1:
@@ -587,10 +733,15 @@ def main(argv: list[str] | None = None) -> int:
         rates = {"host_rate": args.host_gb_s * 1e9, "disk_rate": args.disk_gb_s * 1e9}
         times = dataclasses.replace(times, **rates)
     count = min(args.sample or args.replicas, args.replicas)
+    kind: str | Kind = args.kind
+    if args.prompt_tokens is not None:
+        common.check_positive(parser, args, "prompt_tokens", "answer_tokens")
+        kind = unshared(args.prompt_tokens, args.answer_tokens)
+    routers: Sequence[Policy] = args.routers or (("two",) if args.apart else ROUTERS)
     fleet = Fleet(
         replicas=count,
-        kind=args.kind,
-        router=args.routers[0],
+        kind=kind,
+        router=routers[0],
         rate=args.rate,
         seconds=args.seconds,
         swing=args.swing,
@@ -604,8 +755,16 @@ def main(argv: list[str] | None = None) -> int:
     )
     results: dict[str, Any] = {"replicas": args.replicas, "simulated": count}
     results["step_times"] = dataclasses.asdict(times)
+    if args.apart:
+        if count < 2:
+            parser.error(f"--replicas {count}: two kinds take at least 2")
+        rates = compare_apart(fleet, args.link_gb_s * 1e9, args.slo_s, args.tpot_s)
+        of = f"{rates['prefill']} of {count} compute prompts"
+        print(f"together {rates['together']:.3g}, apart {rates['apart']:.3g} requests/s ({of})")
+        _save(args.out, results | {"apart": rates})
+        return 0
     reports: dict[str, dict[str, Any]] = {}
-    for router in args.routers:
+    for router in routers:
         routed = dataclasses.replace(fleet, router=router)
         if args.find:
             fewest, tried = find_replicas(routed, args.rate * count, args.slo_s)
@@ -624,12 +783,17 @@ def main(argv: list[str] | None = None) -> int:
         )
     print("\n".join(common.aligned(["router", *COLUMNS], rows, left=1)))
     results["reports"] = reports
+    _save(args.out, results)
     if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "results.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
         for path in draw(reports, args.out):
             print(path)
     return 0
+
+
+def _save(folder: Path | None, results: dict[str, Any]) -> None:
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "results.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

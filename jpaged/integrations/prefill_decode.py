@@ -67,10 +67,10 @@ class PrefillDecode:
         prompt is computed there alone, since each of its tokens has to be.
         """
         asked = SamplingParams() if sampling_params is None else sampling_params
-        each = [asked] * len(prompts) if isinstance(asked, SamplingParams) else list(asked)
+        params_of = [asked] * len(prompts) if isinstance(asked, SamplingParams) else list(asked)
         first = [
             (prompt, prompt_only(params))
-            for prompt, params in zip(prompts, each, strict=True)
+            for prompt, params in zip(prompts, params_of, strict=True)
             if params.prompt_logprobs is None
         ]
         if first:
@@ -80,7 +80,7 @@ class PrefillDecode:
                 on_error="return",
                 use_tqdm=False,
             )
-        return self.decode.generate(prompts, each, seed=seed, use_tqdm=False)
+        return self.decode.generate(prompts, params_of, seed=seed, use_tqdm=False)
 
 
 def prompt_only(params: SamplingParams) -> SamplingParams:

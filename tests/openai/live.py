@@ -29,6 +29,12 @@ class Live:
         self.server, self.listener, self.port = server, listener, listener.port
         self.patience_s = PATIENCE_S
 
+    @property
+    def llm(self) -> AsyncLLM:
+        """The engine's face; a server of these tests has one engine and no fleet."""
+        assert isinstance(self.server.llm, AsyncLLM)
+        return self.server.llm
+
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S)
 

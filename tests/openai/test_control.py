@@ -112,7 +112,7 @@ def tokens_of(llm: LLM, ids: list[int], count: int) -> list[int]:
 
 def running(live: Live) -> int:
     """How many requests the engine has; read beside its thread, which may be in a step."""
-    return len(live.server.llm._llm.session.engine.requests)
+    return len(live.llm._llm.session.engine.requests)
 
 
 def test_off_unless_allowed(folders: list[Path]) -> None:
@@ -204,7 +204,7 @@ def test_a_pause_that_waits(live: Live) -> None:
         first = pool.submit(live.post, GENERATE, body())
         until(lambda: running(live) == 1)
         pause = pool.submit(live.post, "/pause?mode=wait", {})
-        until(lambda: not live.server.llm._llm.session.is_open)
+        until(lambda: not live.llm._llm.session.is_open)
         second = pool.submit(live.post, GENERATE, body([40, 41]))
         assert not pause.done()
         slowly.be_fast()
@@ -281,7 +281,7 @@ def test_new_weights_that_wait(live: Live, folders: list[Path], models: list[LLM
         until(lambda: running(live) == 1)
         sent = {"folder": str(folders[1]), "mode": "wait"}
         update = pool.submit(live.post, "/update_weights", sent)
-        until(lambda: not live.server.llm._llm.session.is_open)
+        until(lambda: not live.llm._llm.session.is_open)
         second = pool.submit(live.post, GENERATE, body())
         slowly.be_fast()
         assert update.result()["weight_version"] == 2

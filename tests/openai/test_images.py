@@ -326,7 +326,7 @@ def test_a_model_that_sees_nothing_says_so(tmp_path: Path) -> None:
 def test_the_event_loop_goes_on_while_an_image_is_decoded(live: Live) -> None:
     """Others are answered while a slow decoder runs."""
     began, ended = threading.Event(), threading.Event()
-    images: Any = live.server.llm._llm.session.inputs.images
+    images: Any = live.llm._llm.session.inputs.images
     preparer = images._preparer
     prepare = preparer.prepare
 

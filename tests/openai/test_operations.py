@@ -260,7 +260,7 @@ def blocked(live: Live) -> Iterator[None]:
         is_blocked.set()
         go.wait(PATIENCE_S)
 
-    waiting = live.server.llm._thread.call(wait, live.server.llm._llm)
+    waiting = live.llm._thread.call(wait, live.llm._llm)
     assert is_blocked.wait(PATIENCE_S)
     try:
         yield

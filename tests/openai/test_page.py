@@ -228,7 +228,7 @@ def is_long(live: Live, seed: int) -> bool:
 @contextlib.contextmanager
 def slow_steps(live: Live) -> Iterator[None]:
     """Have every step take a while inside the block."""
-    engine = live.server.llm._llm.session.engine
+    engine = live.llm._llm.session.engine
     step = engine.step
 
     def slow(*args: Any, **kwargs: Any) -> Any:

@@ -222,7 +222,7 @@ class TestConnections:
     def test_busy_ones_are_left_alone_and_health_is_answered(self, live: Live):
         """As many as there may be, none of which ends while the engine is held."""
         go_on = threading.Event()
-        held = live.server.llm._thread.call(go_on.wait, 60)
+        held = live.llm._thread.call(go_on.wait, 60)
         body = PROMPT | {"max_tokens": 3, "ignore_eos": True, "stream": True}
         with contextlib.ExitStack() as stack:
             stack.callback(go_on.set)

@@ -10,7 +10,7 @@ from typing import Any
 import fleet
 import pytest
 from _fleet_device import StepTimes
-from _fleet_traffic import KINDS, Asked, token_ids, traffic
+from _fleet_traffic import KINDS, Asked, token_ids, traffic, unshared
 
 TIMES = StepTimes.planned(billions=8, tflops=400, memory_gb_s=2500, kv_kib=128)
 FLEET = fleet.Fleet(
@@ -126,3 +126,26 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     for bad in (["--rate", "0"], ["--swing", "1"], ["--replicas", "0"]):
         with pytest.raises(SystemExit):
             fleet.main(bad)
+
+
+def test_prompts_and_answers_apart() -> None:
+    """Two kinds of replicas answer everything; a slow link costs; what is fetched is counted."""
+    kind = unshared(2000, 40)
+    apart = dataclasses.replace(FLEET, replicas=4, kind=kind, router="two", rate=1.0, seconds=20.0)
+    fast, slow = (fleet.simulate_apart(apart, 2, rate) for rate in (50e9, 0.5e9))
+    together = fleet.simulate(apart)
+    assert fast["requests"] == slow["requests"] == together["requests"] > 50
+    assert fast["hits"]["link"] > 0.9 and together["hits"]["link"] == 0
+    assert fast["first_p50_s"] < slow["first_p50_s"]
+    assert fast["token_p90_s"] < together["token_p90_s"], "no prompt comes between tokens"
+
+
+def test_where_apart_pays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--apart", "--replicas", "3", "--seconds", "10", "--prompt-tokens", "4000"]
+    assert fleet.main([*flags, "--answer-tokens", "100", "--out", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "results.json").read_text())["apart"]
+    assert found["together"] > 0 and found["apart"] > 0 and found["prefill"] in (1, 2)
+    assert "of 3 compute prompts" in capsys.readouterr().out
+    for bad in (["--link-gb-s", "0"], ["--replicas", "1"]):
+        with pytest.raises(SystemExit):
+            fleet.main([*flags, *bad])

@@ -22,7 +22,7 @@ LOOK_S = 0.005  # a wait for files keeps the engine no longer from what others a
 class Waiting:
     """A request that waits for its blocks. replica: that it was placed at. until: when it goes on
     without what is not there. fetch: None while there is no memory for it. look: while it is not
-    known what there is, of these contents.
+    known what there is of the contents in `asked`, which it keeps until then.
     """
 
     request: Request
@@ -31,7 +31,7 @@ class Waiting:
     until: float
     fetch: Fetch | None = None
     look: Look | None = None
-    contents: list[Content] = dataclasses.field(default_factory=list)
+    asked: list[Content] = dataclasses.field(default_factory=list)
 
 
 class ReadAhead:
@@ -73,7 +73,7 @@ class ReadAhead:
         waiting.look = self.disk.look((content, g) for content in contents for g in groups)
         if waiting.look is None:
             return False
-        waiting.contents, waiting.until = contents, time.monotonic() + MOST_LOOK_S
+        waiting.asked, waiting.until = contents, time.monotonic() + MOST_LOOK_S
         self._waiting[waiting.request.request_id] = waiting
         return True
 

@@ -4,6 +4,7 @@ prefixes.
 
 import dataclasses
 import hashlib
+import hmac
 import ipaddress
 import secrets
 

@@ -24,7 +24,7 @@ from tests.engine.cache.test_store import fill, prompt
 from tests.engine.host import Host, identity
 from tests.engine.mock import MockBytes, Window
 
-THROUGH = {"prefix_store_policy": "write_through"}
+THROUGH: dict[str, Any] = {"prefix_store_policy": "write_through"}
 
 
 @pytest.fixture
@@ -226,13 +226,15 @@ def test_a_request_that_is_held_back(
 ) -> None:
     monkeypatch.setattr(handover, "MOST_S", 0.5)
     host = host_of(deaf, depth, **THROUGH)
+    held_back = host.engine.handover
+    assert held_back is not None
     before = host.engine.snapshot()
     seq = host.add(prompt(21), max_tokens=1)
     for _ in range(100):
         host.step()
-        if seq.finish_reason is not None and host.engine.handover._held:
+        if seq.finish_reason is not None and held_back._held:
             break
-    assert host.engine.has_unfinished() and host.engine.handover._held
+    assert host.engine.has_unfinished() and held_back._held
     if end == "abort":
         assert host.engine.abort(seq.request.request_id) is seq.request
         assert not host.engine.has_unfinished()
