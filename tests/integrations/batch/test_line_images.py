@@ -231,9 +231,10 @@ def test_images_are_decoded_when_their_line_is_admitted(
 ) -> None:
     """However many lines are read ahead, few images are decoded before others are answered."""
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    bodies = [
-        {"messages": seen(data_url(png(picture() + np.uint8(i)))), **DRAWN} for i in range(40)
-    ]
+    # Of no other test: what is alive elsewhere is not prepared again.
+    first = picture(size=(20, 16))
+    urls = [data_url(png(first + np.uint8(i))) for i in range(40)]
+    bodies = [{"messages": seen(url), **DRAWN} for url in urls]
     source.write_text(lines(*bodies))
     reader: Any = llm.session.inputs.images
     prepare, lock = reader._preparer.prepare, threading.Lock()
