@@ -252,7 +252,7 @@ class Qwen25VisionConfig(QwenVisionConfig):
 
     window: int
     full_blocks: tuple[int, ...]
-    tokens_per_second: float = 4.0
+    tokens_per_second: int = 4
 
     @classmethod
     def read(cls, hf: dict[str, Any], hidden_size: int) -> "Qwen25VisionConfig":
@@ -263,7 +263,7 @@ class Qwen25VisionConfig(QwenVisionConfig):
             **fields,
             window=squares * fields["merge"],
             full_blocks=tuple(vision["fullatt_block_indexes"]),
-            tokens_per_second=float(vision["tokens_per_second"]),
+            tokens_per_second=int(vision["tokens_per_second"]),
         )
 
     def write(self) -> dict[str, Any]:
