@@ -4,6 +4,7 @@ import atexit
 import dataclasses
 import functools
 import logging
+import os
 import weakref
 from collections.abc import Callable
 
@@ -190,7 +191,7 @@ class Pool:
             return self._disk
         assert config.prefix_store is not None
         files = stored_blocks(config.prefix_store, int(config.prefix_store_gib * 2**30))
-        self._at_exit = functools.partial(_call, weakref.WeakMethod(self._flush_files))
+        self._at_exit = functools.partial(_call, weakref.WeakMethod(self._flush_files), os.getpid())
         atexit.register(self._at_exit)
         return Disk(files, codec, Costs())
 
@@ -417,9 +418,11 @@ def stored_blocks(store: str, num_bytes: int) -> StoredBlocks:
         raise ConfigError(f"prefix_store={store!r}: no folder that can be written to: {e}") from e
 
 
-def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
-    """Call a method if its object lives."""
-    if (live := method()) is not None:
+def _call(method: weakref.WeakMethod[Callable[[], None]], pid: int) -> None:
+    """Call a method if its object lives, and this is the process that made it: in a fork, which has
+    no other thread of it, it would wait for ever.
+    """
+    if os.getpid() == pid and (live := method()) is not None:
         live()
 
 

@@ -4,11 +4,13 @@ is what the weights compute.
 """
 
 import dataclasses
+import functools
 import os
 import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ import pytest
 from jax.sharding import Mesh
 
 import jpaged
-from jpaged import LLM, ModelConfig, RequestOutput, SamplingParams
+from jpaged import LLM, ModelConfig, RequestOutput, SamplingParams, served_pool
 from jpaged.engine.cache.block_server import BlockMemory, BlockServer
 from jpaged.engine.cache.tiers import TieredStore
 from jpaged.errors import ConfigError
@@ -291,6 +293,23 @@ def test_adapters_are_known_by_their_weights(tmp_path: Path) -> None:
     assert [out[0].num_cached_tokens for out in (plain, other, same)] == [0, 0, 24]
     same_bits(same, expected)
     later.close()
+
+
+def test_a_fork_writes_nothing_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has none of the threads that would."""
+    called = list[int]()
+
+    class Holder:
+        def flush(self) -> None:
+            called.append(os.getpid())
+
+    holder, maker = Holder(), os.getpid()
+    at_exit = functools.partial(served_pool._call, weakref.WeakMethod(holder.flush), maker)
+    at_exit()
+    assert called == [maker]
+    monkeypatch.setattr(os, "getpid", lambda: maker + 1)
+    at_exit()
+    assert called == [maker]
 
 
 def test_generate_takes_it(tmp_path: Path) -> None:

@@ -339,13 +339,13 @@ class Engine:
         if self.disk is None:
             return 0
         until, now, left = time.monotonic() + seconds, time.time(), 0
+        stores = dict[int, TieredStore]()
         with self._consistent():
             self._drain(time.perf_counter())
             for index, replica in enumerate(self.replicas):
                 traffic = replica.blocks.traffic
                 assert traffic is not None and isinstance(traffic.store, TieredStore)
-                if index == 0 or traffic.store is not self._store_of(0):
-                    traffic.store.flush_host()
+                stores[id(traffic.store)] = traffic.store
                 wanted = list(replica.blocks.latest_first())
                 for first in range(0, len(wanted), FLUSHED_AT_ONCE):
                     part = wanted[first : first + FLUSHED_AT_ONCE]
@@ -364,7 +364,9 @@ class Engine:
                     for slots_of_group, blocks_of_group in zip(slots, blocks, strict=True):
                         for slot, data in zip(slots_of_group, blocks_of_group, strict=True):
                             now -= 1e-6
-                            traffic.store.put_flushed(slot, data, now)
+                            left += not traffic.store.put_flushed(slot, data, now, until)
+            for store in stores.values():
+                left += store.flush_host(now, until)
         if not self.disk.flush(max(until - time.monotonic(), 1.0)):
             left += 1
         return left

@@ -85,6 +85,8 @@ def refused(weight: Weight, rows: int, inputs: int) -> str | None:
             f"only whole {OUT} outputs, {COMPUTING * OUT} or more, and whole {PLACES[-1]} places"
         )
         return f"{N} outputs of {W} places: {whole}"
+    if weight.zeros is not None and S == 1 and inputs == W:
+        return "zeros beside one scale of an output"
     if (S > 1 or inputs > W) and (W % S or W // S % SMALLEST_PIECE):
         return f"{S} scales for {W} places: only for whole {SMALLEST_PIECE}"
     if _sizes(weight, rows, inputs) is None:

@@ -124,6 +124,7 @@ def weight_of(form: str, N: int, W: int, S: int, *, has_zeros: bool = False) -> 
         (weight_of("int8", 160, 64, 1), 64, "160 outputs"),
         (weight_of("int8", 128, 80, 1), 80, "80 places"),
         (weight_of("int8", 128, 96, 12), 96, "12 scales for 96 places"),
+        (weight_of("int8", 128, 64, 1, has_zeros=True), 64, "zeros beside one scale"),
         (weight_of("int4", 128, 1 << 13, 512, has_zeros=True), 1 << 14, "no room"),
         (weight_of("int8", 1 << 15, 1 << 14, 1), 1 << 14, "2147483648 places"),
     ],

@@ -9,12 +9,14 @@ IDENTITY stands for all that KV depends on beside the tokens (see Pool). A file 
 another name, whose lock its writer holds, and then renamed: a writer that is killed leaves a file
 that nobody reads and whoever makes room next deletes. A file says what it holds and has a checksum
 over that, so a file that is cut short, overwritten or of another content is found out when it is
-read, and deleted. What was used least recently (its time of modification) goes first.
+read, and deleted. What was used least recently (its time of modification) goes first. Files of any
+other name are nobody's here: they are neither counted nor touched, whatever folder this is.
 """
 
 import contextlib
 import dataclasses
 import os
+import re
 import secrets
 import struct
 from collections.abc import Buffer, Iterator, Sequence
@@ -30,7 +32,9 @@ CHECKSUM_BYTES = 16
 # After magic and checksum: digest, the parent's digest, group, bytes of tokens, bytes of data.
 HEAD = struct.Struct(f"<{DIGEST_BYTES}s{DIGEST_BYTES}sHIQ")
 SUFFIX = ".kv"
-TRASH = ".trash"
+TRASH = re.compile(r"\.trash-[0-9a-f]{16}")
+IDENTITY, PART = re.compile(r"[0-9a-f]+"), re.compile(r"[0-9a-f]{2}")
+FILE = re.compile(rf"([0-9a-f]{{2}})[0-9a-f]+-[0-9]+\{SUFFIX}(\.[0-9a-f]{{16}})?")
 LOW = 0.9  # of the bytes that files may take is what is left of them once room had to be made
 
 Read = Literal["read", "absent", "bad", "unreadable"]
@@ -177,7 +181,8 @@ class BlockFiles:
         self, name: BlockName, data: Sequence[Buffer], used_at: float | None = None
     ) -> Written:
         """Keep the data of a block, in one or several pieces of bytes. used_at: seconds since 1970,
-        None is now. "refused": it is larger than all files together may be.
+        None is now. "refused": it is larger than all files together may be, or its identity was
+        forgotten meanwhile.
         """
         return self.write_packed(name.key, packed(name, data), used_at)
 
@@ -198,7 +203,10 @@ class BlockFiles:
                     _write_all(fd, view)
                 if used_at is not None:
                     os.utime(fd, (used_at, used_at))
-                os.replace(other, path)
+                try:
+                    os.replace(other, path)
+                except FileNotFoundError:
+                    return "refused"
         except (OSError, MemoryError):
             return "failed"
         return "written"
@@ -222,7 +230,7 @@ class BlockFiles:
 
     def forget(self, identity: str) -> None:
         """Delete all blocks of an identity: no process finds one from now on."""
-        trash = self.folder / f"{TRASH}-{secrets.token_hex(8)}"
+        trash = self.folder / f".trash-{secrets.token_hex(8)}"
         try:
             os.rename(self.folder / identity, trash)
         except OSError:
@@ -251,16 +259,18 @@ class BlockFiles:
                     used = self._make_room(ledger, size)
                     if used + size > self.num_bytes:
                         raise OSError("what others are writing takes all the room")
+                # First, so that a process which is killed here counts too much, never too little.
+                ledger.write(used + size)
                 fd = self._created(other)
+                _held.add(fd)
                 _lock(fd)  # while its writer lives
                 os.ftruncate(fd, size)  # so that it counts, though it has no blocks yet
-                ledger.write(used + size)
             yield fd, other
         finally:
             if fd >= 0:
                 with contextlib.suppress(OSError):
                     other.unlink()  # FileNotFoundError where it was renamed
-                os.close(fd)
+                _release(fd)
 
     def _created(self, path: Path) -> int:
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
@@ -274,18 +284,19 @@ class BlockFiles:
     def _locked(self) -> Iterator["Ledger"]:
         """Inside the block no other process, and no other thread, makes room."""
         fd = os.open(self._lock, os.O_CREAT | os.O_RDWR, 0o600)
+        _held.add(fd)
         try:
             _lock(fd)
             yield Ledger(fd)
         finally:
-            os.close(fd)
+            _release(fd)
 
     def _make_room(self, ledger: "Ledger", size: int) -> int:
         """Delete what killed processes have left and, where `size` more bytes do not fit, blocks
         until they do, or none are left. Return the bytes that are, which the ledger has then.
         """
         kept, used = list[Found](), 0
-        for file in list(_files(self.folder)):
+        for file in _files(self.folder):
             if not file.is_block and _is_abandoned(file.path) and _deleted(file.path):
                 continue
             used += file.num_bytes
@@ -375,29 +386,68 @@ def _lock(fd: int, *, waits: bool = True) -> None:
     fcntl.flock(fd, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
 
 
+# Files whose locks this process holds, or waits for. A fork has them too, and with them the locks.
+_held: set[int] = set()
+
+
+def _release(fd: int) -> None:
+    """Close a locked file. The lock goes first: while a fork has the file open, closing it here
+    would not release it.
+    """
+    _held.discard(fd)
+    try:
+        import fcntl
+
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    finally:
+        os.close(fd)
+
+
+def _close_in_fork() -> None:
+    """Let go of the locks of the process that was forked: they are released once it ends."""
+    while _held:
+        with contextlib.suppress(OSError):
+            os.close(_held.pop())
+
+
+os.register_at_fork(after_in_child=_close_in_fork)
+
+
 def _write_all(fd: int, piece: memoryview) -> None:
     while piece.nbytes:
         piece = piece[os.write(fd, piece) :]
 
 
 def _files(folder: Path) -> Iterator[Found]:
-    """Yield the files of the identities' folders, and of what is to be deleted."""
+    """Yield the files of the identities' folders, and of what is to be deleted. Folders in which
+    there is none go, so that those of old weights do not pile up; nobody makes one meanwhile.
+    """
     for identity in _entries(folder):
-        if not identity.is_dir(follow_symlinks=False):
+        is_trash = TRASH.fullmatch(identity.name) is not None
+        if not (is_trash or IDENTITY.fullmatch(identity.name)) or not _is_folder(identity):
             continue
-        is_trash = identity.name.startswith(TRASH)
         for part in _entries(identity.path):
+            if not PART.fullmatch(part.name) or not _is_folder(part):
+                continue
             for file in _entries(part.path):
+                name = FILE.fullmatch(file.name)
+                if name is None or name[1] != part.name:
+                    continue
                 with contextlib.suppress(OSError):  # it is gone meanwhile
                     stat = file.stat(follow_symlinks=False)
-                    is_block = file.name.endswith(SUFFIX) and not is_trash
+                    is_block = name[2] is None and not is_trash
                     yield Found(file.path, stat.st_mtime_ns, stat.st_size, is_block)
-            if is_trash:
-                with contextlib.suppress(OSError):
-                    os.rmdir(part.path)
-        if is_trash:
-            with contextlib.suppress(OSError):  # its files go first: the next time
-                os.rmdir(identity.path)
+            with contextlib.suppress(OSError):  # it is not empty
+                os.rmdir(part.path)
+        with contextlib.suppress(OSError):
+            os.rmdir(identity.path)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir(follow_symlinks=False)
+    except OSError:
+        return False
 
 
 def _entries(folder: str | Path) -> list[os.DirEntry[str]]:

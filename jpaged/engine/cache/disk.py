@@ -141,7 +141,7 @@ class Disk:
 
     identity: the root digest of what is written and found from now on, as hex. costs: what is
     measured here is counted there. Methods are called by the engine's thread; none waits for a
-    file, but `flush`, and `write` where it is asked to.
+    file, but `flush`, `forget`, and `write` where it is asked to.
     """
 
     def __init__(self, files: StoredBlocks, codec: BlockCodec, costs: Costs):
@@ -232,27 +232,30 @@ class Disk:
         group: int,
         data: BlockData,
         *,
-        waits: bool = False,
+        until: float | None = None,
         used_at: float | None = None,
-    ) -> None:
+    ) -> bool:
         """Write a block some time soon, unless its file is there or too much waits to be written.
-        waits: until less does. used_at: see BlockFiles.write.
+        until: by time.monotonic(), when to wait no longer for less to wait; None does not wait.
+        used_at: see BlockFiles.write. Return False where `until` has passed.
         """
         name, size = self.name_of(content, group), self.codec.stored_bytes(group)
         if name is None or self.knows(content, group):
-            return
+            return True
         with self._changed:
+            while not self.is_paused and not self.has_room(size, 0):
+                left = 0.0 if until is None else until - time.monotonic()
+                if left <= 0:
+                    self.counts["dropped_blocks"] += 1
+                    return until is None
+                self._changed.wait(left)
             if self.is_paused:
                 self.counts["dropped_blocks"] += 1
-                return
-            while self._pending and self.pending_bytes + size > PENDING_BYTES:
-                if not waits:
-                    self.counts["dropped_blocks"] += 1
-                    return
-                self._changed.wait()
+                return True
             self._pending[name.key] = data
             self.pending_bytes += size
         self._writes.put(functools.partial(self._write, name, data, used_at, self._era))
+        return True
 
     @property
     def is_paused(self) -> bool:
@@ -288,8 +291,14 @@ class Disk:
         return True
 
     def forget(self) -> None:
-        """Delete the files of the current identity; what waits to be written is not."""
-        self._era += 1
+        """Delete the files of the current identity; what waits to be written is not, and is not
+        found any more.
+        """
+        with self._changed:
+            self._era += 1
+            self._pending.clear()
+            self.pending_bytes = 0
+            self._changed.notify_all()
         self._known.clear()
         self.files.forget(self.identity)
 
@@ -367,9 +376,9 @@ class Disk:
                     self.files.forget(name.identity)
         finally:
             with self._changed:
-                if self._pending.pop(name.key, None) is not None:
+                if era == self._era:  # else what waits under this name is another one
+                    del self._pending[name.key]
                     self.pending_bytes -= size
-                if era == self._era:
                     self._wrote(name, size, came)
                 self._changed.notify_all()
 

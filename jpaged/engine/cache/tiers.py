@@ -98,12 +98,12 @@ class TieredStore:
             del self._offered[key]
             self.disk.write(slot.content, slot.group, data)
 
-    def put_flushed(self, slot: Slot, data: BlockData, used_at: float) -> None:
+    def put_flushed(self, slot: Slot, data: BlockData, used_at: float, until: float) -> bool:
         """Put the data of a block of `keep`, once there is room for it among what waits to be
-        written. used_at: seconds since 1970.
+        written. used_at: seconds since 1970. until: see Disk.write; False where it has passed.
         """
         del self._offered[slot.content, slot.group]
-        self.disk.write(slot.content, slot.group, data, waits=True, used_at=used_at)
+        return self.disk.write(slot.content, slot.group, data, until=until, used_at=used_at)
 
     def find(self, content: Content, group: int) -> Slot | None:
         if (slot := self.host.find(content, group)) is not None:
@@ -187,15 +187,22 @@ class TieredStore:
         if not any(reading.fetch is fetch for reading in self._read.values()):
             fetch.cancel()
 
-    def flush_host(self) -> None:
-        """Write what host memory alone has, as far as it is known."""
-        now = time.time()
-        for place, slot in enumerate(self.host):
-            if slot.data is not None and slot.content.digest is not None:
-                size = len(self.host)
-                self.disk.write(
-                    slot.content, slot.group, slot.data, waits=True, used_at=now - size + place
-                )
+    def flush_host(self, used_at: float, until: float) -> int:
+        """Write what host memory alone has, as far as it is known, what was used last first.
+        used_at: seconds since 1970 before which all of it was. until: by time.monotonic(), when to
+        write no more. Return how many blocks were left out then.
+        """
+        left = 0
+        for slot in reversed(list(self.host)):
+            if slot.data is None or slot.content.digest is None:
+                continue
+            used_at -= 1e-6
+            if self.disk.knows(slot.content, slot.group):
+                continue
+            args = slot.content, slot.group, slot.data
+            is_late = time.monotonic() > until
+            left += is_late or not self.disk.write(*args, until=until, used_at=used_at)
+        return left
 
 
 def make_stores(

@@ -147,6 +147,76 @@ def test_forget(tmp_path: Path) -> None:
     assert files.write(name_of(1), [data_of(1)]) == "written"
 
 
+def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
+    """A folder that has other things in it, in places and with names like those of blocks."""
+    digest = "ab" * 32
+    foreign = [
+        *("project/src/main.py", "notes.txt", "ab/ab/notes.kv", "ab/ab/notes.kv.1"),
+        *(f"project/ab/{digest}-0.kv", f"aa/src/{digest}-0.kv", f"aa/cd/{digest}-0.kv"),
+        *(
+            f"aa/ab/{digest}-0.kv.part",
+            f"aa/ab/{digest}-0.kv.bak",
+            ".trash-old/ab/x",
+            ".trash/ab/x",
+        ),
+    ]
+    for path in foreign:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_bytes(bytes(5000))
+    (tmp_path / "empty/of/others").mkdir(parents=True)
+    files = BlockFiles(tmp_path, 2 * SIZE)
+    assert files.used_bytes() == 0
+    for number in range(4):
+        assert files.write(name_of(number), [data_of(number)]) == "written"
+    assert files.evicted_blocks == 3
+    BlockFiles(tmp_path, 1)
+    assert all((tmp_path / path).stat().st_size == 5000 for path in foreign)
+    assert (tmp_path / "empty/of/others").is_dir()
+
+
+def test_folders_of_old_weights_go(tmp_path: Path) -> None:
+    """Else a trainer's store has 257 more with every version."""
+    files = BlockFiles(tmp_path, 2 * SIZE)
+    for version in range(5):
+        name = name_of(version, identity=f"{version:02x}")
+        assert files.write(name, [data_of(version)]) == "written"
+    files.forget("04")
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+    assert files.write(name_of(5), [data_of(5)]) == "written"
+
+
+def test_an_identity_forgotten_while_a_block_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another process: no error of the disk, after which nothing is written for a while."""
+    files, replace = BlockFiles(tmp_path, MIB), os.replace
+
+    def later(*args: Any) -> None:
+        BlockFiles(tmp_path, MIB).forget("aa")
+        replace(*args)
+
+    monkeypatch.setattr(os, "replace", later)
+    assert files.write(name_of(1), [data_of(1)]) == "refused" and not files.has(name_of(1))
+    monkeypatch.undo()
+    assert files.write(name_of(1), [data_of(1)]) == "written"
+    assert BlockFiles(tmp_path, MIB).used_bytes() == sizes(tmp_path) and not others(tmp_path)
+
+
+def test_a_process_killed_while_it_claims_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After any call of the kernel the ledger has at least what the files take."""
+    calls, truncate = [], os.ftruncate
+    files = BlockFiles(tmp_path, MIB)
+
+    def look(*args: Any) -> None:
+        truncate(*args)
+        calls.append(files.used_bytes() - sizes(tmp_path))
+
+    monkeypatch.setattr(os, "ftruncate", look)
+    assert files.write(name_of(1), [data_of(1)]) == "written" and calls == [0]
+
+
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is left of what did not fit, and writes go on once there is room."""
     files, write = BlockFiles(tmp_path, MIB), os.write
@@ -201,6 +271,48 @@ def writer(folder: Path, bound: int, seed: int, size: int) -> Any:
     return process
 
 
+FORK = """
+import os, signal, threading
+locks = files._locked(), files._claimed(files.path_of(name_of(1)), 100)
+is_held, go = threading.Event(), threading.Event()
+def hold(lock):
+    with lock:
+        is_held.set()
+        go.wait()
+for lock in reversed(locks):
+    is_held.clear()
+    threading.Thread(target=hold, args=(lock,)).start()
+    is_held.wait()
+child = os.fork()
+if not child:
+    signal.pause()
+print(child, flush=True)
+if killed:
+    os.kill(os.getpid(), signal.SIGKILL)
+go.set()
+"""
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["ends", "is killed"])
+def test_a_fork_keeps_no_locks(tmp_path: Path, killed: bool) -> None:
+    """Made while other threads have them; what it is left with would bar every process."""
+    code = f"{WRITER.partition('print(')[0]}\nkilled = {killed}\n{FORK}"
+    args = [block_files.__file__, str(tmp_path), str(MIB), "0", "0"]
+    command = [sys.executable, "-W", "ignore", "-c", code, *args]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        try:
+            process.wait(60)
+            look = f"{WRITER.partition('print(')[0]}\nprint(files.used_bytes())"
+            out = subprocess.run(
+                [sys.executable, "-c", look, *args], capture_output=True, timeout=60
+            )
+            assert out.stdout == b"0\n" and not others(tmp_path)
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
 def check_all(folder: Path, size: int) -> int:
     """Every block of the folder is whole. Returns how many there are."""
     files, count = BlockFiles(folder, 1 << 40), 0
@@ -248,7 +360,8 @@ def test_a_writer_that_lives_keeps_its_file(tmp_path: Path) -> None:
         assert len(others(tmp_path)) == 1
     BlockFiles(tmp_path, MIB)
     assert not others(tmp_path)
-    left = files.path_of(name_of(2)).with_name("x.kv.1")
+    left = files.path_of(name_of(2))
+    left = left.with_name(f"{left.name}.0123456789abcdef")
     left.parent.mkdir(parents=True, exist_ok=True)
     left.write_bytes(bytes(7))
     assert BlockFiles(tmp_path, MIB).used_bytes() == 0 and not left.exists()
