@@ -1,7 +1,9 @@
 """Checks of what callers pass, shared by every part that takes something from outside."""
 
+import dataclasses
 import json
 import urllib.parse
+from collections.abc import Mapping
 from pathlib import Path
 from types import UnionType
 from typing import Any, TypeGuard, get_args
@@ -67,6 +69,26 @@ def store_address(store: str) -> tuple[str, int] | None:
     if parts.scheme != "tcp" or not host or not port or any(extra):
         raise ConfigError(f"prefix_store={store!r}: must be a folder or tcp://HOST:PORT")
     return host, port
+
+
+def settings_of[T](kind: type[T], name: str, value: object) -> T:
+    """Return the settings that were passed as a dict of their fields, or as they are. kind: their
+    dataclass. ConfigError, which calls them `name`, for anything else.
+    """
+    if isinstance(value, kind):
+        return value
+    names = [field.name for field in dataclasses.fields(kind)]  # pyright: ignore[reportArgumentType]
+    if not isinstance(value, Mapping) or set(value) - set(names):
+        raise ConfigError(f"{name}={value!r}: must be a dict of {', '.join(names)}")
+    return kind(**value)
+
+
+def parsed_settings[T](kind: type[T], name: str, text: str) -> T | None:
+    """Parse a flag: a dict of the fields as JSON, or "none". See settings_of."""
+    try:
+        return None if text == "none" else settings_of(kind, name, json.loads(text))
+    except ValueError as e:
+        raise ConfigError(f"{name}={text!r}: {e}") from e
 
 
 def is_scalar(

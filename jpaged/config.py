@@ -4,13 +4,12 @@ here alone: command lines, LLM's arguments and resumed batch runs read it here.
 
 import dataclasses
 import difflib
-import json
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, get_args
 
-from jpaged.checks import at_least, store_address
+from jpaged.checks import at_least, parsed_settings, settings_of, store_address
 from jpaged.combinations import Facts, check_combination
 from jpaged.errors import ConfigError, UnsupportedError
 from jpaged.images.limits import ImageLimits
@@ -110,20 +109,12 @@ class Speculative:
     @classmethod
     def parse(cls, text: str) -> Self | None:
         """Parse a flag: a dict of the fields as JSON, or "none"."""
-        try:
-            return None if text == "none" else cls.of(json.loads(text))
-        except ValueError as e:
-            raise ConfigError(f"speculative={text!r}: {e}") from e
+        return parsed_settings(cls, "speculative", text)
 
     @classmethod
     def of(cls, value: object) -> Self:
         """Make one of a dict of its fields."""
-        if isinstance(value, cls):
-            return value
-        names = [field.name for field in dataclasses.fields(cls)]
-        if not isinstance(value, Mapping) or set(value) - set(names):
-            raise ConfigError(f"speculative={value!r}: must be a dict of {', '.join(names)}")
-        return cls(**value)
+        return settings_of(cls, "speculative", value)
 
     @property
     def has_model(self) -> bool:
@@ -228,7 +219,7 @@ class EngineConfig:
         16.0,
         "batch and memory",
         "files of prefix_store at most, those of all processes together, GiB; what was used least "
-        "recently goes first",
+        "recently goes first; a block server has a bound of its own",
         same_answers=KEPT_OR_COMPUTED,
     )
     dtype: str | None = _knob(

@@ -352,7 +352,13 @@ def predicted(
         rows=ENGINE["max_num_seqs"],
         batched=ENGINE["max_num_batched_tokens"],
     )
-    asked = fleet.Fleet(
+    asked = fleet_of(replicas, asks, times, sizes)
+    return summary(run(asked, asks))
+
+
+def fleet_of(replicas: int, asks: list[Asked], times: StepTimes, sizes: fleet.Sizes) -> fleet.Fleet:
+    """Return replicas that divide the sessions of a trace by number."""
+    return fleet.Fleet(
         replicas=replicas,
         kind=TALKS,
         router="two",
@@ -363,7 +369,6 @@ def predicted(
         times=times,
         sizes=sizes,
     )
-    return summary(run(asked, asks))
 
 
 def summary(report: dict[str, Any]) -> dict[str, float]:
@@ -398,17 +403,7 @@ def measured(asks: list[Asked], processes: list[Process]) -> dict[str, float]:
     count = len(processes)
     times = StepTimes.planned(billions=1, tflops=1, memory_gb_s=1, kv_kib=1)  # not looked at
     sizes = fleet.Sizes(pool=1, host=0, files=0)
-    asked = fleet.Fleet(
-        replicas=count,
-        kind=TALKS,
-        router="two",
-        by_session=True,
-        rate=1.0,
-        seconds=max(asked.at for asked in asks) + 1.0,
-        swing=0.0,
-        times=times,
-        sizes=sizes,
-    )
+    asked = fleet_of(count, asks, times, sizes)
     return summary(fleet.figures(served, asked))
 
 

@@ -134,13 +134,7 @@ def tunix_gemma4_vision(vision: Gemma4VisionConfig) -> tuple[Entries, Wholes]:
     }
     for i in range(vision.num_layers):
         ours, path = f"blocks.{i}", f"{node}.layers.{i}"
-        for x, theirs in GEMMA4_NORMS.items():
-            entries[f"{ours}.{x}.scale"] = (f"{path}.{theirs}.scale", "W")
-        for x in "qk":
-            entries[f"{ours}.attention.{x}_norm.scale"] = (
-                f"{path}.attn.{THEIRS[x]}_norm.scale",
-                "D",
-            )
+        entries |= _gemma4_norms(ours, path, "attn")
         for x, (theirs, axes) in products.items():
             entries[f"{ours}.{x}.weight"] = (f"{path}.{theirs}.w", axes)
             if vision.is_clipped:
@@ -150,6 +144,17 @@ def tunix_gemma4_vision(vision: Gemma4VisionConfig) -> tuple[Entries, Wholes]:
         entries |= {x: (f"{node}.standardize.{x}", "W") for x in BOTH}
     entries["projection.weight"] = ("embedder.mm_input_projection.w", "W E")
     return entries, wholes
+
+
+def _gemma4_norms(ours: str, path: str, attention: str) -> Entries:
+    """Return the norms of a block of Gemma 4's tower. path, attention: names of theirs."""
+    norms: Entries = {}
+    for x, theirs in GEMMA4_NORMS.items():
+        norms[f"{ours}.{x}.scale"] = (f"{path}.{theirs}.scale", "W")
+    for x in "qk":
+        norm = f"{path}.{attention}.{THEIRS[x]}_norm.scale"
+        norms[f"{ours}.attention.{x}_norm.scale"] = (norm, "D")
+    return norms
 
 
 def maxtext_gemma4_vision(vision: Gemma4VisionConfig) -> tuple[Entries, Wholes]:
@@ -170,11 +175,7 @@ def maxtext_gemma4_vision(vision: Gemma4VisionConfig) -> tuple[Entries, Wholes]:
     }
     for i in range(vision.num_layers):
         ours, path = f"blocks.{i}", f"{node}.layer_{i}"
-        for x, theirs in GEMMA4_NORMS.items():
-            entries[f"{ours}.{x}.scale"] = (f"{path}.{theirs}.scale", "W")
-        for x in "qk":
-            norm = f"{path}.attention.{THEIRS[x]}_norm.scale"
-            entries[f"{ours}.attention.{x}_norm.scale"] = (norm, "D")
+        entries |= _gemma4_norms(ours, path, "attention")
         for x, (theirs, axes) in products.items():
             entries[f"{ours}.{x}.weight"] = (f"{path}.{theirs}.kernel", axes)
     entries |= {x: (f"{node}.std_{x}", "W") for x in BOTH}

@@ -29,21 +29,18 @@ from jpaged.fleet.passed_on import PassedOn
 from jpaged.fleet.replica import Changed, Description, Job, Piece, Served, adapter_salt
 from jpaged.fleet.router import Ask, Router
 from jpaged.fleet.totals import Totals
-from jpaged.images.limits import ImageLimits
 from jpaged.models.config import ModelConfig
-from jpaged.request.build import Builder
 from jpaged.request.inputs import (
     CallKeys,
-    Chat,
     Inputs,
     PromptLike,
     SamplingParamsLike,
     match_sampling_params,
 )
 from jpaged.request.outputs import CompletionChunk, RequestOutput
+from jpaged.request.prompt_reader import PromptReader
 from jpaged.sampling_params import SamplingParams
 from jpaged.session import OnPause, OnUpdate
-from jpaged.types import Messages
 
 log = logging.getLogger("jpaged")
 EMPTY_S = 60.0  # for which a fleet may be without a replica before it counts as dead
@@ -83,49 +80,18 @@ class Replicas(Protocol):
         ...
 
 
-class FrontModel:
-    """What of an LLM is needed where prompts are read and answers written: no weights, no engine.
+class FrontModel(PromptReader):
+    """What a fleet's front knows of its model. fixed: what GET /status says of it.
 
     folder: of config, tokenizer and generation_config, on this machine; None: there are none.
     """
 
     def __init__(self, described: Description, folder: Path | None):
-        self.model_config: ModelConfig = described.model
-        self.engine_config: EngineConfig = described.engine
         self.fixed = described.fixed
         self.adapters: dict[str, AdapterVersion] = {}
-        longest = self.engine_config.max_model_len or 0
-        self.inputs = Inputs(self.model_config, longest, None, folder, self.adapters)
-        self.builder = Builder(self.inputs, self.engine_config)
-
-    @property
-    def session(self) -> "FrontModel":
-        """This object, which has `inputs` and `builder` as an LLM's session does."""
-        return self
-
-    @property
-    def tokenizer(self) -> Any:
-        return self.inputs.tokenizer
-
-    def default_sampling_params(self) -> SamplingParams:
-        return self.inputs.default_sampling_params()
-
-    def render_chat(
-        self,
-        messages: Messages,
-        *,
-        chat_template_kwargs: Mapping[str, object] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-    ) -> list[int]:
-        """Return the token ids of one conversation: see LLM.render_chat."""
-        chat = Chat(
-            messages=messages,
-            template_kwargs=chat_template_kwargs,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-        )
-        return self.inputs.render(chat)
+        model, config = described.model, described.engine
+        inputs = Inputs(model, config.max_model_len or 0, None, folder, self.adapters)
+        super().__init__(model, config, inputs)
 
 
 class FleetLLM:
@@ -525,9 +491,6 @@ class FleetLLM:
     @property
     def model_config(self) -> ModelConfig:
         return self.front.model_config
-
-    def limit_images(self, limits: ImageLimits) -> None:
-        """Do nothing: prompts of a fleet have no images, which `jpaged serve` refuses at start."""
 
     @property
     def all_rows(self) -> int:

@@ -1,12 +1,10 @@
 """ImageLimits: what an image may be, and where it may come from."""
 
 import dataclasses
-import json
 import re
-from collections.abc import Mapping
 from typing import Self
 
-from jpaged.checks import positive
+from jpaged.checks import parsed_settings, positive, settings_of
 from jpaged.errors import ConfigError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
@@ -78,20 +76,12 @@ class ImageLimits:
     @classmethod
     def parse(cls, text: str) -> Self | None:
         """Parse a flag: a dict of the fields as JSON, or "none"."""
-        try:
-            return None if text == "none" else cls.of(json.loads(text))
-        except ValueError as e:
-            raise ConfigError(f"image_limits={text!r}: {e}") from e
+        return parsed_settings(cls, "image_limits", text)
 
     @classmethod
     def of(cls, value: object) -> Self:
         """Make one of a dict of its fields."""
-        if isinstance(value, cls):
-            return value
-        names = [field.name for field in dataclasses.fields(cls)]
-        if not isinstance(value, Mapping) or set(value) - set(names):
-            raise ConfigError(f"image_limits={value!r}: must be a dict of {', '.join(names)}")
-        return cls(**value)
+        return settings_of(cls, "image_limits", value)
 
 
 DEFAULT_LIMITS = ImageLimits()

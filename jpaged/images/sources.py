@@ -5,7 +5,6 @@ Nothing is decoded before its format, size and number of frames are within the l
 does all of it in threads of its own, so that an event loop goes on.
 """
 
-import asyncio
 import base64
 import binascii
 import concurrent.futures
@@ -81,20 +80,6 @@ class ImageLoader:
         self.limits = limits
         self._pool = concurrent.futures.ThreadPoolExecutor(threads, "jpaged-images")
 
-    async def load_async(self, source: ImageSource) -> np.ndarray:
-        """Return what load_image returns, while the caller's event loop goes on."""
-        return await self.apply_async(lambda pixels: pixels, source)
-
-    async def apply_async[T](self, function: Callable[[np.ndarray], T], source: ImageSource) -> T:
-        """Return what a function, such as ImagePreparer.prepare, makes of an image's pixels, all of
-        it in a thread of these.
-        """
-
-        def run() -> T:
-            return function(load_image(source, self.limits))
-
-        return await asyncio.get_running_loop().run_in_executor(self._pool, run)
-
     def apply_all[T](
         self, function: Callable[[np.ndarray], T], sources: Sequence[ImageSource]
     ) -> Iterator[T]:
@@ -112,10 +97,6 @@ class ImageLoader:
                     yield one.result()
                 except RequestError as e:
                     raise type(e)(f"images[{index}]: {e}") from e
-
-    def load_all(self, sources: list[ImageSource]) -> list[np.ndarray]:
-        """Return the pixels of several images, decoded at once."""
-        return list(self._pool.map(lambda source: load_image(source, self.limits), sources))
 
     def close(self) -> None:
         """End the threads once they have done what they were given."""

@@ -103,15 +103,21 @@ def hf_tensors(params: Params) -> Tensors:
     return tensors
 
 
+def _siglip_ends(hf: Tensors, node: str, at: str, norm: str) -> Tree:
+    """Return what both have before and behind the blocks of SigLIP."""
+    kernel = hf[f"{node}embeddings.patch_embedding.weight"]
+    return {
+        f"{at}.embedding.kernel": kernel.transpose(2, 3, 1, 0),
+        f"{at}.embedding.bias": hf[f"{node}embeddings.patch_embedding.bias"],
+        f"{at}.pos_embedding": hf[f"{node}embeddings.position_embedding.weight"][None],
+        **_norm(hf, f"{node}post_layernorm", f"{at}.{norm}"),
+    }
+
+
 def tunix_gemma3(hf: Tensors, config: ModelConfig) -> Tree:
     node, flat = "model.vision_tower.", dict[str, Any]()
     at = "vision_encoder.siglip_encoder"
-    flat[f"{at}.embedding.kernel"] = hf[f"{node}embeddings.patch_embedding.weight"].transpose(
-        2, 3, 1, 0
-    )
-    flat[f"{at}.embedding.bias"] = hf[f"{node}embeddings.patch_embedding.bias"]
-    flat[f"{at}.pos_embedding"] = hf[f"{node}embeddings.position_embedding.weight"][None]
-    flat |= _norm(hf, f"{node}post_layernorm", f"{at}.transformer.encoder_norm")
+    flat |= _siglip_ends(hf, node, at, "transformer.encoder_norm")
     for i in range(1):
         theirs, ours = f"{node}encoder.layers.{i}", f"{at}.transformer.blocks.{i}"
         for n in (1, 2):
@@ -129,12 +135,7 @@ def tunix_gemma3(hf: Tensors, config: ModelConfig) -> Tree:
 def maxtext_gemma3(hf: Tensors, config: ModelConfig) -> Tree:
     node, flat = "model.vision_tower.", dict[str, Any]()
     at = "vision_encoder.Gemma3VisionEncoderLayer_0"
-    flat[f"{at}.embedding.kernel"] = hf[f"{node}embeddings.patch_embedding.weight"].transpose(
-        2, 3, 1, 0
-    )
-    flat[f"{at}.embedding.bias"] = hf[f"{node}embeddings.patch_embedding.bias"]
-    flat[f"{at}.pos_embedding"] = hf[f"{node}embeddings.position_embedding.weight"][None]
-    flat |= _norm(hf, f"{node}post_layernorm", f"{at}.Transformer.encoder_norm")
+    flat |= _siglip_ends(hf, node, at, "Transformer.encoder_norm")
     for i in range(1):
         theirs, ours = f"{node}encoder.layers.{i}", f"{at}.Transformer.encoderblock_{i}"
         for n in (0, 1):

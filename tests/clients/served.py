@@ -9,21 +9,10 @@ import pydantic
 from jpaged import LLM
 from jpaged.checkpoint.tokenizer import load_tokenizer
 from jpaged.demo import MODEL_PATH
-from tests.openai.live import Live, serving
+from tests.openai.live import SIZES, TOOL_TEMPLATE, Live, serving
 
 KEY = "secret"
-SIZES: dict[str, Any] = {
-    "token_buckets": (64,),
-    "seq_buckets": (8,),
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 64,
-    "num_blocks": 64,
-    "max_model_len": 1024,
-}
-TEMPLATE = (
-    "{% for t in tools or [] %}{{ t.function.name }}\n{% endfor %}{% for m in messages %}"
-    "{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: {# <tool_call> #}"
-)
+LONGER: dict[str, Any] = {"max_model_len": 1024}
 TALK: Any = [{"role": "user", "content": "Write a class."}]
 
 
@@ -38,8 +27,8 @@ class Trip(pydantic.BaseModel):
 def demo() -> Iterator[Live]:
     """Serve the embedded model under the name "demo". At the end nothing of a request is left."""
     tokenizer = load_tokenizer(MODEL_PATH)
-    tokenizer.chat_template = TEMPLATE
-    llm = LLM(str(MODEL_PATH), tokenizer=tokenizer, **SIZES)
+    tokenizer.chat_template = TOOL_TEMPLATE
+    llm = LLM(str(MODEL_PATH), tokenizer=tokenizer, **(SIZES | LONGER))
     with serving(llm, models=("demo",), api_keys=(KEY,)) as live:
         yield live
         live.assert_nothing_left()

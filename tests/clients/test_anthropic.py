@@ -9,22 +9,10 @@ import pytest
 from jpaged import LLM
 from jpaged.checkpoint.tokenizer import load_tokenizer
 from jpaged.demo import MODEL_PATH
-from tests.openai.live import Live, serving
+from tests.openai.live import SIZES, TOOL_TEMPLATE, Live, serving
 
 pytestmark = pytest.mark.clients
 anthropic: Any = pytest.importorskip("anthropic", reason="the extra 'clients' is not installed")
-SIZES: dict[str, Any] = {
-    "token_buckets": (64,),
-    "seq_buckets": (8,),
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 64,
-    "num_blocks": 64,
-    "max_model_len": 512,
-}
-TEMPLATE = (
-    "{% for t in tools or [] %}{{ t.function.name }}\n{% endfor %}{% for m in messages %}"
-    "{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: {# <tool_call> #}"
-)
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"enum": ["Rome", "Oslo"]}},
@@ -42,7 +30,7 @@ ASK: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def live() -> Iterator[Live]:
     tokenizer = load_tokenizer(MODEL_PATH)
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = TOOL_TEMPLATE
     llm = LLM(str(MODEL_PATH), tokenizer=tokenizer, **SIZES)
     with serving(llm, models=("demo",), api_keys=("secret",)) as live:
         yield live

@@ -11,23 +11,11 @@ import pytest
 from jpaged import LLM, SamplingParams
 from jpaged.checkpoint.tokenizer import load_tokenizer
 from jpaged.demo import MODEL_PATH
-from tests.openai.live import Live, serving
+from tests.openai.live import SIZES, TOOL_TEMPLATE, Live, serving
 
 pytestmark = pytest.mark.clients
 openai: Any = pytest.importorskip("openai", reason="the extra 'clients' is not installed")
-SIZES: dict[str, Any] = {
-    "token_buckets": (64,),
-    "seq_buckets": (8,),
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 64,
-    "num_blocks": 64,
-    "max_model_len": 512,
-}
 ASK: dict[str, Any] = {"model": "demo", "max_tokens": 12, "seed": 4}
-TOOL_TEMPLATE = (
-    "{% for t in tools or [] %}{{ t.function.name }}\n{% endfor %}{% for m in messages %}"
-    "{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: {# <tool_call> #}"
-)
 TALK: Any = [{"role": "user", "content": "Write a class."}]
 
 

@@ -301,7 +301,7 @@ class TestWhatIsRefused:
         assert read > 20 and refused > 100
 
 
-class TestEventLoops:
+class TestThreads:
     def test_a_loop_goes_on_while_images_are_decoded(self) -> None:
         """The loop turns while several large images are decoded, and gets them in order."""
         large = RNG.integers(0, 256, (1500, 1500, 3), dtype=np.uint8)
@@ -310,26 +310,22 @@ class TestEventLoops:
         async def run() -> tuple[int, list[np.ndarray]]:
             loader = ImageLoader(threads=2)
             turns = 0
-            tasks = [asyncio.ensure_future(loader.load_async(data)) for _ in range(4)]
-            while not all(task.done() for task in tasks):
+            images = loader.apply_all(lambda pixels: pixels, [data] * 4)
+            task = asyncio.ensure_future(asyncio.to_thread(list, images))
+            while not task.done():
                 await asyncio.sleep(0)
                 turns += 1
             loader.close()
-            return turns, [await task for task in tasks]
+            return turns, await task
 
         turns, loaded = asyncio.run(run())
         assert turns > 100
-        assert all(np.array_equal(x, large) for x in loaded)
+        assert len(loaded) == 4 and all(np.array_equal(x, large) for x in loaded)
 
-    def test_an_error_is_that_image_s(self) -> None:
-        async def run() -> list[Any]:
-            loader = ImageLoader()
-            sources = [PNG, b"none", PNG]
-            tasks = [loader.load_async(source) for source in sources]
-            done = await asyncio.gather(*tasks, return_exceptions=True)
-            loader.close()
-            return done
-
-        first, second, third = asyncio.run(run())
-        assert isinstance(second, RequestError)
-        assert np.array_equal(first, third)
+    def test_an_error_names_its_image(self) -> None:
+        loader = ImageLoader()
+        images = loader.apply_all(lambda pixels: pixels.shape, [PNG, b"none", PNG])
+        assert len(next(images)) == 3
+        with pytest.raises(RequestError, match=r"images\[1\]: "):
+            next(images)
+        loader.close()

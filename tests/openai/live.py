@@ -20,6 +20,19 @@ from jpaged.openai.server.run import Listener
 from jpaged.openai.server.settings import ServerSettings
 
 PATIENCE_S = 60.0
+SIZES: dict[str, Any] = {
+    "token_buckets": (64,),
+    "seq_buckets": (8,),
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "num_blocks": 64,
+    "max_model_len": 512,
+}
+# A chat template that has tools, which the server calls in Qwen's form.
+TOOL_TEMPLATE = (
+    "{% for t in tools or [] %}{{ t.function.name }}\n{% endfor %}{% for m in messages %}"
+    "{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: {# <tool_call> #}"
+)
 
 
 class Live:

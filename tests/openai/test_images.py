@@ -55,7 +55,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     with serving(llm, keep_responses_s=60.0, max_images=3) as live:
         images = live.server._generation.images
         images.limits = ImageLimits.of(limits | {"local_paths": False, "max_images": 3})
-        live.server.llm.limit_images(images.limits)
+        live.llm.limit_images(images.limits)
         yield live
         live.assert_nothing_left()
         assert images._room.used == 0

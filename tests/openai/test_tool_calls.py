@@ -17,23 +17,11 @@ pytest.importorskip("starlette", reason="pip install 'jpaged[server]'")
 pytest.importorskip("uvicorn", reason="pip install 'jpaged[server]'")
 pytest.importorskip("llguidance", reason="pip install 'jpaged[structured]'")
 
-from tests.openai.live import Live, serving
+from tests.openai.live import SIZES, TOOL_TEMPLATE, Live, serving
 
 CHAT = "/v1/chat/completions"
-SIZES: dict[str, Any] = {
-    "token_buckets": (64,),
-    "seq_buckets": (8,),
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 64,
-    "num_blocks": 64,
-    "max_model_len": 512,
-    "dtype": "float32",
-}
-TEMPLATE = (
-    "{% for t in tools or [] %}{{ t.function.name }}\n{% endfor %}{% for m in messages %}"
-    "{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: {# <tool_call> #}"
-)
-LLAMA = TEMPLATE.replace("<tool_call>", "python_tag")
+F32: dict[str, Any] = SIZES | {"dtype": "float32"}
+LLAMA = TOOL_TEMPLATE.replace("<tool_call>", "python_tag")
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -58,10 +46,10 @@ ASK: dict[str, Any] = {
 def make_live(template: str) -> Any:
     tokenizer = load_tokenizer(MODEL_PATH)
     tokenizer.chat_template = template
-    return serving(LLM(str(MODEL_PATH), tokenizer=tokenizer, **SIZES))
+    return serving(LLM(str(MODEL_PATH), tokenizer=tokenizer, **F32))
 
 
-@pytest.fixture(scope="module", params=[TEMPLATE, LLAMA], ids=["hermes", "llama"])
+@pytest.fixture(scope="module", params=[TOOL_TEMPLATE, LLAMA], ids=["hermes", "llama"])
 def live(request: pytest.FixtureRequest) -> Iterator[Live]:
     with make_live(request.param) as live:
         yield live
@@ -255,7 +243,7 @@ def test_a_tool_that_doubles_is_told_in_time(schema: dict[str, Any], is_refused:
     body = ASK | {"tools": [tool], "max_tokens": 5}
     demanded = body | {"tool_choice": "required"}
     other = ASK | {"tools": None, "max_tokens": 5, "seed": 1}
-    with make_live(TEMPLATE) as live, ThreadPoolExecutor() as threads:
+    with make_live(TOOL_TEMPLATE) as live, ThreadPoolExecutor() as threads:
         live.patience_s = 600.0
         expected = live.post(CHAT, other)["choices"]
         began = time.process_time()
@@ -275,7 +263,7 @@ def test_a_tool_that_doubles_is_told_in_time(schema: dict[str, Any], is_refused:
 
 def test_a_form_is_that_of_the_library():
     """response_format over HTTP draws the tokens that SamplingParams.structured does."""
-    with make_live(TEMPLATE) as live:
+    with make_live(TOOL_TEMPLATE) as live:
         body = {k: v for k, v in ASK.items() if k != "tools"}
         body |= {"seed": 7, "top_k": 0, "top_p": 1.0}
         ids = live.post("/tokenize", {"messages": ASK["messages"]})["tokens"]

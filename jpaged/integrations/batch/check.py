@@ -24,14 +24,13 @@ from jpaged.integrations.batch.progress import duration
 from jpaged.integrations.batch.source import BatchError, Source
 from jpaged.integrations.batch.stats import BatchStats
 from jpaged.models.config import ModelConfig
-from jpaged.request.build import Builder
 from jpaged.request.images import PromptImages
-from jpaged.request.inputs import Chat, Inputs
+from jpaged.request.inputs import Inputs
+from jpaged.request.prompt_reader import PromptReader
 from jpaged.runtime.footprint import plan_memory, stored_dtype
 from jpaged.runtime.image_rows import most_image_tokens
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.resolve import resolve
-from jpaged.sampling_params import SamplingParams
 
 GIB = 1 << 30
 
@@ -70,54 +69,23 @@ class Rate:
         return cls(tokens_per_second=rate, source=measured, mean=mean) if lines else None
 
 
-class Checker:
+class Checker(PromptReader):
     """Checks a line: the part of LLM that needs neither weights nor a device."""
 
     def __init__(self, folder: str, config: EngineConfig):
-        self.model_config = ModelConfig.coerce(folder, images=config.images)
+        model = ModelConfig.coerce(folder, images=config.images)
         place = Placement(mesh=None, axis=None, device=jax.devices()[0])
         dtype = config.dtype or stored_dtype(folder)
         self.plan = plan_memory(folder, config)
         planned = dataclasses.replace(config, max_num_seqs=self.plan.max_num_seqs)
-        self.engine_config, _ = resolve(self.model_config, planned, place, dtype)
-        self._max_model_len = self.engine_config.max_model_len or 0
-        vision, images = self.model_config.vision, None
-        if self.engine_config.images and vision is not None:
-            most = most_image_tokens(vision, self.engine_config)
-            images = PromptImages(Path(folder), vision, self.engine_config, most=most)
-        self.inputs = Inputs(
-            self.model_config, self._max_model_len, None, Path(folder), images=images
-        )
-        self._builder = Builder(self.inputs, self.engine_config)
-
-    @property
-    def session(self) -> "Checker":
-        """Itself, since its inputs are all that lines ask of a session."""
-        return self
-
-    @property
-    def tokenizer(self) -> Any:
-        return self.inputs.tokenizer
-
-    def default_sampling_params(self) -> SamplingParams:
-        return self.inputs.default_sampling_params()
-
-    def render_chat(
-        self,
-        messages: Any,
-        *,
-        chat_template_kwargs: Any = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-    ) -> list[int]:
-        return self.inputs.render(
-            Chat(
-                messages=messages,
-                template_kwargs=chat_template_kwargs,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-            )
-        )
+        resolved, _ = resolve(model, planned, place, dtype)
+        self._max_model_len = resolved.max_model_len or 0
+        vision, images = model.vision, None
+        if resolved.images and vision is not None:
+            most = most_image_tokens(vision, resolved)
+            images = PromptImages(Path(folder), vision, resolved, most=most)
+        inputs = Inputs(model, self._max_model_len, None, Path(folder), images=images)
+        super().__init__(model, resolved, inputs)
 
     def tokens(self, request: BatchRequest) -> tuple[int, int]:
         """Return the tokens of the prompt, and the most that its completions can have. Raises
@@ -130,7 +98,7 @@ class Checker:
         params.validate(self.engine_config, self.model_config.vocab_size)
         one = dataclasses.replace(params, n=1)
         checked = self.inputs.prompt(request.prompt_for(self))
-        self._builder.completion(checked, one, (0, 0))
+        self.builder.completion(checked, one, (0, 0))
         prompt, most = len(checked.ids), self._max_model_len
         if prompt > (held := self.plan.num_blocks * self.plan.block_size):
             raise CapacityError(

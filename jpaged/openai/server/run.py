@@ -398,8 +398,6 @@ def make_server(args: argparse.Namespace, observers: Sequence[Observer] = ()) ->
 
 def fleet_of(args: argparse.Namespace, model: str, adapters: dict[str, str]) -> FleetLLM:
     """Start the replicas, and return their face. Raises ConfigError."""
-    if engine_settings(args).get("images"):
-        raise ConfigError("--images goes without --replicas: requests to a fleet have no images")
     jax.config.update("jax_platforms", "cpu")  # the devices of this machine are the replicas'
     try:
         from jpaged.fleet.on_ray import start_fleet

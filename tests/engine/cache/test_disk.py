@@ -489,7 +489,7 @@ def test_what_waits_to_be_written_is_forgotten_with_the_files(folder: Path, dept
 def test_a_flush_ends_though_the_disk_hangs(
     folder: Path, depth: int, swap_space_gib: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So does a program that would flush at its end."""
+    """A flush gives up at its limit, as a program does that flushes when it ends."""
     monkeypatch.setattr(disk_module, "PENDING_BYTES", 200)  # three blocks
     host = host_of(folder, depth, swap_space_gib=swap_space_gib)
     with held_writes(host):
