@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 
 import jpaged
 from jpaged import LLM, ModelConfig, RequestOutput, SamplingParams, served_pool
+from jpaged.engine.cache import disk, handover, read_ahead
 from jpaged.engine.cache.block_server import BlockMemory, BlockServer
 from jpaged.engine.cache.tiers import TieredStore
 from jpaged.errors import ConfigError
@@ -97,6 +98,16 @@ PLACES: dict[str, tuple[jpaged.Params, dict[str, Any]]] = {
     "guesses": (PARAMS, {"speculative": {"method": "ngram", "num_tokens": 3}}),
 }
 QUICK = ("one device", "states")
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have requests wait for what there is, however busy the machine."""
+    monkeypatch.setattr(read_ahead, "MOST_LOOK_S", 60.0)
+    monkeypatch.setattr(disk, "LOOK_S", 60.0)
+    monkeypatch.setattr(read_ahead, "LEAST_PATIENCE_S", 60.0)
+    monkeypatch.setattr(read_ahead, "MOST_PATIENCE_S", 60.0)
+    monkeypatch.setattr(handover, "MOST_S", 60.0)
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,19 @@ class ReadAhead:
 
     def take_ready(self) -> Iterator[tuple[Request, int]]:
         """Yield the requests that are to queue now, with their replicas."""
+        return self._take(may_wait=True)
+
+    def take_all(self) -> Iterator[tuple[Request, int]]:
+        """Yield all requests that wait, with their replicas: they wait no longer."""
+        for waiting in self._waiting.values():
+            waiting.until = 0.0
+        return self._take(may_wait=False)
+
+    def _take(self, *, may_wait: bool) -> Iterator[tuple[Request, int]]:
+        """Yield the requests whose blocks are there or whose patience has ended. may_wait: whether
+        one that has learnt what there is may wait for it, however long the engine's last step kept
+        it from looking at the answer.
+        """
         now = time.monotonic()
         for request_id, waiting in list(self._waiting.items()):
             if waiting.look is not None:
@@ -106,7 +119,7 @@ class ReadAhead:
                     continue
                 is_known, waiting.look = waiting.look.done.is_set(), None
                 self.late += not is_known
-                if not is_known or now >= waiting.until or not self._begin_fetch(waiting):
+                if not is_known or not may_wait or not self._begin_fetch(waiting):
                     del self._waiting[request_id]
                     yield waiting.request, waiting.replica
                     continue
@@ -120,12 +133,6 @@ class ReadAhead:
             if waiting.fetch is not None:
                 self._queued.append(waiting)
             yield waiting.request, waiting.replica
-
-    def take_all(self) -> Iterator[tuple[Request, int]]:
-        """Yield all requests that wait, with their replicas: they wait no longer."""
-        for waiting in self._waiting.values():
-            waiting.until = 0.0
-        yield from self.take_ready()
 
     def wait(self) -> None:
         """Wait a moment for the first of them."""

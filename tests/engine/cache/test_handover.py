@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from jpaged.engine.cache import disk as disk_module
-from jpaged.engine.cache import handover, remote_blocks, wire
+from jpaged.engine.cache import handover, read_ahead, remote_blocks, wire
 from jpaged.engine.cache.block_server import BlockMemory, BlockServer
 from jpaged.engine.cache.costs import Costs
 from jpaged.engine.cache.disk import Disk
@@ -68,6 +68,21 @@ def test_a_prompt_is_computed_once(
     server.blocks.forget(identity(0).hex())
     assert asked(first, prompt(21), max_tokens=1).num_cached == 20
     assert asked(host_of(server, depth, windows), prompt(21), max_tokens=6).num_cached == 20
+
+
+def test_an_answer_counts_though_a_long_step_kept_the_engine_from_it(
+    server: BlockServer, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit is of the server's answer; the step was a compile, say."""
+    asked(host_of(server, depth, **THROUGH), prompt(21), max_tokens=1)
+    host = host_of(server, depth)
+    monkeypatch.setattr(read_ahead, "MOST_LOOK_S", 0.0)
+    seq = host.add(prompt(21), max_tokens=2)
+    assert host.engine.read_ahead is not None
+    (waiting,) = host.engine.read_ahead._waiting.values()
+    assert waiting.look is not None and waiting.look.done.wait(10.0)
+    host.run()
+    assert seq.num_cached == 20
 
 
 def test_many_prompts_at_once(server: BlockServer, depth: int) -> None:
