@@ -23,6 +23,9 @@ Q = 64  # rows of a wgmma
 DECODE_C = 64
 PREFILL_C = 128
 SMEM_BYTES = 227 << 10  # limit of a thread block
+# Blocks of a tile whose numbers the copying warpgroup reads at once, the first ones before it waits
+# for a stage. With 8 of them in its 24 registers, ptxas has no room for what a turn needs.
+AHEAD = 4
 WIDENED = 64  # columns of 8 bits that become 16 at a time: prefill has few registers for more
 
 WGMMA = plgpu.Layout.WGMMA
@@ -184,23 +187,23 @@ def stream_tiles(
     @pl.loop(0, count)
     def _(i):
         slot, stage = (first + i) * C, lax.rem(done + i, jnp.int32(stages))
-        blocks = (
-            base + table_ref[jnp.minimum(lax.div(slot + j, jnp.int32(P)), last)]
-            for j in range(0, C, P)
-        )
-        if P > 8:  # read before the wait, if registers can hold them
-            blocks = [*blocks]
-        pl.when(done + i >= stages)(lambda: plgpu.barrier_wait(ring.empty.at[stage]))
-        for j, block in enumerate(blocks):
-            # A whole block or, where that is larger, the tile's part of it.
-            part = slice(None)
-            if P > C:
-                part = pl.ds(pl.multiple_of(lax.rem(slot, jnp.int32(P)), C), C)
-            src, dst = pool_ref.at[block, part, head], pl.ds(j * P, min(C, P))
-            plgpu.copy_gmem_to_smem(src, ring.tiles.at[stage, dst], ring.full.at[stage])
-            if scales_ref is not None:
-                of_head = scales_ref.at[block, pl.ds(2 * head, 2), part]
-                plgpu.copy_gmem_to_smem(of_head, ring.scales.at[stage], ring.full.at[stage])
+        for offsets in itertools.batched(range(0, C, P), AHEAD):
+            blocks = [
+                base + table_ref[jnp.minimum(lax.div(slot + j, jnp.int32(P)), last)]
+                for j in offsets
+            ]
+            if offsets[0] == 0:
+                pl.when(done + i >= stages)(lambda: plgpu.barrier_wait(ring.empty.at[stage]))
+            for j, block in zip(offsets, blocks, strict=True):
+                # A whole block or, where that is larger, the tile's part of it.
+                part = slice(None)
+                if P > C:
+                    part = pl.ds(pl.multiple_of(lax.rem(slot, jnp.int32(P)), C), C)
+                src, dst = pool_ref.at[block, part, head], pl.ds(j, min(C, P))
+                plgpu.copy_gmem_to_smem(src, ring.tiles.at[stage, dst], ring.full.at[stage])
+                if scales_ref is not None:
+                    of_head = scales_ref.at[block, pl.ds(2 * head, 2), part]
+                    plgpu.copy_gmem_to_smem(of_head, ring.scales.at[stage], ring.full.at[stage])
 
 
 def widen_tiles(first, count, done, low, high, narrow: Ring, wide: Ring) -> None:
