@@ -18,6 +18,7 @@ from typing import Any
 
 Found = dict[str, Any]
 Cases = Mapping[str, Callable[[], Found]]
+OUTSIDE = "outside of its cases"  # where a job ends that has begun none, or ended all it began
 LAST_WAIT = 20  # seconds for a killed process to go: one that hangs in a driver never does
 
 
@@ -120,8 +121,9 @@ def run_job(
     """Run a job until it has done all its cases or its time is up, or `deadline` (of
     time.monotonic) is there. A case in which it died is noted, and it goes on after that.
 
-    what_is_wrong: called with the seconds left after a case has died; returns what is wrong with
-    the device, None where nothing is. Return whether the device may be used further.
+    what_is_wrong: called with the seconds left after a case has died or the job had to be killed;
+    returns what is wrong with the device, None where nothing is. Return whether the device may be
+    used further.
     """
     file = out / job.file
     end = min(time.monotonic() + job.seconds, deadline)
@@ -138,19 +140,22 @@ def run_job(
             why = "out of time" if code is None else f"hung or crashed ({code})"
             write(file, {"case": dead, "error": why})
             print(f"{dead}: {why}", flush=True)
+        elif code != 0:
+            why = "out of time" if code is None else f"exit status {code}"
+            write(file, {"case": OUTSIDE, "error": why})
+            print(f"{job.file}: {why} {OUTSIDE}", flush=True)
+        elif OUTSIDE in read(file):
+            write(file, {"case": OUTSIDE})  # it has run through now
         if not has_gone:
             write(file, {"case": "end", "error": "it outlived SIGKILL: the card is suspect"})
             return False
-        if dead is not None and what_is_wrong is not None:
+        if (dead is not None or code is None) and what_is_wrong is not None:
             left = max(deadline - time.monotonic(), 1)
             if (fault := what_is_wrong(left)) is not None:
                 write(file, {"case": "device", "error": fault})
                 print(f"the device is not well: {fault}", flush=True)
                 return False
-        if dead is None and code:
-            write(file, {"case": "start", "error": f"exit status {code}"})
-            print(f"{job.file}: exit status {code}", flush=True)
-        if code == 0 or dead is None:
+        if dead is None:
             break
     return True
 

@@ -195,7 +195,45 @@ def test_a_job_that_does_not_start_is_told(tmp_path: Path) -> None:
     command = (sys.executable, "-c", "import nothing_of_that_name")
     broken = gpu_jobs.Job(file="checks_x.jsonl", command=command, seconds=30)
     gpu_jobs.run_job(broken, tmp_path, time.monotonic() + 60)
-    assert "WRONG start: exit status 1" in gpu_check.report(tmp_path)
+    assert "WRONG outside of its cases: exit status 1" in gpu_check.report(tmp_path)
+
+
+def test_a_job_that_hangs_before_its_first_case_is_told(tmp_path: Path) -> None:
+    """As one does whose driver hangs at the start, and the card is tried. It is forgotten once the
+    job runs through.
+    """
+    sleeper = (sys.executable, "-c", "import time; time.sleep(60)")
+    hanging = gpu_jobs.Job(file="first.jsonl", command=sleeper, seconds=1)
+    assert gpu_jobs.run_job(hanging, tmp_path, time.monotonic() + 60)
+    assert "ERROR out of time" in gpu_check.report(tmp_path) and gpu_check.is_wrong(tmp_path)
+    sick = gpu_jobs.run_job(hanging, tmp_path, time.monotonic() + 60, lambda left: "it hangs")
+    assert not sick and gpu_jobs.read(tmp_path / "first.jsonl")["device"]["error"] == "it hangs"
+    (tmp_path / "first.jsonl").write_text("")
+    assert gpu_jobs.run_job(hanging, tmp_path, time.monotonic() + 60, lambda left: None)
+    well = dataclasses.replace(hanging, command=(sys.executable, "-c", ""), seconds=60)
+    assert gpu_jobs.run_job(well, tmp_path, time.monotonic() + 60)
+    assert "out of time" not in gpu_check.report(tmp_path) and not gpu_check.is_wrong(tmp_path)
+
+
+# Of the jobs whose dry runs take minutes, one case or two.
+SOME: dict[str, tuple[str, ...]] = {
+    "kernels": (f"{DECODE.name} | triton",),
+    "quantised": ("fp8, 16 rows, x in bf16", "experts, 16 rows, int8, tiles"),
+    "peers_jax": (f"{DECODE.name} | cudnn", f"{CACHED.name} | cudnn"),
+    "peers_torch": (f"{DECODE.name} | sdpa_flash",),
+}
+
+
+@deprecated
+@pytest.mark.usefixtures("few_shapes")
+@pytest.mark.parametrize("name", SOME)
+def test_dry_run_of_some(name: str, tmp_path: Path) -> None:
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        assert gpu_timed.main([name, "--out", str(tmp_path), "--dry", "--only", *SOME[name]]) == 0
+    found = gpu_jobs.read(tmp_path / f"{name}.jsonl")
+    assert found.keys() == set(SOME[name]) and not any("error" in r for r in found.values())
+    if not name.startswith("peers"):
+        assert all(r.get("seconds", r.get("us", 0)) > 0 for r in found.values())
 
 
 MAINS: dict[str, Any] = {
