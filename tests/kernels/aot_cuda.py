@@ -27,9 +27,12 @@ from jax.sharding import SingleDeviceSharding
 
 from kernels_pallas.experts.widened_product import Weight, grouped_product
 from kernels_pallas.paged_attention import mosaic_gpu
+from kernels_pallas.paged_attention.head_write import HeadNorm
+from kernels_pallas.paged_attention.head_write import mosaic_gpu as head_write
 from kernels_pallas.paged_attention.interface import AttentionOptions, Options
 from kernels_pallas.paged_attention.mosaic_gpu import decode_kernel, prefill_kernel
 from kernels_pallas.paged_attention.pool_layout import ScaledPool
+from kernels_pallas.vocab_tiles import mosaic_gpu as vocab_tiles
 from scripts._common import H200, absent_devices, hopper
 from tests.kernels import ptx
 from tests.kernels.hopper.host import broken_rules, read_launch
@@ -87,7 +90,15 @@ EXPERTS: dict[str, tuple[str, int, int, int, int, bool]] = {
     "experts_mxfp4": ("mxfp4", 16, 2880, 2880, 90, False),
     "experts_mxfp4_many": ("mxfp4", 128, 2880, 5760, 90, False),
 }
-ALL = (*KERNELS, *EXPERTS)
+# What writes heads before attention: head dim, rotated dimensions, query heads of a KV head.
+HEADS: dict[str, tuple[int, int, int]] = {
+    "heads_d64_g7": (64, 0, 7),
+    "heads_d128_g2": (128, 128, 2),
+    "heads_d256_g4": (256, 128, 4),
+}
+# What reads logits: their number.
+LOGITS: dict[str, int] = {"logits_151936": 151936}
+ALL = (*KERNELS, *EXPERTS, *HEADS, *LOGITS)
 MASKS = ("window", "soft_cap")
 # name: a kernel, what is replaced in which module, by what
 CONTROLS: dict[str, tuple[str, Any, str, Any]] = {
@@ -98,10 +109,16 @@ CONTROLS: dict[str, tuple[str, Any, str, Any]] = {
 
 def kernel(name: str) -> tuple[Any, ...]:
     """One of KERNELS and the shapes of its arguments: 32 rows, 2048 packed tokens, 4 layers of 1000
-    blocks. Or one of EXPERTS: 40 tiles of 16 experts.
+    blocks. Or one of EXPERTS: 40 tiles of 16 experts. Or one of HEADS: 2048 tokens. Or one of
+    LOGITS: 32 rows.
     """
     if name in EXPERTS:
         return _experts(*EXPERTS[name])
+    if name in HEADS:
+        return _heads(*HEADS[name])
+    if name in LOGITS:
+        z, row = (jax.ShapeDtypeStruct(x, jnp.float32) for x in ((32, LOGITS[name]), (32,)))
+        return functools.partial(vocab_tiles.read_tiles, tile=vocab_tiles.TILE), z, row, row, row
     D, P, H, K, more = KERNELS[name]
     shape, i32 = jax.ShapeDtypeStruct, jnp.int32
     pool: Any = shape((4 * 1000, P, 2 * K, D), more.get("kv_dtype", jnp.bfloat16))
@@ -147,6 +164,27 @@ def _experts(
         shape((tiles,), jnp.int32),
         shape((1,), jnp.int32),
         *(of_groups,) * (2 if has_zeros else 1),
+    )
+
+
+def _heads(D: int, rotated: int, G: int) -> tuple[Any, ...]:
+    """Return the writing of 2048 tokens of 4 KV heads to blocks of 64, with norms of heads."""
+
+    def run(qkv: Any, pool: Any, layer: Any, slots: Any, scales: Any, *rotation: Any) -> Any:
+        more: dict[str, Any] = {"rotation": rotation or None, "num_layers": 4}
+        norm = HeadNorm(1e-6)
+        return head_write.write_heads(qkv, pool, layer, slots, scales=scales, norm=norm, **more)
+
+    shape, bf16, T, K = jax.ShapeDtypeStruct, jnp.bfloat16, 2048, 4
+    angles = shape((T, rotated // 2), jnp.float32)
+    return (
+        run,
+        shape((T, K, G + 2, D), bf16),
+        shape((4 * 1000, 64, 2 * K, D), bf16),
+        shape((), jnp.int32),
+        shape((T,), jnp.int32),
+        (shape((D,), bf16),) * 2,
+        *((angles,) * 2 if rotated else ()),
     )
 
 

@@ -668,7 +668,7 @@ class TestCompiledForHopper:
 
     def test_tma_takes_its_descriptors(self, kernel_name: str, compiled: dict[str, Any]) -> None:
         """Mosaic's runtime ends the process at the first call if a rule is broken."""
-        least = 2 if kernel_name in aot_cuda.EXPERTS else 3
+        least = 2 if kernel_name in aot_cuda.EXPERTS else 1 if kernel_name in aot_cuda.LOGITS else 3
         assert compiled["descriptors"] >= least and not compiled["broken_rules"]
 
     def test_products_are_ordered_and_wait_for_none(self, compiled: dict[str, Any]) -> None:
