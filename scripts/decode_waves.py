@@ -3,7 +3,8 @@
     python scripts/decode_waves.py [--card H100]
 
 Memory is one flow that the streaming thread blocks share; none streams faster than it computes, and
-none streams while it starts or ends. `blocks`: a thread block for each item, as many splits as fill
+none streams while it starts or ends. In 8 bits a warpgroup of its own widens the next tiles beside
+that. `blocks`: a thread block for each item, as many splits as fill
 the card twice and at most 16. `splits`: the kernel's own number. `turns`: as the kernel is, one
 thread block for each place on the card, that takes its items in turn. Shares are of the card's copy
 bandwidth. It knows no caches and no order of addresses, and its seconds are estimates.
@@ -25,6 +26,10 @@ SMS = 132
 START, END = 2.0e-6, 1.2e-6  # of a thread block: before its first bytes, after its last ones
 TURN = 0.3e-6  # between two items of a thread block, whose copies go on
 CLOCKS = {64: 1100, 128: 1450, 256: 1900}  # that a tile computes, by head dim
+# In 8 bits: as many more as a warp's instructions and its products' clocks are (docs/kernels.md).
+# Widening takes less, in other slots of the schedulers.
+CLOCKS_IN_8_BITS = {64: 1120, 128: 1470, 256: 1980}
+SCALES = 8  # bytes of a slot and head
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,18 +41,27 @@ class Card:
 CARDS = {"H200": Card(4.3e12, 1.9e9), "H100": Card(3.0e12, 1.8e9)}
 
 _lengths = random.Random(0)
-CASES: dict[str, tuple[list[int], int, int]] = {  # contexts, KV heads, head dim
-    "256 x 100": ([100] * 256, 8, 128),
-    "256 x 512": ([512] * 256, 8, 128),
-    "256 x 1024": ([1024] * 256, 8, 128),
-    "256 x 1024, D 64": ([1024] * 256, 8, 64),
-    "256 x 200-2048": ([sum(_lengths.choices(range(100, 1024), k=2)) for _ in range(256)], 8, 128),
-    "128 x 2048": ([2048] * 128, 8, 128),
-    "32 x 1024": ([1024] * 32, 8, 128),
-    "20 x 8192": ([8192] * 20, 8, 128),
-    "8 x 8192": ([8192] * 8, 8, 128),
-    "1 x 32768": ([32768], 8, 128),
-    "1 x 32768, 1 KV head": ([32768], 1, 128),
+# Contexts, KV heads, head dim, and whether keys and values are in 8 bits.
+CASES: dict[str, tuple[list[int], int, int, bool]] = {
+    "256 x 100": ([100] * 256, 8, 128, False),
+    "256 x 512": ([512] * 256, 8, 128, False),
+    "256 x 1024": ([1024] * 256, 8, 128, False),
+    "256 x 1024, D 64": ([1024] * 256, 8, 64, False),
+    "256 x 200-2048": (
+        [sum(_lengths.choices(range(100, 1024), k=2)) for _ in range(256)],
+        8,
+        128,
+        False,
+    ),
+    "128 x 2048": ([2048] * 128, 8, 128, False),
+    "128 x 2048, 8 bits": ([2048] * 128, 8, 128, True),
+    "128 x 2048, D 64": ([2048] * 128, 8, 64, False),
+    "128 x 2048, D 64, 8 bits": ([2048] * 128, 8, 64, True),
+    "32 x 1024": ([1024] * 32, 8, 128, False),
+    "20 x 8192": ([8192] * 20, 8, 128, False),
+    "8 x 8192": ([8192] * 8, 8, 128, False),
+    "1 x 32768": ([32768], 8, 128, False),
+    "1 x 32768, 1 KV head": ([32768], 1, 128, False),
 }
 
 
@@ -77,26 +91,36 @@ def seconds(queue: Iterable[list[float]], places: int, card: Card, fastest: floa
     return now
 
 
-def items_of(contexts: list[int], kv_heads: int, head_dim: int, splits: int) -> list[float]:
+def bytes_of_a_slot(head_dim: int, in_8_bits: bool) -> float:
+    """Return the bytes of a slot's key and value of one head."""
+    return 2.0 * head_dim + SCALES if in_8_bits else 4.0 * head_dim
+
+
+def items_of(
+    contexts: list[int], kv_heads: int, head_dim: int, splits: int, in_8_bits: bool = False
+) -> list[float]:
     """Return the bytes of each item, the longest context first, heads fastest."""
-    items = []
+    items, slot = [], bytes_of_a_slot(head_dim, in_8_bits)
     for context in sorted(contexts, reverse=True):
         tiles = -(-context // TILE)
         share = -(-tiles // splits)
         for split in range(splits):
             count = min(max(tiles - split * share, 0), share)
-            items += [count * TILE * 4.0 * head_dim] * kv_heads
+            items += [count * TILE * slot] * kv_heads
     return items
 
 
-def shares(contexts: list[int], kv_heads: int, head_dim: int, card: Card) -> dict[str, float]:
+def shares(
+    contexts: list[int], kv_heads: int, head_dim: int, in_8_bits: bool = False, *, card: Card
+) -> dict[str, float]:
     """Return the share of the bandwidth, by what the module's docstring names."""
-    places = SMS * resident(head_dim)
-    tiles = -(-max(contexts) // TILE)
-    fastest = TILE * 4 * head_dim * card.clock / CLOCKS[head_dim]
+    places = SMS * resident(head_dim, in_8_bits=in_8_bits)
+    tiles, slot = -(-max(contexts) // TILE), bytes_of_a_slot(head_dim, in_8_bits)
+    clocks = (CLOCKS_IN_8_BITS if in_8_bits else CLOCKS)[head_dim]
+    fastest = TILE * slot * card.clock / clocks
     old = min(max(-(-264 // (len(contexts) * kv_heads)), 1), 16, tiles)
     new = split_count(len(contexts) * kv_heads, tiles, places)
-    items = items_of(contexts, kv_heads, head_dim, new)
+    items = items_of(contexts, kv_heads, head_dim, new, in_8_bits)
     blocks = min(places, len(items))
     turns: list[list[float]] = [[] for _ in range(blocks)]
     for turn in range(-(-len(items) // blocks)):
@@ -104,11 +128,11 @@ def shares(contexts: list[int], kv_heads: int, head_dim: int, card: Card) -> dic
             if (item := work_item(turn, block, blocks)) < len(items):
                 turns[block].append(items[item])
     queues = {
-        "blocks": [[n] for n in items_of(contexts, kv_heads, head_dim, old)],
+        "blocks": [[n] for n in items_of(contexts, kv_heads, head_dim, old, in_8_bits)],
         "splits": [[n] for n in items],
         "turns": turns,
     }
-    least = sum(contexts) * kv_heads * 4 * head_dim / card.bandwidth
+    least = sum(contexts) * kv_heads * slot / card.bandwidth
     rates = {name: least / seconds(q, places, card, fastest) for name, q in queues.items()}
     return {"was": old, "splits now": new} | rates
 
@@ -121,7 +145,7 @@ def main(argv: list[str] | None = None) -> int:
     rows = []
     for card in args.card:
         for name, case in CASES.items():
-            old, new, *others = shares(*case, CARDS[card]).values()
+            old, new, *others = shares(*case, card=CARDS[card]).values()
             rows.append([card, name, str(old), str(new), *(f"{x:.0%}" for x in others)])
     print(*common.aligned(heads, rows, left=2), sep="\n")
     return 0

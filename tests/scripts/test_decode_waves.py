@@ -30,15 +30,29 @@ def test_items_hold_each_tile_once() -> None:
     [("8 x 8192", 0.77, 0.95, 0.95), ("256 x 512", 0.70, 0.70, 0.93)],
 )
 def test_what_splits_and_turns_bring(name: str, was: float, now: float, turns: float) -> None:
-    found = shares(*decode_waves.CASES[name], CARDS["H200"])
+    found = shares(*decode_waves.CASES[name], card=CARDS["H200"])
     assert found["blocks"] == pytest.approx(was, abs=0.01)
     assert found["splits"] == pytest.approx(now, abs=0.01)
     assert found["turns"] == pytest.approx(turns, abs=0.02)
 
 
+def test_8_bits_are_fewer_bytes_that_take_as_long_to_compute() -> None:
+    """A slot is 2 D bytes and two scales. Where computing bounds, the share is what it leaves; with
+    memory that is slow enough it is that of 16 bits.
+    """
+    assert sum(items_of([130], 1, 128, 2, True)) == 3 * 64 * (2 * 128 + 8)
+    rows = [2048] * 128
+    fast = shares(rows, 8, 128, True, card=CARDS["H200"])["turns"]
+    computed = 132 * 64 * 264 * 1.9e9 / decode_waves.CLOCKS_IN_8_BITS[128] / 4.3e12
+    assert 0.9 * computed < fast < computed < 0.7
+    slow = Card(bandwidth=1e12, clock=1.9e9)
+    in_8_bits, in_16 = (shares(rows, 8, 128, x, card=slow)["turns"] for x in (True, False))
+    assert in_8_bits == pytest.approx(in_16, abs=0.01)
+
+
 def test_prints_a_line_a_case(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(decode_waves, "CASES", {"2 x 100": ([100, 100], 1, 64)})
+    monkeypatch.setattr(decode_waves, "CASES", {"2 x 100": ([100, 100], 1, 64, False)})
     assert decode_waves.main(["--card", "H100"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("H100 2 x 100")
