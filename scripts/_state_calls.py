@@ -13,7 +13,8 @@ from jax import Array
 from kernels_pallas import short_conv
 from kernels_pallas.gated_delta import triton as delta_triton
 from kernels_pallas.gated_delta import xla as delta_xla
-from kernels_pallas.mamba2 import xla as mamba2
+from kernels_pallas.mamba2 import triton as mamba2_triton
+from kernels_pallas.mamba2 import xla as mamba2_xla
 from kernels_pallas.packed_rows import PackedRows
 from kernels_pallas.paged_attention import tpu, triton, xla
 from kernels_pallas.paged_attention.interface import AttentionOptions, Options
@@ -80,7 +81,7 @@ def delta(module: Any, phase: str, sizes: Sizes, channels: int = 1) -> StateCall
     return _of_states(module, phase, sizes, (heads, width, width), of_tokens)
 
 
-def mamba(phase: str, sizes: Sizes) -> StateCall:
+def mamba(module: Any, phase: str, sizes: Sizes) -> StateCall:
     """Mamba-2 with twice the heads, half as wide, eight of them a group: Nemotron 3 Nano's."""
     heads, width, tokens = 2 * sizes.heads, sizes.width, _tokens(phase, sizes)
 
@@ -88,7 +89,7 @@ def mamba(phase: str, sizes: Sizes) -> StateCall:
         keys = (noise(i, tokens, heads // 8, width) * width**-0.5 for i in (1, 2))
         return noise(3, tokens, heads, width // 2), -jnp.abs(noise(4, tokens, heads)), *keys
 
-    return _of_states(mamba2, phase, sizes, (heads, width // 2, width), of_tokens)
+    return _of_states(module, phase, sizes, (heads, width // 2, width), of_tokens)
 
 
 def convolution(phase: str, sizes: Sizes) -> StateCall:
@@ -139,7 +140,7 @@ def calls(sizes: Sizes, interpret: bool | None = None) -> dict[str, StateCall]:
     for name, phase in (("step", "decode"), ("chunks", "prefill")):
         by_name[f"delta {name}, xla"] = delta(delta_xla, phase, sizes)
         by_name[f"KDA {name}, xla"] = delta(delta_xla, phase, sizes, sizes.width)
-        by_name[f"Mamba-2 {name}"] = mamba(phase, sizes)
+        by_name[f"Mamba-2 {name}, xla"] = mamba(mamba2_xla, phase, sizes)
     by_name["convolution step"] = convolution("decode", sizes)
     by_name["convolution of prompts"] = convolution("packed", sizes)
     for name, phase in (("step", "decode"), ("prompts", "prefill")):
@@ -148,6 +149,7 @@ def calls(sizes: Sizes, interpret: bool | None = None) -> dict[str, StateCall]:
         by_name[f"latents {name}, tpu"] = latents(tpu, phase, sizes, interpret)
     by_name["delta step, triton"] = delta(delta_triton, "decode", sizes)
     by_name["KDA step, triton"] = delta(delta_triton, "decode", sizes, sizes.width)
+    by_name["Mamba-2 step, triton"] = mamba(mamba2_triton, "decode", sizes)
     return by_name
 
 

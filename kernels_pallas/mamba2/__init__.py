@@ -22,10 +22,11 @@ nor on where a step begins, the module also has `batch_invariant() -> bool`, whi
 `reference.py` is the definition. `xla.dense` is the form that can be differentiated.
 """
 
-from kernels_pallas.implementation import Implementation
+from kernels_pallas.implementation import CUDA, Implementation
 
 # By name. On a device that several of them support, the first is the fastest.
 IMPLEMENTATIONS = {
     "native": Implementation("kernels_cpu.mamba2", ("cpu",)),
+    "triton": Implementation("kernels_pallas.mamba2.triton", CUDA),
     "xla": Implementation("kernels_pallas.mamba2.xla"),
 }

@@ -127,6 +127,7 @@ KERNELS: dict[str, Call] = {
     "prefill latents int8": latents("prefill", 16, jnp.int8),
     "delta step": step("delta step"),
     "KDA step": step("KDA step"),
+    "Mamba-2 step": step("Mamba-2 step"),
     "write_heads": heads_written(),
     "read_tiles": vocabulary(read_tiles, F32, F32, F32),
     "row_thresholds": vocabulary(row_thresholds.row_thresholds, F32, F32, F32, I32, F32, jnp.bool_),

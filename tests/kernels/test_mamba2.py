@@ -10,13 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas.mamba2 import IMPLEMENTATIONS, reference, xla
+from kernels_pallas.mamba2 import IMPLEMENTATIONS, reference, triton, xla
 from kernels_pallas.mamba2.interface import Shapes
 from kernels_pallas.mamba2.xla import CHUNK
 from kernels_pallas.packed_rows import PackedRows
+from tests.kernels import aot_cuda
+from tests.kernels.bounds import again
 from tests.kernels.test_gated_delta import LENGTHS, SLOTS, STARTS, rows_at, rows_of, slots_read
 
-H, G, P, N = 6, 2, 24, 16
+H, G, P, N = 6, 2, 64, 16
 SHAPES = Shapes(num_heads=H, num_groups=G, head_dim=P, state_dim=N)
 
 
@@ -74,13 +76,57 @@ def test_prefill_is_the_definition(name: str) -> None:
     check(case, *prefill(case, name))
 
 
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_decode_is_the_definition(name: str) -> None:
+def steps() -> Case:
     """A token a row, one of which is not kept, and two empty rows."""
     case = make([1, 1, 1, 1, 0, 0], [0, 5, 191, 63, 64, 0], padding=2)
     write = np.where(np.arange(6) == 3, SLOTS, case.rows.write_S)
-    case = case._replace(rows=case.rows._replace(write_S=write))
+    return case._replace(rows=case.rows._replace(write_S=write))
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_decode_is_the_definition(name: str) -> None:
+    case = steps()
     check(case, *jax.jit(runnable(name).decode)(*case.tokens, case.pool, case.rows))
+
+
+# What the kernel of a step says, and a mistake in its place.
+STEP_MISTAKES = {
+    "a row begins with what lies in a slot": ("is_token & (read < slots)", "is_token"),
+    "what is kept nowhere is written": ("is_token & (write < slots)", "is_token"),
+    "an empty row writes": ("is_token & (write < slots)", "write < slots"),
+    "all rows of a state are those of the first program": ("part * block + jnp", "jnp"),
+    "heads take groups by turns": ("lax.div(head, H // G)", "lax.rem(head, G)"),
+    "padding has a result": ("jnp.where(is_token, y, 0.0)", "y"),
+}
+
+
+@pytest.mark.parametrize("mistake", STEP_MISTAKES)
+def test_a_mistake_in_a_step_fails(mistake: str) -> None:
+    case = steps()
+    with pytest.raises(AssertionError):
+        module = again(triton, *STEP_MISTAKES[mistake])
+        check(case, *jax.jit(module.decode)(*case.tokens, case.pool, case.rows))
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+def test_a_step_is_one_kernel_on_cuda() -> None:
+    """XLA's reads the rows' states and writes them as arrays of their own."""
+    case = steps()
+    args = (*case.tokens, case.pool, case.rows)
+    states = f"tensor<{len(case.rows.start_S)}x{H}x{P}x{N}xf32>"
+    assert states in aot_cuda.lower(xla.decode, *args)
+    text = aot_cuda.lower(triton.decode, *args)
+    assert text.count("@__gpu$xla.gpu.triton(") == 1 and states not in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [({"state_dim": 24}, "state_dim 24: only powers"), ({"head_dim": 8}, "head_dim 8")],
+)
+def test_what_is_no_power_of_two_is_left_to_xla(changes: dict[str, int], reason: str) -> None:
+    assert triton.unsupported(SHAPES, None) is None
+    found = triton.unsupported(dataclasses.replace(SHAPES, **changes), None)
+    assert found is not None and found.startswith(reason)
 
 
 @pytest.mark.parametrize(
