@@ -182,16 +182,6 @@ def split_images(
     return (changed, sources) if sources else (messages, sources)
 
 
-def check_no_images(messages: Messages) -> None:
-    """Raise RequestError for messages with images."""
-    _, sources = split_images(messages, needs_images=False)
-    if sources:
-        raise RequestError(
-            f"{len(sources)} images in a conversation of which only token ids are taken here: pass "
-            "it to chat or generate"
-        )
-
-
 def _source_of(part: Mapping[str, object]) -> ImageSource | None:
     """Return the image of a part; None where it has none."""
     if part["type"] == "image_url":
