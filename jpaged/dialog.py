@@ -15,7 +15,8 @@ from jpaged.llm import LLM
 from jpaged.openai.parts import Format, folded
 from jpaged.request.arrays import mask_arrays, route_arrays
 from jpaged.request.detokenizer import decode
-from jpaged.request.images import check_no_images
+from jpaged.request.embeddings import EmbeddingSpan, spans_of
+from jpaged.request.images import split_images
 from jpaged.request.inputs import Chat
 from jpaged.request.outputs import FinishReason, RequestOutput, WeightSpan
 from jpaged.request.renderer import Renderer, bridged, renderer_of
@@ -71,7 +72,9 @@ class Dialog:
     you make, as create_renderer(tokenizer, Qwen3RendererConfig()) for a folder. What a renderer
     leaves open is the template's.
 
-    token_ids: all tokens so far, of messages and turns. Not for several threads at once.
+    token_ids: all tokens so far, of messages and turns. embeddings: the images of messages, by
+    their places among them, as the vision tower takes them; each is read once, when its message
+    comes, and again as long as messages of the same turn follow. Not for several threads at once.
     """
 
     def __init__(
@@ -102,7 +105,8 @@ class Dialog:
         self._inputs = llm.session.inputs
         self._format = Format.of(llm.tokenizer)
         chat = Chat(messages=told(self._messages), template_kwargs=self._variables)
-        self.token_ids = self._inputs.render(chat)
+        self.token_ids, images = self._inputs.conversation(chat, needs_images=False)
+        self.embeddings: dict[int, EmbeddingSpan] = images or {}
 
     @property
     def messages(self) -> list[JsonObject]:
@@ -110,11 +114,15 @@ class Dialog:
         return [dict(message) for message in self._messages]
 
     @property
-    def prompt(self) -> list[int]:
-        """What the next turn is drawn after; RequestError behind a turn, before `add`."""
+    def prompt(self) -> list[int] | dict[str, object]:
+        """What the next turn is drawn after, token ids, or a dict of them and of "embeddings" where
+        messages have images; RequestError behind a turn, before `add`.
+        """
         if self._drawn == len(self._messages) - 1:
             raise RequestError("the last message is the model's: add one before the next turn")
-        return list(self.token_ids)
+        if not self.embeddings:
+            return list(self.token_ids)
+        return {"prompt_token_ids": list(self.token_ids), "embeddings": dict(self.embeddings)}
 
     def reply(
         self, sampling_params: SamplingParams | None = None, *, seed: int | None = None
@@ -130,7 +138,8 @@ class Dialog:
         """Take a completion of `prompt` as the next turn, and return it. index: which one.
         RequestError for an output of another prompt, or one that was cut and goes on.
         """
-        self._check_prompt(self.prompt, output.prompt_token_ids)
+        _ = self.prompt  # which there must be one of
+        self._check_prompt(self.token_ids, output)
         check_whole("index", index, 0, len(output.outputs) - 1)
         drawn = output.outputs[index]
         if output.error is not None or drawn.finish_reason == "abort":
@@ -165,34 +174,45 @@ class Dialog:
         the template refuses them or cannot continue what was served; the dialog is as before then.
         """
         added = [messages] if isinstance(messages, Mapping) else messages
-        check_no_images(added)
         all_of_them = [*self._messages, *map(dict, added)]
         if self.turns:
             last, served = self.turns[-1], self.turns[-1].start + len(self.turns[-1].token_ids)
             behind = self._bridged(last, all_of_them[self._drawn + 1 :])
+            images = None
             if behind is None:
-                behind = self._rendered(last, all_of_them)
+                behind, images = self._rendered(last, all_of_them)
             self.token_ids = [*self.token_ids[:served], *behind]
+            before = {place: x for place, x in self.embeddings.items() if place < served}
+            after = {served + place: x for place, x in (images or {}).items()}
+            self.embeddings = before | after
         else:
             chat = Chat(messages=told(all_of_them), template_kwargs=self._variables)
-            self.token_ids = self._inputs.render(chat)
+            self.token_ids, images = self._inputs.conversation(chat, needs_images=False)
+            self.embeddings = images or {}
         self._messages = all_of_them
 
     def _bridged(self, last: Turn, messages: Messages) -> list[int] | None:
-        """Return what the renderer writes behind the last turn, None where the template is to."""
-        if self._renderer is None:
+        """Return what the renderer writes behind the last turn, None where the template is to, as
+        of images, whose rows a renderer does not count.
+        """
+        if self._renderer is None or split_images(messages, needs_images=False)[1]:
             return None
         before, tools = self.token_ids[: last.start], self._variables.get("tools")
         return bridged(self._renderer, before, last.token_ids, told(messages), tools)
 
-    def _rendered(self, last: Turn, messages: Messages) -> list[int]:
-        """Return what the template writes behind the last turn, of all messages."""
+    def _rendered(
+        self, last: Turn, messages: Messages
+    ) -> tuple[list[int], dict[int, EmbeddingSpan] | None]:
+        """Return what the template writes behind the last turn, of all messages, and the images in
+        that.
+        """
         if self._rewritten == "error":
             check_is_prefix(self._inputs, messages, self._drawn + 1, self._variables)
         last_id = last.token_ids[-1] if last.token_ids else None
         return tokens_behind(self._inputs, messages, self._drawn, last_id, self._variables)
 
-    def _check_prompt(self, ours: list[int], theirs: list[int]) -> None:
+    def _check_prompt(self, ours: list[int], output: RequestOutput) -> None:
+        theirs = output.prompt_token_ids
         pairs = enumerate(itertools.zip_longest(ours, theirs))
         place = next((i for i, (a, b) in pairs if a != b), None)
         if place is not None:
@@ -200,6 +220,14 @@ class Dialog:
             raise RequestError(
                 f"this output is of another prompt: token {place} is {a} in the dialog, {b} there"
             )
+        model = self._inputs.model
+        seen, had = (
+            {span.start: span.digest for span in spans_of(x or {}, len(ours), model) or ()}
+            for x in (self.embeddings, output.embeddings)
+        )
+        if seen != had:
+            place = min(place for place in seen | had if seen.get(place) != had.get(place))
+            raise RequestError(f"this output is of another prompt: the image at {place} differs")
 
 
 def dialog_arrays(

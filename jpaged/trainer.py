@@ -109,9 +109,9 @@ def logprobs(
     ConfigError. engine_config: of the rollout, for exact alone.
 
     images: those of the prompts, and their embeddings, as image_arrays makes them of the outputs
-    that to_arrays has the completions of. Rows of embeddings are computed by the vision tower of
-    these params, so that it has a gradient too; a ConfigError with exact. Raises ConfigError,
-    RequestError and UnsupportedError.
+    that to_arrays has the completions of, or of the dialogs of dialog_arrays. Rows of embeddings
+    are computed by the vision tower of these params, so that it has a gradient too; a ConfigError
+    with exact. Raises ConfigError, RequestError and UnsupportedError.
     """
     params = loaded_params("logprobs", params, config)
     check_whole("chunk", chunk, 1)
@@ -240,12 +240,17 @@ def _drawn(arrays: Mapping[str, ArrayLike]) -> _Drawn:
     return _Drawn(tokens_BL, targets_BC, before_BC, mask_BC, kept, routed)
 
 
-def _prompts_of(arrays: Mapping[str, ArrayLike]) -> tuple[Array, Array]:
+def _prompts_of(arrays: Mapping[str, ArrayLike]) -> tuple[Array, Array | None]:
     """Return the number of each row's prompt and how many of the prompt's tokens it has, int32 [B];
-    RequestError for arrays of dialogs.
+    of dialogs their places in the list, and None.
     """
-    if missing := [name for name in ("group_ids", "prompt_lens") if name not in arrays]:
-        raise RequestError(f"images=: arrays lack {missing[0]!r}: pass those of to_arrays")
+    names = ("index",) if "tokens" in arrays else ("group_ids", "prompt_lens")
+    if missing := [name for name in names if name not in arrays]:
+        raise RequestError(
+            f"images=: arrays lack {missing[0]!r}: pass those of to_arrays or dialog_arrays"
+        )
+    if "tokens" in arrays:
+        return jnp.asarray(arrays["index"]), None
     return jnp.asarray(arrays["group_ids"]), jnp.asarray(arrays["prompt_lens"])
 
 

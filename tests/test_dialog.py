@@ -86,7 +86,7 @@ def test_turns_by_exact_tokens(llm: LLM) -> None:
     and values are found again, and one score of the whole gives the logprobs of all turns.
     """
     dialog = Dialog(llm, [ASK], tools=[SHELL], group=5)
-    begin = dialog.prompt
+    begin = dialog.token_ids
     call = dialog.reply(saying(CALL))
     (asked,) = call.tool_calls
     assert json.loads(asked["function"]["arguments"]) == {"command": "ls"}
@@ -94,7 +94,7 @@ def test_turns_by_exact_tokens(llm: LLM) -> None:
     with pytest.raises(RequestError, match="the last message is the model's"):
         _ = dialog.prompt
     dialog.add({"role": "tool", "tool_call_id": asked["id"], "content": "a.py"})
-    assert dialog.prompt[: call.start + len(call.token_ids)] == begin + call.token_ids
+    assert dialog.token_ids[: call.start + len(call.token_ids)] == begin + call.token_ids
     (out,) = llm.generate(dialog.prompt, saying("It is a.py."), use_tqdm=False)
     assert out.num_cached_tokens > call.start, "drawn tokens too"
     said = dialog.take(out)

@@ -521,16 +521,3 @@ def test_what_it_needs(folder: Path, llm: LLM) -> None:
     tree = LLM(folder, params=dict(params), **vars(ENGINE))
     assert tokens_of(tree.generate([prompt_of(PIXELS)], GREEDY)) == tokens_of([output])
     tree.close()
-
-
-def test_a_dialog_takes_no_images(folder: Path) -> None:
-    llm = llm_of(folder, tokenizer=tokenizer_of(SPECIAL, QWEN_IMAGE))
-    message = {"role": "user", "content": [{"type": "image", "image": PIXELS}]}
-    refused = pytest.raises(RequestError, match="1 images in a conversation of which only token")
-    with refused:
-        jpaged.Dialog(llm, [message])
-    dialog = jpaged.Dialog(llm, [{"role": "user", "content": "t3"}])
-    with refused:
-        dialog.add(message)
-    assert dialog.token_ids == [3, 1]
-    llm.close()

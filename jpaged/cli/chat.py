@@ -3,6 +3,7 @@ tokens alone, since the conversation so far is in the prefix cache.
 
     jpaged chat Qwen/Qwen3-0.6B --system "You answer in one sentence."
     jpaged chat path/to/folder --temperature 0 --quantization int8
+    jpaged chat Qwen/Qwen3-VL-4B-Instruct --images     # /image photo.jpg, and then a question
     echo "def main():" | jpaged chat          # a line of stdin is a turn
 
 Ctrl-C stops an answer, whose text so far stays in the conversation; at the prompt it clears the
@@ -11,8 +12,10 @@ leaves; /help lists the commands.
 """
 
 import argparse
+import base64
 import dataclasses
 import json
+import mimetypes
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +26,9 @@ from typing import Any, Literal, TextIO
 from jpaged import adapter_flag, gpu_share
 from jpaged.errors import JpagedError, RequestError
 from jpaged.flags import Parser, add_engine_groups, engine_settings
+from jpaged.openai.images import why_no_images
 from jpaged.openai.parts import Format, Reader
+from jpaged.request.inputs import Chat as Conversation
 from jpaged.request.inputs import with_adapter
 from jpaged.sampling_params import SamplingParams
 
@@ -31,6 +36,7 @@ COMMON = (
     *("model", "--system", "--temperature", "--top-p", "--max-tokens", "--seed", "--adapter"),
     *("--reasoning", "--max-model-len", "--dtype", "--quantization", "--tensor-parallel-size"),
 )
+Message = dict[str, Any]
 ROWS = 8  # rows of an engine that answers one person; the least that a CPU's steps have
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 TAIL = 16  # tokens of the prompt whose text tells whether it has opened the reasoning
@@ -45,6 +51,8 @@ CONTROLS: dict[str, type] = {
     "seed": int,
 }
 HELP = """\
+/image PATH       put an image before the next message; alone it names those that
+                  wait, and /image none takes them back
 /system TEXT      begin again under a system prompt; without a text, under none
 /clear            forget the conversation, and keep the system prompt
 /retry            draw the last answer again
@@ -54,6 +62,10 @@ HELP = """\
 /exit             leave (also Ctrl-D)"""
 
 
+COMMANDS = ("clear", "exit", "help", "image", "retry", "save", "set", "system", "undo")
+OF_PATHS = ("/image", "/save")  # whose argument is a path
+
+
 class CommandError(ValueError):
     """A command of the chat that cannot work; the message says why."""
 
@@ -61,29 +73,35 @@ class CommandError(ValueError):
 class Chat:
     """A conversation with a model, and what is typed into it. out: where answers are written.
 
-    draw: yields the pieces of an answer to messages. is_terminal: whether a person looks, who is
-    shown the time and the reasoning in another colour.
+    draw: yields the pieces of an answer to messages. read_image: returns the image of a path, or
+    raises what is wrong with it; None: there are no images. is_terminal: whether a person looks,
+    who is shown the time and the reasoning in another colour.
     """
 
     def __init__(
         self,
-        draw: Callable[[list[dict[str, str]], SamplingParams], Iterator["Piece"]],
+        draw: Callable[[list[Message], SamplingParams], Iterator["Piece"]],
         params: SamplingParams,
         *,
+        read_image: Callable[[str], "ReadImage"] | None = None,
         system: str | None = None,
         out: TextIO | None = None,
         is_terminal: bool = False,
     ):
         self._draw, self.params, self._defaults = draw, params, params
+        self._read_image = read_image
+        self.images: list[ReadImage] = []  # of the next message
         self.system, self._is_terminal = system, is_terminal
         self._out = sys.stdout if out is None else out
-        self.turns: list[dict[str, str]] = []
+        self.turns: list[Message] = []
         self.is_ended = False
 
     @property
-    def messages(self) -> list[dict[str, str]]:
-        """The conversation with its system prompt."""
-        head = [] if self.system is None else [{"role": "system", "content": self.system}]
+    def messages(self) -> list[Message]:
+        """The conversation with its system prompt. Images are parts with data: URLs."""
+        head: list[Message] = (
+            [] if self.system is None else [{"role": "system", "content": self.system}]
+        )
         return head + self.turns
 
     def take(self, line: str) -> None:
@@ -99,13 +117,19 @@ class Chat:
             self._write(f"{e}\n")
 
     def _say(self, text: str) -> None:
-        """Answer a message. If it cannot be answered, it is no part of the conversation."""
-        self.turns.append({"role": "user", "content": text})
+        """Answer a message and the images that wait for it. If it cannot be answered, it is no part
+        of the conversation, and they wait on.
+        """
+        content: str | list[Message] = text
+        if self.images:
+            content = [*(image.part for image in self.images), {"type": "text", "text": text}]
+        self.turns.append({"role": "user", "content": content})
         try:
             self._answer()
         except BaseException:
             self.turns.pop()
             raise
+        self.images = []
 
     def _answer(self) -> None:
         """Draw and write an answer to the conversation. Ctrl-C ends it, and keeps what there is."""
@@ -153,9 +177,11 @@ class Chat:
             case "exit" | "quit":
                 self.is_ended = True
             case "system":
-                self.system, self.turns = argument or None, []
+                self.system, self.turns, self.images = argument or None, [], []
             case "clear":
-                self.turns = []
+                self.turns, self.images = [], []
+            case "image":
+                self._image(argument)
             case "undo":
                 self._undo()
             case "retry":
@@ -170,6 +196,16 @@ class Chat:
                 self._write(f"{len(self.messages)} messages in {argument}\n")
             case _:
                 raise CommandError(f"/{name} is no command: /help lists them")
+
+    def _image(self, path: str) -> None:
+        if path == "none":
+            self.images = []
+        elif path:
+            if self._read_image is None:
+                raise CommandError("this model takes no images")
+            self.images.append(self._read_image(path))
+        names = [f"{image.name} ({image.tokens} tokens)" for image in self.images]
+        self._write(f"the next message has {', '.join(names) or 'no image'}\n")
 
     def _undo(self) -> None:
         if not self.turns:
@@ -205,6 +241,15 @@ class Chat:
     def _write(self, text: str) -> None:
         self._out.write(text)
         self._out.flush()
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadImage:
+    """An image for a message. part: of a message's content. tokens: that it takes."""
+
+    name: str
+    part: Message
+    tokens: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,15 +289,30 @@ class Model:
         self._format = Format.of(llm.tokenizer, thinks=reasoning)
         self._has_template = bool(getattr(llm.tokenizer, "chat_template", None))
 
-    def draw(self, messages: list[dict[str, str]], params: SamplingParams) -> Iterator[Piece]:
+    def read_image(self, path: str) -> ReadImage:
+        """Return the image of a path, whose file is read now. Raises RequestError where the model
+        takes no images or not this one.
+        """
+        reader = self._llm.session.inputs.images
+        if reader is None:
+            said = why_no_images(self._llm.model_config, self._llm.engine_config)
+            raise RequestError(said or "images: this model takes none")
+        file = Path(path).expanduser()
+        (image,) = reader.read([file])
+        kind, _ = mimetypes.guess_type(file.name)
+        data = base64.b64encode(file.read_bytes()).decode()
+        part = {"type": "image_url", "image_url": {"url": f"data:{kind or ''};base64,{data}"}}
+        return ReadImage(file.name, part, reader.rows(image))
+
+    def draw(self, messages: list[Message], params: SamplingParams) -> Iterator[Piece]:
         """Yield the pieces of an answer to a conversation. Raises RequestError; closing the
         iterator stops the answer.
         """
         if not self._has_template:
             raise RequestError("this model has no chat template: jpaged batch completes plain text")
-        ids = list(self._llm.render_chat(messages))
+        ids, images = self._llm.session.inputs.conversation(Conversation(messages=messages))
         reader = self._format.reader(self._llm.tokenizer.decode(ids[-TAIL:]), tools=False)
-        prompt = {"prompt_token_ids": ids}
+        prompt: Any = {"prompt_token_ids": ids, "embeddings": images}
         if self._adapter is not None:
             prompt = with_adapter(self._adapter, prompt)
         with closing(self._llm.stream(prompt, params)) as chunks:
@@ -344,6 +404,40 @@ def lines(prompt: str) -> Iterator[str]:
             parts = []
 
 
+def completions(line: str) -> list[str]:
+    """Return what a line that is being typed may become: a command, or one with a path."""
+    command, space, path = line.partition(" ")
+    if not space:
+        names = [f"/{name}" for name in COMMANDS] if line.startswith("/") else []
+        return [name for name in names if name.startswith(line)]
+    if command not in OF_PATHS:
+        return []
+    folder, slash, start = path.rpartition("/")
+    try:
+        files = sorted(Path(f"{folder}{slash}" or ".").expanduser().iterdir())
+    except (OSError, RuntimeError):  # there is no such folder, or no such home
+        return []
+    return [
+        f"{command} {folder}{slash}{file.name}{'/' if file.is_dir() else ''}"
+        for file in files
+        if file.name.startswith(start) and (start or not file.name.startswith("."))
+    ]
+
+
+def complete_lines() -> None:
+    """Have the Tab key complete what is typed."""
+    import readline
+
+    def complete(text: str, state: int) -> str | None:
+        matches = completions(text)
+        return matches[state] if state < len(matches) else None
+
+    readline.set_completer(complete)
+    readline.set_completer_delims("\n")  # a path may have any other character
+    is_editline = getattr(readline, "backend", "readline") == "editline"
+    readline.parse_and_bind("bind ^I rl_complete" if is_editline else "tab: complete")
+
+
 def main(argv: list[str] | None = None, prog: str = "jpaged chat") -> int:
     """Chat until the input ends. Return the exit status: 0, 1 after one sentence on stderr, or 130
     if Ctrl-C came before the first prompt.
@@ -353,10 +447,15 @@ def main(argv: list[str] | None = None, prog: str = "jpaged chat") -> int:
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     try:
         model, params = load(args)
-        chat = Chat(model.draw, params, system=args.system, is_terminal=is_terminal)
+        chat = Chat(
+            model.draw,
+            params,
+            read_image=model.read_image,
+            system=args.system,
+            is_terminal=is_terminal,
+        )
         if is_terminal:
-            import readline  # noqa: F401  # input() edits lines with it
-
+            complete_lines()
             print("Ctrl-C stops an answer, Ctrl-D leaves, /help lists the commands.")
         for line in lines("> " if is_terminal else ""):
             chat.take(line)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from jpaged.async_llm import PROMPT_THREADS
+from jpaged.async_llm import IMAGE_THREADS, PROMPT_THREADS
 from jpaged.config import EngineConfig
 from jpaged.engine.adapters import AdapterVersion
 from jpaged.engine.cache.prefix_cache import chain_hash
@@ -29,16 +29,21 @@ from jpaged.fleet.passed_on import PassedOn
 from jpaged.fleet.replica import Changed, Description, Job, Piece, Served, adapter_salt
 from jpaged.fleet.router import Ask, Router
 from jpaged.fleet.totals import Totals
+from jpaged.images.limits import ImageLimits
 from jpaged.models.config import ModelConfig
+from jpaged.request.embeddings import as_mapping
+from jpaged.request.images import PromptImages
 from jpaged.request.inputs import (
     CallKeys,
     Inputs,
     PromptLike,
     SamplingParamsLike,
     match_sampling_params,
+    may_have_images,
 )
 from jpaged.request.outputs import CompletionChunk, RequestOutput
 from jpaged.request.prompt_reader import PromptReader
+from jpaged.runtime.image_rows import most_image_tokens
 from jpaged.sampling_params import SamplingParams
 from jpaged.session import OnPause, OnUpdate
 
@@ -83,14 +88,19 @@ class Replicas(Protocol):
 class FrontModel(PromptReader):
     """What a fleet's front knows of its model. fixed: what GET /status says of it.
 
-    folder: of config, tokenizer and generation_config, on this machine; None: there are none.
+    folder: of config, tokenizer and generation_config, on this machine; None: there are none. It
+    also says how images are prepared, which the front does: ConfigError where it does not.
     """
 
     def __init__(self, described: Description, folder: Path | None):
         self.fixed = described.fixed
         self.adapters: dict[str, AdapterVersion] = {}
         model, config = described.model, described.engine
-        inputs = Inputs(model, config.max_model_len or 0, None, folder, self.adapters)
+        images = None
+        if config.images and model.vision is not None:
+            most = most_image_tokens(model.vision, config)
+            images = PromptImages(folder, model.vision, config, most=most)
+        inputs = Inputs(model, config.max_model_len or 0, None, folder, self.adapters, images)
         super().__init__(model, config, inputs)
 
 
@@ -104,7 +114,8 @@ class FleetLLM:
     replica has died.
 
     What a client has of an answer stays as it is: a replica that goes on with it begins with the
-    tokens that were sent.
+    tokens that were sent. Images of prompts are read and made into patches here, once for whichever
+    replicas run a prompt, and their digests are part of what the router knows of it.
     """
 
     def __init__(
@@ -126,6 +137,7 @@ class FleetLLM:
         self._numbers = itertools.count(len(self._served.adapters) + 1)  # of adapters
         self._serials, self._versions = itertools.count(1), itertools.count(2)
         self._threads = ThreadPoolExecutor(PROMPT_THREADS, "jpaged-prompts")
+        self._with_images = ThreadPoolExecutor(IMAGE_THREADS, "jpaged-prompts-images")
         self._name, self._calls = secrets.token_hex(8), itertools.count()
         self._changing = asyncio.Lock()
         self._running = set[asyncio.Task[None]]()
@@ -161,7 +173,8 @@ class FleetLLM:
         jobs = list[tuple[Job, Ask, Request]]()
         for index, (prompt, one) in enumerate(zip(prompts, asked, strict=True)):
             args = (prompt, one, fold_in(key, index), streaming, origin)
-            jobs.append(await loop.run_in_executor(self._threads, self._job, *args))
+            threads = self._with_images if may_have_images(prompt) else self._threads
+            jobs.append(await loop.run_in_executor(threads, self._job, *args))
             inbox.requests.append(jobs[-1][2])
         runs = [_Run(job, ask, request) for job, ask, request in jobs]
         for index, one in enumerate(runs):
@@ -217,7 +230,7 @@ class FleetLLM:
     async def _answered(self, index: int, run: "_Run", inbox: Inbox) -> None:
         """Have a request answered by any replica, and put what comes of it into the inbox."""
         job, request = run.job, run.request
-        passed, prompt = PassedOn(job.params), job.prompt
+        passed, prompt, spans = PassedOn(job.params), job.prompt, job.prompt.spans
 
         def end(item: RequestOutput | BaseException) -> None:
             if not run.is_over:
@@ -240,7 +253,11 @@ class FleetLLM:
                             inbox.put([(index, fresh)])
                         continue
                     if isinstance(item, RequestOutput):
-                        item = dataclasses.replace(item, request_id=request.request_id)
+                        item = dataclasses.replace(
+                            item,
+                            request_id=request.request_id,
+                            embeddings=None if spans is None else as_mapping(spans),
+                        )
                     end(item)
                 if run.is_over:
                     return
@@ -282,6 +299,11 @@ class FleetLLM:
     async def _one(self, method: str, prompts: list[PromptLike], *args: Any) -> Any:
         """Call a method of some replica with prompts; again where it dies."""
         self._check()
+        loop = asyncio.get_running_loop()
+        for place, prompt in enumerate(prompts):
+            if may_have_images(prompt):
+                ready = loop.run_in_executor(self._with_images, self._with_read_images, prompt)
+                prompts[place] = await ready
         for losses in itertools.count():
             await self._may_go_on()
             tokens = sum(len(p) for p in prompts if isinstance(p, list))
@@ -298,6 +320,18 @@ class FleetLLM:
                 self._retried += 1
             finally:
                 self.router.ended(ask.call)
+
+    def _with_read_images(self, prompt: PromptLike) -> PromptLike:
+        """Return a prompt whose images are patches, in a form that any replica takes."""
+        ready = self.front.inputs.prompt(prompt)
+        made: dict[str, Any] = {"prompt_token_ids": list(ready.ids)}
+        if ready.spans is not None:
+            made["embeddings"] = as_mapping(ready.spans)
+        if ready.salt is not None:
+            made["cache_salt"] = ready.salt
+        if ready.adapter is not None:
+            made["adapter"] = ready.adapter.name
+        return made
 
     async def embed(
         self,
@@ -325,6 +359,11 @@ class FleetLLM:
         """Call function(FrontModel, *args) in one of the threads that render and tokenize."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, function, self.front, *args)
+
+    def limit_images(self, limits: ImageLimits) -> None:
+        """Read images of prompts within these limits from now on, in place of EngineConfig's."""
+        if (images := self.front.inputs.images) is not None:
+            images.limits = limits
 
     # The whole fleet
 
@@ -513,6 +552,9 @@ class FleetLLM:
             task.cancel()
         await self.replicas.close()
         self._threads.shutdown(wait=False)
+        self._with_images.shutdown(wait=False)
+        if self.front.inputs.images is not None:
+            self.front.inputs.images.close()
 
     def _check(self) -> None:
         if self._is_closed:

@@ -13,7 +13,7 @@ from typing import Any, Unpack
 from jpaged import gpu_share
 from jpaged.checkpoint.hub import local_folder
 from jpaged.config import ROWS, EngineFields
-from jpaged.errors import ConfigError, JpagedError, UnsupportedError
+from jpaged.errors import ConfigError, JpagedError
 from jpaged.fleet.cluster import connect, default_resources, devices_of, ray
 from jpaged.fleet.face import FleetLLM, LostReplica, first_served
 from jpaged.fleet.facts import fixed_facts
@@ -111,7 +111,10 @@ class RayReplicas:
         self._answers = handle.options(method_name="answer", stream=True)
 
     async def answer(self, ask: Ask, job: Job) -> AsyncGenerator[Piece]:
-        name, stream = None, self._answers.remote(ask, job)
+        sent: Any = job
+        if job.prompt.spans is not None:  # megabytes, which would hold up the event loop
+            sent = await asyncio.to_thread(ray.put, job)
+        name, stream = None, self._answers.remote(ask, sent)
         is_over = False
         try:
             async for piece in stream:
@@ -204,8 +207,6 @@ def start_fleet(
     request is run again whose replica has died. Raises ConfigError.
     """
     least, most = _bounds(replicas, min_replicas, max_replicas)
-    if engine_config.get("images"):
-        raise UnsupportedError("images=True: prompts of a fleet have no images; leave it out")
     folder = local_folder(model)
     owns_ray = connect(address, most)
     try:

@@ -132,7 +132,7 @@ class FleetReplica:
             async with run as inbox:
                 is_over = False
                 while not is_over:
-                    items: list[Item] = [self._renumbered(x) for _, x in await inbox.take()]
+                    items: list[Item] = [self._for_front(x) for _, x in await inbox.take()]
                     is_over = not isinstance(items[-1], CompletionChunk)
                     if is_over:
                         self._check()
@@ -237,11 +237,12 @@ class FleetReplica:
 
     # Versions
 
-    def _renumbered(self, item: Any) -> Item:
-        """Count versions of weights as the fleet does."""
+    def _for_front(self, item: Any) -> Item:
+        """Return an item for the front, with versions of weights as the fleet counts them."""
         if isinstance(item, CompletionChunk):
             item.weight_versions_delta = self._spans(item.weight_versions_delta)
         elif isinstance(item, RequestOutput):
+            item.embeddings = None  # which the front has: images are megabytes
             item.weight_version = self._versions.get(item.weight_version, item.weight_version)
             for done in item.outputs:
                 done.weight_versions = self._spans(done.weight_versions)

@@ -17,7 +17,9 @@ from jpaged.errors import ConfigError, RequestError
 from jpaged.llm import LLM
 from jpaged.openai.parts import Format, folded
 from jpaged.request.detokenizer import decode
-from jpaged.request.inputs import Chat
+from jpaged.request.embeddings import EmbeddingSpan
+from jpaged.request.images import split_images
+from jpaged.request.inputs import Chat, may_have_images
 from jpaged.request.served_turns import tokens_behind, told
 from jpaged.sampling_params import SamplingParams
 
@@ -47,8 +49,10 @@ class RolloutModel:
 
     What was served is never rendered again: a later prompt is those tokens and, behind them, what
     the template writes after the last drawn message. Text is parsed into reasoning, content and
-    tool calls as the server does it. metadata["weight_versions"] of a turn has (version, start,
-    end): which weights drew which tokens of the response.
+    tool calls as the server does it. Messages may have images where the LLM takes them: those of
+    earlier turns are read again, and their places found among the served tokens.
+    metadata["weight_versions"] of a turn has (version, start, end): which weights drew which tokens
+    of the response.
     """
 
     def __init__(self, llm: LLM, sampling_params: SamplingParams):
@@ -75,19 +79,18 @@ class RolloutModel:
         option that is not supported.
         """
         variables = _variables(request.options)
-        if request.assistant_message_index is None:
-            ids = self.llm.session.inputs.render(
-                Chat(messages=told(request.messages), template_kwargs=variables)
-            )
+        if may_have_images(Chat(messages=request.messages)):  # which take a while to read
+            ids, images = await asyncio.to_thread(self._prompt, request, variables)
         else:
-            ids = self._continued(request, request.assistant_message_index, variables)
+            ids, images = self._prompt(request, variables)
         longest = self.llm.engine_config.max_model_len
         assert longest is not None
         if len(ids) >= longest:
             raise self._contracts.GenerationLimitReached(tuple(ids))
         room, asked = longest - len(ids), self.sampling_params
         count = room if asked.max_tokens is None else min(asked.max_tokens, room)
-        future = self.llm.submit(ids, dataclasses.replace(asked, max_tokens=count))
+        prompt = {"prompt_token_ids": ids, "embeddings": images}
+        future = self.llm.submit(prompt, dataclasses.replace(asked, max_tokens=count))
         (completion,) = (await asyncio.wrap_future(future)).outputs
         end = decode(self._tokenizer, ids[-END_OF_PROMPT:], False)
         reader = self._format.reader(end, tools="tools" in variables)
@@ -103,16 +106,30 @@ class RolloutModel:
             metadata={"weight_versions": [tuple(span) for span in completion.weight_versions]},
         )
 
-    def _continued(self, request: ModelRequest, index: int, variables: dict[str, Any]) -> list[int]:
-        """Return the served tokens and those of what follows the message of this index."""
+    def _prompt(
+        self, request: ModelRequest, variables: dict[str, Any]
+    ) -> tuple[list[int], dict[int, EmbeddingSpan] | None]:
+        """Return the tokens of the prompt and the images among them: of the messages, or the served
+        tokens and those of what follows the message that was drawn last.
+        """
+        inputs, index = self.llm.session.inputs, request.assistant_message_index
+        if index is None:
+            chat = Chat(messages=told(request.messages), template_kwargs=variables)
+            return inputs.conversation(chat, needs_images=False)
         served = list(request.prefix_token_ids)
         last_id = served[-1] if served else None
         try:
-            return served + tokens_behind(
-                self.llm.session.inputs, request.messages, index, last_id, variables
-            )
+            behind, images = tokens_behind(inputs, request.messages, index, last_id, variables)
+            placed = {len(served) + place: image for place, image in (images or {}).items()}
+            _, sources = split_images(request.messages[:index], needs_images=False)
+            if sources:
+                ids, before = inputs.with_images(served, sources, must_fit=False)
+                if ids != served:
+                    raise RequestError("the served tokens have not those of the messages' images")
+                placed = before | placed
         except RequestError as e:
             raise self._contracts.RolloutContractError(str(e)) from e
+        return served + behind, placed or None
 
 
 def _variables(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,8 @@ of a row, R rows of embeddings, D layers after which something is added to them.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +24,17 @@ from jpaged.models.forward import Forward
 from jpaged.models.layers.linear import StepContext
 from jpaged.models.params import Params
 from jpaged.models.vision.tower import Patches
-from jpaged.request.embeddings import spans_of
+from jpaged.request.embeddings import EmbeddingSpan, spans_of
 from jpaged.request.outputs import RequestOutput
+
+
+class Trajectory(Protocol):
+    """A Dialog, as far as its images go."""
+
+    @property
+    def token_ids(self) -> list[int]: ...
+    @property
+    def embeddings(self) -> Mapping[int, EmbeddingSpan]: ...
 
 
 @jax.tree_util.register_dataclass
@@ -32,12 +42,13 @@ from jpaged.request.outputs import RequestOutput
 class ImageArrays:
     """What `logprobs` takes of the images of prompts, and of their embeddings: a pytree of arrays.
 
-    lens_G: int32, tokens of each prompt. row_GP: int32, for each of its tokens the row that stands
-    in place of its embedding, -1 for a token of text. The rows are those that the tower makes of
-    `patches`, each image once, and after them `rows`, f32 [N, 1 + D, E], of prompts that came with
-    embeddings; None where there are none. axes_G3P, offset_G: int32, positions on three axes, and
-    what they are ahead of the index after the prompt; None in a model without axes. ends_GP: int32,
-    for each token of an image the position after it, else 0; None where nothing comes of it.
+    lens_G: int32, tokens of each prompt, or of each dialog, turns too. row_GP: int32, for each of
+    its tokens the row that stands in place of its embedding, -1 for a token of text. The rows are
+    those that the tower makes of `patches`, each image once, and after them `rows`, f32 [N, 1 + D,
+    E], of prompts that came with embeddings; None where there are none. axes_G3P, offset_G: int32,
+    positions on three axes, and what they are ahead of the index after the prompt; None in a model
+    without axes. ends_GP: int32, for each token of an image the position after it, else 0; None
+    where nothing comes of it.
     """
 
     lens_G: Array
@@ -49,13 +60,16 @@ class ImageArrays:
     ends_GP: Array | None = None
 
     def embedded(
-        self, model: Forward, group_B: Array, lens_B: Array, length: int
+        self, model: Forward, group_B: Array, lens_B: Array | None, length: int
     ) -> tuple[Embedded, Array | None]:
         """Return the embeddings of rows [B, L] of tokens whose first lens_B are of the prompts
         group_B, and their positions [3, B, L] on the axes, None where all are the index.
 
-        A prompt that was cut has kept its right end. ConfigError for a model without the tower.
+        A prompt that was cut has kept its right end. lens_B None: of the dialogs group_B, which
+        have kept their left ends. ConfigError for a model without the tower.
         """
+        if lens_B is None:
+            lens_B = jnp.take(self.lens_G, group_B)
         rows, index_1L = self._rows(model), jnp.arange(length)[None]
         # The place in the whole prompt of each token.
         shift_B = (jnp.take(self.lens_G, group_B) - lens_B)[:, None]
@@ -101,21 +115,25 @@ class ImageArrays:
 
 def image_arrays(
     model: Params | ModelConfig,
-    outs: Sequence[RequestOutput],
+    outs: Sequence[RequestOutput | Trajectory],
     *,
     max_prompt_len: int | None = None,
     max_rows: int | None = None,
 ) -> ImageArrays:
-    """Return the images of outputs' prompts for `logprobs(params, to_arrays(outs), images=)`.
+    """Return the images of outputs' prompts for `logprobs(params, to_arrays(outs), images=)`, or
+    those of dialogs for `logprobs(params, dialog_arrays(dialogs), images=)`.
 
     Images are there as patches, each once, from which the loss makes rows of embeddings by the
     tower of the params that it differentiates; embeddings that a caller has passed are constants.
-    max_prompt_len: P; None is the longest prompt. max_rows: rows of embeddings of all images, and
-    of all embeddings, that a step is compiled for; None is the least power of two. RequestError for
-    outputs without any, and for what does not fit.
+    max_prompt_len: P, of dialogs of their whole length; None is the longest. max_rows: rows of
+    embeddings of all images, and of all embeddings, that a step is compiled for; None is the least
+    power of two. RequestError for outputs without any, and for what does not fit.
     """
     config = model.config if isinstance(model, Params) else model
-    lens = [len(out.prompt_token_ids) for out in outs]
+    lens = [
+        len(out.prompt_token_ids if isinstance(out, RequestOutput) else out.token_ids)
+        for out in outs
+    ]
     width = max(lens, default=0)
     if max_prompt_len is not None:
         check_whole("max_prompt_len", max_prompt_len, 1)

@@ -23,6 +23,8 @@ from jpaged.request.embeddings import EmbeddingSpan
 from jpaged.types import Message, Messages, Tokenizer
 
 IMAGE_KEYS = ("image", "url", "path", "base64")  # of a part {"type": "image"}, as transformers'
+VIDEO_KINDS = ("video", "video_url")
+VIDEO_KEYS = ("video", "video_url", "url", "path", "base64", "frames")
 NEWLINES = "\n\n"  # around images of Gemma 3
 
 
@@ -147,8 +149,8 @@ def split_images(
     messages: Messages, *, needs_images: bool = True
 ) -> tuple[Messages, list[ImageSource]]:
     """Return messages whose parts with images are {"type": "image"}, as chat templates take them,
-    and these images in order. RequestError for a part whose image cannot be told. needs_images:
-    also for parts that have none where no part has one.
+    and these images in order. RequestError for a part whose image cannot be told, and for one that
+    has a video. needs_images: also for parts that have none where no part has one.
 
     A part may be {"type": "image", "image": source}, with "url", "path" or "base64" in place of
     "image" as in transformers, or OpenAI's {"type": "image_url", "image_url": {"url": source}}.
@@ -164,6 +166,11 @@ def split_images(
         parts = list[Any]()
         for part in content:
             kind = part.get("type") if isinstance(part, Mapping) else None
+            if kind in VIDEO_KINDS and any(part.get(key) is not None for key in VIDEO_KEYS):
+                raise RequestError(
+                    f"a part of type {kind!r} has a video: chats take none; video_prompt makes a "
+                    "prompt of its frames, or pass frames as images"
+                )
             if kind not in ("image", "image_url"):
                 parts.append(part)
                 continue
@@ -180,16 +187,6 @@ def split_images(
             f"pass it under {', '.join(map(repr, IMAGE_KEYS))}"
         )
     return (changed, sources) if sources else (messages, sources)
-
-
-def check_no_images(messages: Messages) -> None:
-    """Raise RequestError for messages with images."""
-    _, sources = split_images(messages, needs_images=False)
-    if sources:
-        raise RequestError(
-            f"{len(sources)} images in a conversation of which only token ids are taken here: pass "
-            "it to chat or generate"
-        )
 
 
 def _source_of(part: Mapping[str, object]) -> ImageSource | None:

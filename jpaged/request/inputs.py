@@ -24,10 +24,11 @@ from jpaged.engine.adapters import AdapterVersion
 from jpaged.engine.keys import Key, fold_in, key_from_seed
 from jpaged.engine.spans import Spans
 from jpaged.errors import CapacityError, RequestError
+from jpaged.images.sources import ImageSource
 from jpaged.images.spans import Prepared
 from jpaged.models.config import ModelConfig
 from jpaged.request.embeddings import EmbeddingSpan, spans_of
-from jpaged.request.images import PromptImages, check_no_images, plain_ids, split_images
+from jpaged.request.images import PromptImages, plain_ids, split_images
 from jpaged.request.outputs import RequestOutput
 from jpaged.sampling_params import SamplingParams
 from jpaged.types import Messages, PyTree, Tokenizer
@@ -181,7 +182,7 @@ class Inputs:
             embeddings, images = prompt.get("embeddings"), prompt.get("images")
             text, prompt = _content(prompt)
             if images is not None:
-                prompt, embeddings = self._with_images(prompt, images, must_fit)
+                prompt, embeddings = self.with_images(prompt, images, must_fit=must_fit)
         if isinstance(prompt, str):
             text, ids = prompt, self._tokenized(prompt, must_fit)
         else:
@@ -195,12 +196,14 @@ class Inputs:
         return Prompt(text, tuple(ids), salt, adapter, spans=spans)
 
     def render(self, chat: Chat) -> list[int]:
-        """Return the token ids of a conversation without images; RequestError when there is no chat
-        template or it refuses the messages. A part of type "image" without one leaves the
-        template's placeholder.
+        """Return the token ids of a conversation as its chat template writes it, with one
+        placeholder for each image; RequestError when there is no template or it refuses the
+        messages.
         """
-        check_no_images(chat.messages)
-        return self.conversation(chat, needs_images=False)[0]
+        messages, _ = split_images(chat.messages, needs_images=False)
+        with self.first_use():
+            chat = dataclasses.replace(chat, messages=messages)
+            return _ids_of(_rendered(chat, self.need_tokenizer("chat"), tokenize=True))
 
     def conversation(
         self, chat: Chat, *, needs_images: bool = True
@@ -210,18 +213,27 @@ class Inputs:
         """
         _, sources = split_images(chat.messages, needs_images=needs_images)
         if not sources:
+            return self.render(chat), None
+        return self.written(self.render_text(chat), sources)
+
+    def written(
+        self, text: str, sources: Sequence[ImageSource]
+    ) -> tuple[list[int], dict[int, EmbeddingSpan] | None]:
+        """Return the token ids of what a chat template has written, and the images that stand for
+        its placeholders by their places; None where it has none. Nothing is put around the ids.
+        """
+        tokenizer = self.need_tokenizer("chat")
+        if not sources:
             with self.first_use():
-                return _ids_of(_rendered(chat, self.need_tokenizer("chat"), tokenize=True)), None
+                return plain_ids(tokenizer, text), None
         reader = self._image_reader(sources)
         images = reader.read(sources)
-        text = self.render_text(chat)
-        tokenizer = self.need_tokenizer("chat")
-        with self.first_use():  # as the template's own ids: nothing is put around them
+        with self.first_use():
             ids = plain_ids(tokenizer, reader.in_text(text, images, tokenizer))
         return self._placed(ids, images)
 
-    def _with_images(
-        self, prompt: object, sources: object, must_fit: bool
+    def with_images(
+        self, prompt: object, sources: object, *, must_fit: bool
     ) -> tuple[list[int], dict[int, EmbeddingSpan]]:
         """Return the token ids of a prompt, text or ids, and its images by their places."""
         reader = self._image_reader(sources)

@@ -10,7 +10,8 @@ from typing import Any
 from jpaged.checks import JsonObject
 from jpaged.errors import RequestError
 from jpaged.request.detokenizer import decode
-from jpaged.request.images import check_no_images
+from jpaged.request.embeddings import EmbeddingSpan
+from jpaged.request.images import split_images
 from jpaged.request.inputs import Chat, Inputs
 from jpaged.types import Message, Messages
 
@@ -34,12 +35,13 @@ def tokens_behind(
     index: int,
     last_id: int | None,
     variables: JsonObject,
-) -> list[int]:
+) -> tuple[list[int], dict[int, EmbeddingSpan] | None]:
     """Return the tokens that a prompt has behind the drawn message of this index, whose last token
-    is `last_id`: the rest of its end, the messages after it and the beginning of the next answer.
+    is `last_id`: the rest of its end, the messages after it and the beginning of the next answer;
+    and the images of these messages by their places among those tokens, None where there are none.
     RequestError where they cannot be told from what the template writes.
     """
-    check_no_images(messages)
+    _, sources = split_images(messages[index + 1 :], needs_images=False)
     # The drawn message stands as a mark: however the template would write it again, its end is the
     # first end of a turn after the mark.
     tokenizer: Any = inputs.need_tokenizer("chat")
@@ -60,7 +62,7 @@ def tokens_behind(
     rest = tail.partition(end)[2]
     if last is None:  # it was cut: its end comes from the template
         rest = end + rest
-    return list(tokenizer.encode(rest, add_special_tokens=False))
+    return inputs.written(rest, sources)
 
 
 def check_is_prefix(

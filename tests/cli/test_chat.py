@@ -18,8 +18,10 @@ import pytest
 
 from jpaged.cli import chat
 from jpaged.cli.chat import Chat, Piece, shown
+from jpaged.config import EngineConfig
 from jpaged.errors import RequestError
 from jpaged.sampling_params import SamplingParams
+from tests import vision_folder
 
 ROOT = Path(__file__).parents[2]
 SIZES = ["--max-model-len", "256", "--max-num-batched-tokens", "64", "--token-buckets", "64"]
@@ -283,3 +285,89 @@ def test_in_a_terminal() -> None:
         finally:
             process.kill()
             os.close(ours)
+
+
+def test_images_wait_for_a_message(tmp_path: Path) -> None:
+    def read(path: str) -> chat.ReadImage:
+        if path == "bad":
+            raise RequestError("bad: it is no image")
+        return chat.ReadImage(path, {"type": "image", "image": path}, 5)
+
+    talking, _, _ = talk("/image a.png", "/image bad", "/image b c.png", read_image=read)
+    talking._draw = lambda *_: (piece for piece in ())
+    talking.take("hello")
+    parts = [{"type": "image", "image": name} for name in ("a.png", "b c.png")]
+    content = [*parts, {"type": "text", "text": "hello"}]
+    assert talking.turns[0] == {"role": "user", "content": content} and not talking.images
+    talking.take("plain")
+    assert talking.turns[2] == user("plain")
+    for line in ("/image none", "/clear", "/system x"):
+        talking.take("/image a.png")
+        assert talking.images
+        talking.take(line)
+        assert not talking.images
+    _, _, out = talk("/image a.png", "/image", "/image bad", read_image=read)
+    assert out == "the next message has a.png (5 tokens)\n" * 2 + "bad: it is no image\n"
+    assert talk("/image a.png")[2] == "this model takes no images\n"
+
+
+def test_an_error_leaves_images_waiting() -> None:
+    talking, _, _ = talk(read_image=lambda path: chat.ReadImage(path, {"type": "image"}, 5))
+    talking._draw = lambda *_: Echo().draw([user("refuse")], SamplingParams())
+    talking.take("/image a.png")
+    talking.take("what?")
+    assert not talking.turns and len(talking.images) == 1
+
+
+def test_what_is_typed_is_completed(tmp_path: Path) -> None:
+    (tmp_path / "a folder").mkdir()
+    for name in ("a b.png", "c.png", ".hidden"):
+        (tmp_path / name).touch()
+    assert chat.completions("/im") == ["/image"] and chat.completions("im") == []
+    assert chat.completions("/s") == ["/save", "/set", "/system"]
+    begin = f"/image {tmp_path}/"
+    assert chat.completions(f"{begin}a") == [f"{begin}a b.png", f"{begin}a folder/"]
+    assert chat.completions(begin) == [f"{begin}{x}" for x in ("a b.png", "a folder/", "c.png")]
+    assert chat.completions(f"{begin}.") == [f"{begin}.hidden"]
+    assert chat.completions(f"{begin}none/") == [] == chat.completions(f"/set {tmp_path}/")
+    named = [line.split()[0][1:] for line in chat.HELP.splitlines() if line.startswith("/")]
+    assert sorted({*named, "help"}) == sorted(chat.COMMANDS)
+
+
+def test_images_of_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two turns, each with an image, are the conversation that LLM.chat answers; a model that was
+    loaded without its tower says so.
+    """
+    folder = vision_folder.write_vision_folder(tmp_path / "model")
+    (tmp_path / "a.png").write_bytes(vision_folder.png())
+    (tmp_path / "bad.png").write_bytes(b"nothing")
+    saved = tmp_path / "chat.json"
+    typed = [f"/image {tmp_path}/a.png", f"/image {tmp_path}/bad.png", "what?"]
+    typed += [f"/image {tmp_path}/a.png", "and?", f"/save {saved}"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(typed) + "\n"))
+    load, loaded = chat.load, list[chat.Model]()
+
+    def noted(args: Any) -> Any:
+        loaded.append(load(args)[0])
+        return loaded[0], SamplingParams(temperature=0, max_tokens=4)
+
+    monkeypatch.setattr(chat, "load", noted)
+    argv = [str(folder), "--dtype", "float32", *SIZES]
+    assert chat.main([*argv, "--images"]) == 0
+    out = capsys.readouterr().out
+    assert f"the next message has a.png ({vision_folder.ROWS} tokens)\n" in out
+    assert "images[0]" in out
+    messages = json.loads(saved.read_text())
+    assert messages[0] == vision_folder.seen()[0] and len(messages) == 4
+    llm = loaded[0]._llm
+    params = SamplingParams(temperature=0, max_tokens=4)
+    for turn in (1, 3):
+        (output,) = llm.chat(messages[:turn], params, use_tqdm=False)
+        assert messages[turn]["content"] == output.outputs[0].text
+    monkeypatch.setattr(llm.session.inputs, "images", None)
+    monkeypatch.setattr(llm, "engine_config", EngineConfig(max_model_len=256))
+    with pytest.raises(RequestError, match="was loaded without a vision tower; --images"):
+        loaded[0].read_image("a.png")
+    llm.close()

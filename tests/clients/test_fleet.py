@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from jpaged import LLM, SamplingParams
-from jpaged.errors import ConfigError, UnsupportedError
+from jpaged.errors import ConfigError
 from tests.openai.live import PATIENCE_S, Live, serving
 from tests.text_model import write_folder
 from tests.tiny import ENGINE
@@ -230,5 +230,3 @@ def test_weights_reach_every_replica(live: Live, folders: list[Path]) -> None:
 def test_what_cannot_start_says_why(live: Live, folders: list[Path]) -> None:
     with pytest.raises(ConfigError, match="min_replicas=3"):
         start_fleet(folders[0], replicas=2, min_replicas=3)
-    with pytest.raises(UnsupportedError, match="images=True"):
-        start_fleet(folders[0], images=True)

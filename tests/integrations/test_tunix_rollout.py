@@ -22,6 +22,7 @@ import jpaged
 from jpaged import CapacityError, ConfigError, RequestError, SamplingParams
 from jpaged.checkpoint.name_maps import TUNIX_QWEN3, params_from
 from jpaged.kept import sessions as kept_sessions
+from tests import vision_folder
 from tests.tiny import compiles, config, engine
 
 MODEL = config(num_layers=1, vocab_size=260, eos_token_ids=(257,))
@@ -378,4 +379,26 @@ def test_a_sampler_takes_weights_in_two_steps(rollouts: Any) -> None:
         assert (load.num_requests_waiting, load.kv_cache_usage_perc) == (0, 0.0)
 
     asyncio.run(run())
+    llm.close()
+
+
+def test_a_sampler_takes_messages_with_images(rollouts: Any, tmp_path: Any) -> None:
+    make = importlib.import_module("jpaged.integrations.tunix.sampler").JPagedSampler
+    llm = jpaged.LLM(vision_folder.write_vision_folder(tmp_path), **vision_folder.ENGINE)
+
+    class Small(Tokenizer):  # within the model's vocabulary
+        def pad_id(self) -> int:
+            return 0
+
+        def eos_id(self) -> int:
+            return vision_folder.EOS
+
+    sampler = make(llm, tokenizer=Small())
+    messages = vision_folder.seen()
+    controls = {"max_generation_steps": 4, "temperature": 0, "return_logprobs": True}
+    answer = asyncio.run(sampler.sample(messages, **controls))
+    (output,) = llm.chat(messages, SamplingParams(max_tokens=4, temperature=0), use_tqdm=False)
+    assert answer.prompt_token_ids.tolist() == output.prompt_token_ids
+    assert answer.prompt_token_ids.tolist().count(vision_folder.IMAGE) == vision_folder.ROWS
+    np.testing.assert_allclose(answer.logprobs, output.outputs[0].token_logprobs, atol=1e-5)
     llm.close()

@@ -19,7 +19,7 @@ from jpaged.errors import ConfigError, RequestError
 from jpaged.integrations.seeds import stable_seed
 from jpaged.integrations.tunix.drawing import Drawing
 from jpaged.llm import LLM
-from jpaged.request.inputs import Chat
+from jpaged.request.inputs import Chat, PromptLike, may_have_images
 from jpaged.sampling_params import SamplingParams
 from jpaged.session import OnUpdate
 from jpaged.types import PyTree
@@ -128,13 +128,14 @@ class JPagedSampler:
         """Return a completion of each request: a list for a sequence of them, else one response.
 
         A prompt is text, token ids or a list of messages, which the tokenizer's chat template
-        renders. Every request has its own controls. kwargs: tunix's generation_kwargs, which are
-        the controls of requests without sampling_params; of those with some, what they have was
-        made of them already, and return_logprobs alone is read here. `seed` and the request_id
-        together choose the sample, so that the members of a group differ. Logprobs are as
-        JPagedRollout's. metadata["policy_versions"]: (version, start, end), the tokens that each
-        policy drew. Raises RequestError for a prompt that cannot run, and for return_logits and
-        beam_size, which there are none of.
+        renders, and which may have images where the LLM takes them. Every request has its own
+        controls. kwargs: tunix's generation_kwargs, which are the controls of requests without
+        sampling_params; of those with some, what they have was made of them already, and
+        return_logprobs alone is read here. `seed` and the request_id together choose the sample, so
+        that the members of a group differ. Logprobs are as JPagedRollout's.
+        metadata["policy_versions"]: (version, start, end), the tokens that each policy drew. Raises
+        RequestError for a prompt that cannot run, and for return_logits and beam_size, which there
+        are none of.
         """
         if sampling_requests is None:
             raise RequestError("sampling_requests=None: pass a SamplingRequest or several")
@@ -156,8 +157,10 @@ class JPagedSampler:
         for field in ("return_logits", "beam_size"):
             if value := getattr(controls, field):
                 raise RequestError(f"{field}={value!r}: JPagedSampler does not support it")
-        ids = self._token_ids(prompt)
-        future = self.llm.submit(ids, self._sampling_params(controls, name))
+        ready = self._prompt(prompt)
+        if may_have_images(ready):
+            ready = await asyncio.to_thread(self.llm.session.inputs.prompt, ready)
+        future = self.llm.submit(ready, self._sampling_params(controls, name))
         output = await asyncio.wrap_future(future)
         (completion,) = output.outputs
         drawn = self._drawing.drawn(completion)
@@ -178,11 +181,11 @@ class JPagedSampler:
             metadata={"policy_versions": versions},
         )
 
-    def _token_ids(self, prompt: Any) -> list[int]:
+    def _prompt(self, prompt: Any) -> PromptLike:
         if isinstance(prompt, str):
             return self._drawing.token_ids(prompt)
         if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
-            return self.llm.session.inputs.render(Chat(messages=list(prompt)))
+            return Chat(messages=list(prompt))
         ids = np.asarray(prompt)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise RequestError(f"prompt {prompt!r}: must be text, token ids or a list of messages")

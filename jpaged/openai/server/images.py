@@ -42,8 +42,7 @@ class Images:
             private_addresses=False,
             max_images=min(limits.max_images, settings.max_images),
         )
-        if isinstance(llm, AsyncLLM):  # prompts of a fleet have no images
-            llm.limit_images(self.limits)
+        llm.limit_images(self.limits)
         self._fetching = ThreadPoolExecutor(FETCHING, "jpaged-fetch")
         self._turns = asyncio.Semaphore(MOST_DECODED)
         self._room = Room(MOST_BYTES, "this server holds too many images")
