@@ -435,7 +435,7 @@ def dequantized(values: Any, scales: Any, form: WeightForm, zeros: Any = None) -
 
 
 def _numbers(values: Array, form: WeightForm) -> Array:
-    """Return the stored numbers of bytes [..., 4] of an interleaved weight, [..., 4] or [..., 8]."""
+    """Return the stored numbers, 4 or 8, that 4 bytes of an interleaved weight [..., 4] hold."""
     if form.bits == 4:
         return jnp.concatenate([values & 15, values >> 4], axis=-1)
     return values ^ jnp.int8(-128)

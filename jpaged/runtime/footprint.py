@@ -251,15 +251,13 @@ def form_of(
     """
 
     def shape_of(spec: ParamSpec) -> Any:
-        kept = None if stored is None else stored_shapes(
-            spec, stored, dtype, interleaved=interleaved
+        kept = (
+            None if stored is None else stored_shapes(spec, stored, dtype, interleaved=interleaved)
         )
         if kept is not None:
             return kept
         plain = jax.ShapeDtypeStruct(spec.shape, jnp.dtype(dtype))
-        form = served_form(
-            spec, model, quantization, placement.axis_size, interleaved=interleaved
-        )
+        form = served_form(spec, model, quantization, placement.axis_size, interleaved=interleaved)
         if form is None:
             return plain
         return jax.eval_shape(lambda x: quantized(x, form, len(spec.sides[0])), plain)
