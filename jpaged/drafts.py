@@ -13,7 +13,7 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.head_modules import fitted
 from jpaged.models.params import Params
 from jpaged.models.quantized import experts_are_plain
-from jpaged.runtime.choices import Choices, choose
+from jpaged.runtime.choices import Choices, choose, interleaves_at
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.runner import DraftOf
 from jpaged.runtime.weights import ServingWeights, as_params
@@ -110,5 +110,11 @@ def draft_model(
         # A head joins its hidden states with the model's: it is served in their dtype, and plain.
         weights = ServingWeights(placement, str(dtype))
     else:
-        weights = ServingWeights(placement, config.dtype, config.quantization)
+        draft_dtype = config.dtype or draft["embed"]["weight"].dtype
+        weights = ServingWeights(
+            placement,
+            config.dtype,
+            config.quantization,
+            interleaved=interleaves_at(placement, draft_dtype, config),
+        )
     return DraftModel(draft, weights, target=target, is_own=not is_passed)

@@ -37,6 +37,7 @@ from jpaged.request.outputs import CompletionChunk, RequestOutput
 from jpaged.request.pooled import PoolHead, PoolOptions, States
 from jpaged.request.scores import ScoreCalls, ScoreOptions, ScoreResult, Scores
 from jpaged.rollout import Rollout
+from jpaged.runtime.choices import interleaves_on
 from jpaged.runtime.mesh import serving_mesh
 from jpaged.runtime.processes import count_of
 from jpaged.runtime.step_table import BucketReport
@@ -555,8 +556,17 @@ def _weights(
         return as_params(model), mesh
     mesh = serving_mesh(config, mesh)
     quantization = None if mesh else config.quantization
+
+    def interleaves(dtype: Any) -> bool:
+        return mesh is None and interleaves_on(jax.devices()[0], dtype, config)
+
     params = read_params(
-        model, dtype=config.dtype, mesh=mesh, quantization=quantization, images=config.images
+        model,
+        dtype=config.dtype,
+        mesh=mesh,
+        quantization=quantization,
+        interleaves=interleaves,
+        images=config.images,
     )
     return params, mesh
 

@@ -23,6 +23,7 @@ from jpaged.errors import ConfigError
 from jpaged.models.params import DONATED, Params
 from jpaged.models.quantized import experts_are_plain
 from jpaged.request.inputs import match_adapters
+from jpaged.runtime.choices import interleaves_at
 from jpaged.runtime.compiled_steps import use_compilation_cache
 from jpaged.runtime.footprint import with_rows_beside
 from jpaged.runtime.identity import weights_digest
@@ -65,7 +66,12 @@ class ServedModel:
             choices = dataclasses.replace(choices, draft=self.draft.choices(resolved, placement))
             has_state |= self.draft.model_config.has_state
         check_combination(Facts(config=resolved, has_state=has_state))
-        self.weights = ServingWeights(placement, config.dtype, config.quantization)
+        self.weights = ServingWeights(
+            placement,
+            config.dtype,
+            config.quantization,
+            interleaved=interleaves_at(placement, dtype, config),
+        )
         self.adapters = Adapters(params.config, placement.axis_size, dtype)
         # Whether a call may ask for larger tables of adapters.
         self._grows_tables = grows and not config.max_loras
@@ -93,6 +99,7 @@ class ServedModel:
                 dtype=config.dtype,
                 mesh=mesh,
                 quantization=quantization,
+                interleaves=lambda _: self.weights.interleaved,
                 images=self.model_config.vision is not None,
             )
             self._read_seconds += time.perf_counter() - began

@@ -39,8 +39,9 @@ class Level:
 
     needs: words of /proc/cpuinfo. flags: the compiler's. uses: lesser levels whose kernels it has
     too. activations: what x becomes in products with int8 and int4 weights where nobody chose it
-    (see quantized.ACTIVATIONS): what the processor is fastest with. tiles: whether it asks Linux
-    for AMX's tile registers.
+    (see quantized.ACTIVATIONS): what the processor is fastest with. interleaved: those with which
+    it multiplies interleaved weights (TakesInterleaved of its level.cc). tiles: whether it asks
+    Linux for AMX's tile registers.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Level:
     flags: tuple[str, ...]
     activations: str
     uses: tuple[str, ...] = ()
+    interleaved: tuple[str, ...] = ("int16",)
     tiles: bool = False
 
     @property
@@ -72,6 +74,7 @@ LEVELS = (  # the best first
         flags=(*AVX512_FLAGS, "-mamx-tile", "-mamx-bf16"),
         activations="plain",
         uses=("avx512", "avx2"),
+        interleaved=("int8", "int16"),
         tiles=True,
     ),
     Level(
@@ -80,6 +83,7 @@ LEVELS = (  # the best first
         flags=AVX512_FLAGS,
         activations="int8",
         uses=("avx2",),
+        interleaved=("int8", "int16"),
     ),
     Level(
         name="avx2",

@@ -49,13 +49,25 @@ class NativeProducts:
         """Return whether x becomes what `activations` says beside weights in a form."""
         return form in quantized.ROUNDING
 
+    def interleaves(self, form: str, outputs: int) -> bool:
+        """Return whether `quantized` takes interleaved weights in a form, of so many outputs."""
+        return quantized.interleaves(form, outputs, self.activations)
+
     def quantized(
-        self, x_TE: Array, values: Array, scales: Array, zeros: Any, form: str, count: Any
+        self,
+        x_TE: Array,
+        values: Array,
+        scales: Array,
+        zeros: Any,
+        form: str,
+        count: Any,
+        interleaved: bool = False,
     ) -> Array:
         """See kernels_cpu.quantized.linear: for any number of rows, since XLA would widen the
         whole weight first.
         """
-        return quantized.linear(x_TE, values, scales, form, count, zeros, self.activations)
+        rest = (form, count, zeros, self.activations)
+        return quantized.linear(x_TE, values, scales, *rest, interleaved=interleaved)
 
     def adds(self, x: Array, a: Array) -> bool:
         """See kernels_cpu.low_rank.supported."""

@@ -31,17 +31,26 @@ ffi::Error CheckWidths(const Quantized& w, ffi::Span<const int64_t> values, size
   return ffi::Error::Success();
 }
 
+ffi::Error CheckInterleaved(const Quantized& w, Activations activations) {
+  if (w.form == Form::kE4m3) return ffi::Error::InvalidArgument("weights of fp8 are not interleaved");
+  if (!TakesInterleaved(activations)) return ffi::Error::InvalidArgument("interleaved weights have no product with these activations");
+  if (w.N % kInterleaved == 0) return ffi::Error::Success();
+  return ffi::Error::InvalidArgument("N=" + std::to_string(w.N) + " of an interleaved weight must be a multiple of 16");
+}
+
 ffi::Error Product(ffi::ThreadPool pool, Bf16<2> x, ffi::AnyBuffer values, Float32<2> scales, Float32<2> zeros, Int32<0> count,
-                   ffi::Result<Float32<2>> y, std::string_view form, std::string_view activations) {
+                   ffi::Result<Float32<2>> y, std::string_view form, std::string_view activations, bool interleaved) {
   Quantized w{};
   Activations chosen{};
   ffi::Error error = Parse("form", form, {"int8", "int4", "fp8"}, &w.form);
   if (error.success()) error = Parse("activations", activations, {"plain", "int8", "int16"}, &chosen);
   if (error.failure()) return error;
+  w.order = interleaved ? Order::kInterleaved : Order::kRows;
   w.values = values.untyped_data(), w.scales = scales.typed_data();
   w.zeros = zeros.element_count() > 0 ? zeros.typed_data() : nullptr;
   w.N = scales.dimensions()[0], w.E = x.dimensions()[1], w.S = scales.dimensions()[1];
   error = CheckWidths(w, values.dimensions(), zeros.element_count());
+  if (error.success() && w.order == Order::kInterleaved) error = CheckInterleaved(w, chosen);
   if (error.failure()) return error;
   int64_t all = x.dimensions()[0], T = std::clamp<int64_t>(count.typed_data()[0], 0, all);
   std::memset(y->typed_data() + T * w.N, 0, (all - T) * w.N * sizeof(float));
@@ -61,4 +70,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_quantized, jpaged::Product,
                                   .Arg<jpaged::Int32<0>>()
                                   .Ret<jpaged::Float32<2>>()
                                   .Attr<std::string_view>("form")
-                                  .Attr<std::string_view>("activations"));
+                                  .Attr<std::string_view>("activations")
+                                  .Attr<bool>("interleaved"));

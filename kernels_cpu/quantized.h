@@ -21,6 +21,14 @@ constexpr int64_t Bytes(Form form, int64_t inputs) { return form == Form::kInt4 
 //     bf16, and scales are applied in f32. kInt8 has equal bits on every processor.
 enum class Activations { kPlain, kInt8, kInt16 };
 
+// How values and scales lie. kRows: an output after another. kInterleaved: 16 outputs together, so that a register holds the
+// same inputs of each. Values are bytes of numbers plus what makes them so (128 of int8, 8 of int4): int8 [N / 16][E / 4][16][4
+// inputs], int4 [N / 16][E / 8][16][4], of whose bytes the lower four bits are the inputs 0 to 3 of 8 and the upper ones 4 to 7.
+// Scales and zeros are [N / 16][S][16]. Both have one arithmetic.
+enum class Order { kRows, kInterleaved };
+
+constexpr int64_t kInterleaved = 16;  // outputs
+
 constexpr float kNothing = 1e-30f;  // an x of integers is zero below: its scale would have no inverse
 
 // One scale a row, which comes after the sum; or scales of groups, from each of whose values a zero may be taken.
@@ -31,12 +39,14 @@ struct Quantized {
   const void* values;
   const float *scales, *zeros;  // [N, S], each of E / S inputs, whole 32s; zeros may be null, and are only of int4
   int64_t N, E, S;
+  Order order = Order::kRows;
 
   Scales Kind() const {
     return zeros != nullptr ? Scales::kZeros : form != Form::kInt4 && S == 1 ? Scales::kRow : Scales::kGroups;
   }
   int64_t Group() const { return E / S; }  // inputs of a scale
   int64_t RowBytes() const { return Bytes(form, E); }
+  // Where output n begins, and of interleaved ones the 16 from n on.
   const uint8_t* Row(int64_t n) const { return static_cast<const uint8_t*>(values) + n * RowBytes(); }
 };
 
@@ -57,7 +67,9 @@ void WithIntegral(const Quantized& w, const Body& body) {
   body(Integral<Form::kInt8, Scales::kGroups>());
 }
 
-// Each level of processors defines this in its level.cc.
+// Each level of processors defines these in its level.cc. Interleaved weights are multiplied with activations that it takes them
+// with.
+bool TakesInterleaved(Activations activations);
 void Multiply(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, Activations activations, float* y, int64_t T);
 
 }  // namespace jpaged

@@ -18,6 +18,7 @@ from jpaged import LLM, EngineConfig, Params, SamplingParams
 from jpaged.errors import ConfigError, UnsupportedError
 from jpaged.models.quantized import dequantized, experts_are_plain, is_quantized
 from jpaged.models.served import quantized_tree
+from jpaged.runtime.choices import interleaves_at
 from jpaged.runtime.footprint import form_of
 from kernels_cpu import library, quantized
 from kernels_pallas.experts import triton
@@ -241,7 +242,9 @@ def test_a_form_that_is_not_known() -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_memory_is_planned_for_what_is_served(form: Any) -> None:
     llm = served(params_of(dtype=jnp.bfloat16), quantization=form)
-    planned = form_of(MODEL, llm.session.served.placement, jnp.bfloat16, form)
+    placement, config = llm.session.served.placement, EngineConfig(quantization=form)
+    interleaved = interleaves_at(placement, jnp.bfloat16, config)
+    planned = form_of(MODEL, placement, jnp.bfloat16, form, interleaved=interleaved)
     theirs, ours = llm.session.runner.compiled.form, planned
     assert jax.tree.structure(theirs) == jax.tree.structure(ours)
     pairs = zip(jax.tree.leaves(theirs), jax.tree.leaves(ours), strict=True)

@@ -74,9 +74,12 @@ def read_params(
     images: bool = False,
     each: Callable[[ParamSpec, Any, ModelConfig], Any] | None = None,
     quantization: str | None = None,
+    interleaves: Callable[[Any], bool] = lambda _: False,
 ) -> Params:
     """Like load_params. quantization: plain parameters become what one device serves under this
     setting, one after another, so that no two plain ones are held; only without a mesh.
+    interleaves: takes a dtype, and returns whether weights in 8 and 4 bits that stand for weights
+    of it are to lie interleaved (see models.served.in_order).
     """
     assert mesh is None or quantization is None, "KV heads are repeated before they are quantised"
     target = None if dtype is None else float_dtype(dtype)
@@ -95,7 +98,9 @@ def read_params(
     # Large ones first, while there is most room.
     for name in sorted(weights, key=lambda name: -math.prod(weights[name].spec.shape)):
         weight = replace(weights[name], dtype=target, keeps_form=not dequantize)
-        weight = replace(weight, form=served_form(weight.spec, config, quantization))
+        interleaved = interleaves(weight.wanted_dtype)
+        form = served_form(weight.spec, config, quantization, interleaved=interleaved)
+        weight = replace(weight, form=form, interleaved=interleaved)
         if mesh is not None:
             weight = replace(weight, split=specs[name])
         leaf = placer(weight)

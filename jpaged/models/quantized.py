@@ -35,6 +35,7 @@ from jax.sharding import PartitionSpec
 # Consecutive inputs that lie together in 4 bits: the first half of them in the low bits of 16
 # bytes, the second half in the high bits.
 NIBBLE_BLOCK = 32
+INTERLEAVED = 16  # outputs that lie together, see WeightForm.interleaved
 # Multiply-adds of a product from which on it pays to round x to fp8 as well. That takes two more
 # small kernels, about 4 us, and so many multiply-adds take tensor cores 11 us in bf16 (800 TFLOP/s)
 # and half of it in fp8.
@@ -53,6 +54,11 @@ class WeightForm:
     Plain weights can be made into forms that have these as well. encode: stored numbers of f32
     values within +-largest. group: how many inputs share a scale; None: all inputs of an output.
     head: the name of the form that the head and a tied embedding take instead.
+
+    interleaved: the same numbers lie as the C++ products read them fastest, 16 outputs together:
+    the matrix [N, E] of int8 as [N / 16, E / 4, 16, 4] bytes of number + 128, that of int4 as
+    [N / 16, E / 8, 16, 4] bytes, of which the low halves are inputs 0 to 3 of 8 and the high ones
+    4 to 7; scales and zeros [N, S] as [N / 16, S, 16]. Shapes stay those of the weight.
     """
 
     name: str
@@ -64,6 +70,12 @@ class WeightForm:
     largest: float = 1.0
     group: int | None = None
     head: str | None = None
+    interleaved: bool = False
+
+    @property
+    def in_rows(self) -> "WeightForm":
+        """The same form whose outputs lie one after another."""
+        return dataclasses.replace(self, interleaved=False) if self.interleaved else self
 
     @property
     def is_cast(self) -> bool:
@@ -239,7 +251,7 @@ class QuantizedWeight:
     @property
     def structure(self) -> Any:
         """What compiled steps depend on: the form, the shape of scales, whether there are zeros."""
-        return self.form.name, self.scales.shape, self.zeros is not None
+        return self.form.name, self.form.interleaved, self.scales.shape, self.zeros is not None
 
     def is_finite(self) -> bool:
         """Return whether a weight of numpy arrays is finite; e4m3 has NaN and no infinity."""
@@ -247,14 +259,74 @@ class QuantizedWeight:
             return False
         return bool(np.isfinite(self.scales).all())
 
+    def interleaved(self) -> Self:
+        """Return the same weight with its outputs interleaved, of which there are whole 16s."""
+        assert not self.form.interleaved
+        form, flat = dataclasses.replace(self.form, interleaved=True), self.matrix()
+        N = flat.shape[0]
+        if form.bits == 4:
+            halves = form.unpack(flat.values).reshape(N, -1, 2, 4)
+            values = halves[:, :, 0] | (halves[:, :, 1] << 4)
+        else:
+            values = (flat.values ^ jnp.int8(-128)).reshape(N, -1, 4)
+
+        def together(x: Array, shape: tuple[int, ...]) -> Array:
+            groups = x.reshape(N // INTERLEAVED, INTERLEAVED, x.shape[1], -1)
+            return groups.swapaxes(1, 2).reshape(shape)
+
+        return dataclasses.replace(
+            self,
+            values=together(values, self.values.shape),
+            scales=together(flat.scales, self.scales.shape),
+            zeros=None if self.zeros is None else together(flat.zeros, self.zeros.shape),
+            form=form,
+        )
+
+    def in_rows(self) -> Self:
+        """Return the same weight with its outputs one after another."""
+        if not self.form.interleaved:
+            return self
+        form, flat = self.form.in_rows, self.matrix()
+
+        def apart(x: Array, width: int) -> Array:
+            groups = x.reshape(flat.shape[0] // INTERLEAVED, -1, INTERLEAVED, width)
+            return groups.swapaxes(1, 2)
+
+        values = form.pack(_numbers(apart(flat.values, 4), form).reshape(flat.shape))
+        scales, zeros = (
+            None if x is None else apart(x, 1).reshape(x.shape) for x in (self.scales, self.zeros)
+        )
+        assert scales is not None
+        return dataclasses.replace(
+            self, values=values.reshape(self.values.shape), scales=scales, zeros=zeros, form=form
+        )
+
     def whole(self) -> Array:
         """Return the weight that it stands for, in f32."""
-        return dequantized(self.values, self.scales, self.form, self.zeros)
+        w = self.in_rows()
+        return dequantized(w.values, w.scales, w.form, w.zeros)
 
     def take(self, rows: Array) -> Array:
         """Return rows of the first axis in `dtype`, as an embedding does."""
+        if self.form.interleaved:
+            return self._taken_apart(rows)
         taken: Self = jax.tree.map(lambda x: jnp.take(x, rows, axis=0, mode="clip"), self)
         return taken.whole().astype(self.dtype)
+
+    def _taken_apart(self, rows: Array) -> Array:
+        """`take` of an interleaved matrix: what belongs to a row lies apart."""
+        assert self.ndim == 2
+        group, place = jnp.divmod(jnp.clip(rows, 0, self.shape[0] - 1), INTERLEAVED)
+
+        def of_rows(x: Array, width: int) -> Array:
+            parts = x.reshape(self.shape[0] // INTERLEAVED, -1, INTERLEAVED, width)
+            return parts[group, :, place]
+
+        form = self.form.in_rows
+        numbers = _numbers(of_rows(self.values, 4), form).reshape(*rows.shape, -1)
+        scales = of_rows(self.scales, 1)[..., 0]
+        zeros = None if self.zeros is None else of_rows(self.zeros, 1)[..., 0]
+        return dequantized(form.pack(numbers), scales, form, zeros).astype(self.dtype)
 
     def linear(self, x: Array, *, in_fp8: bool = False) -> Array:
         """Return x [..., E] times this matrix transposed, [..., outputs] in f32.
@@ -266,7 +338,9 @@ class QuantizedWeight:
         assert self.num_outputs == 1 and self.ndim == 2
         if self.products is not None:
             parts = (self.values, self.scales, self.zeros, self.form.name)
-            return self.products.quantized(x, *parts, x.shape[0])
+            return self.products.quantized(x, *parts, x.shape[0], self.form.interleaved)
+        if self.form.interleaved:
+            return self.in_rows().linear(x)
         in_fp8 = in_fp8 and self.form.is_float8 and self.by_output and x.dtype == jnp.bfloat16
         if in_fp8 and math.prod(x.shape) * self.shape[0] >= ROUNDED_FROM:
             return fp8_product(x, self)
@@ -360,6 +434,13 @@ def dequantized(values: Any, scales: Any, form: WeightForm, zeros: Any = None) -
     return (groups * scales[..., None]).reshape(whole.shape)
 
 
+def _numbers(values: Array, form: WeightForm) -> Array:
+    """Return the stored numbers, 4 or 8, that 4 bytes of an interleaved weight [..., 4] hold."""
+    if form.bits == 4:
+        return jnp.concatenate([values & 15, values >> 4], axis=-1)
+    return values ^ jnp.int8(-128)
+
+
 def experts_are_plain(tree: Any) -> bool:
     """Return whether the weights of a model's experts are arrays; True for a model without any."""
     leaves = jax.tree.leaves_with_path(tree, is_leaf=is_quantized)
@@ -384,13 +465,14 @@ def quantized(weight: Array, form: WeightForm | str, num_outputs: int) -> Quanti
     else:
         scales = _scales(x, tuple(range(num_outputs, x.ndim)), form)
         numbers = form.encode(x / scales)
-    return QuantizedWeight(
+    made = QuantizedWeight(
         values=form.pack(numbers),
         scales=scales,
-        form=form,
+        form=form.in_rows,
         num_outputs=num_outputs,
         dtype=weight.dtype,
     )
+    return made.interleaved() if form.interleaved else made
 
 
 def _scales(x: Array, axes: tuple[int, ...], form: WeightForm) -> Array:

@@ -7,6 +7,7 @@ weights are made from the canonical parameters once a weight version.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -20,7 +21,16 @@ from jpaged.models.layers.experts import BY_SHAPE, ExpertSharing
 from jpaged.models.layers.per_layer import TABLE
 from jpaged.models.param_spec import ParamSpec
 from jpaged.models.params import Params, nest, param_table
-from jpaged.models.quantized import FORMS, QuantizedWeight, WeightForm, quantized
+from jpaged.models.quantized import (
+    FORMS,
+    INT4,
+    INT8,
+    INTERLEAVED,
+    NIBBLE_BLOCK,
+    QuantizedWeight,
+    WeightForm,
+    quantized,
+)
 
 VOCAB_TILE = 128  # tokens that are drawn together; no tile lies on two devices
 
@@ -52,13 +62,19 @@ def share_of(model: ModelConfig, devices: int, sharing: ExpertSharing = BY_SHAPE
 
 
 def served_form(
-    spec: ParamSpec, model: ModelConfig, quantization: str | None, devices: int = 1
+    spec: ParamSpec,
+    model: ModelConfig,
+    quantization: str | None,
+    devices: int = 1,
+    *,
+    interleaved: bool = False,
 ) -> WeightForm | None:
     """Return the form in which a plain parameter is served under quantization=; None: plain.
 
     The weights of products are quantised, except those of routers and gates of experts. The head,
     and a tied embedding, takes its form's `head`: it costs the most in quality. devices: how many
-    devices of a tensor axis split the parameter. ConfigError where it has no whole groups.
+    devices of a tensor axis split the parameter. interleaved: as of `in_order`. ConfigError where
+    it has no whole groups.
     """
     inputs = spec.sides[1]
     if quantization is None or not spec.may_be_quantized:
@@ -67,7 +83,7 @@ def served_form(
     if spec.split == "V":
         if spec.name == TABLE or (spec.name == EMBED.name and not model.tie_word_embeddings):
             return None  # gathered, not multiplied
-        return form if form.head is None else FORMS[form.head]
+        return in_order(form if form.head is None else FORMS[form.head], spec, interleaved)
     share = spec.shape_of(inputs[-1])[0]
     if spec.split_letter(devices) == inputs[-1]:
         share //= devices
@@ -75,12 +91,24 @@ def served_form(
     check_combination(
         Facts(served_form=quantization, weight=spec.name, inputs=share, group=inputs_of_a_scale)
     )
-    return form
+    return in_order(form, spec, interleaved)
 
 
-def stored_shapes(spec: ParamSpec, stored: Format, dtype: Any) -> QuantizedWeight | None:
+def in_order(form: WeightForm, spec: ParamSpec, interleaved: bool) -> WeightForm:
+    """Return a form as a parameter is served in it: interleaved where it can be so. interleaved:
+    the products take such weights; experts are multiplied one by one, as they lie.
+    """
+    outputs, inputs = (math.prod(spec.shape_of(" ".join(side))) for side in spec.sides)
+    is_integral = form.name in (INT8.name, INT4.name) and spec.sides[0][0] != "X"
+    divides = outputs % INTERLEAVED == 0 and inputs % NIBBLE_BLOCK == 0
+    return dataclasses.replace(form, interleaved=interleaved and is_integral and divides)
+
+
+def stored_shapes(
+    spec: ParamSpec, stored: Format, dtype: Any, *, interleaved: bool = False
+) -> QuantizedWeight | None:
     """Return the shapes of a parameter as load_params keeps it from a folder of a format; None:
-    plain.
+    plain. interleaved: as of `in_order`.
 
     The folder holds the weights of all products but the head's in 8 or 4 bits, or those of experts
     alone, and those plain that its config says it ignores.
@@ -100,7 +128,7 @@ def stored_shapes(spec: ParamSpec, stored: Format, dtype: Any) -> QuantizedWeigh
     return QuantizedWeight(
         values=values,
         scales=scales,
-        form=form,
+        form=in_order(form, spec, interleaved),
         num_outputs=num_outputs,
         dtype=jnp.dtype(dtype),
         zeros=scales if stored.has_zeros else None,

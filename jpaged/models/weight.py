@@ -112,7 +112,8 @@ class Weight:
     stands for; None: the source's. form: what plain values are quantised to; None: they stay plain.
     keeps_form: values that a file holds in 8 or 4 bits stay so where they can. split: how it lies
     on a mesh. folder: where its pieces are, for messages. is_buffer: `read` made the source, so
-    that nobody else will change or delete it.
+    that nobody else will change or delete it. interleaved: what files hold in 8 or 4 bits is kept
+    so (see models.served.in_order), and a QuantizedWeight that is may stay.
     """
 
     spec: ParamSpec
@@ -124,6 +125,7 @@ class Weight:
     split: PartitionSpec = WHOLE
     folder: Path | None = None
     is_buffer: bool = False
+    interleaved: bool = False
 
     @property
     def name(self) -> str:

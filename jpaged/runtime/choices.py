@@ -198,6 +198,23 @@ def choose_products(
     return NativeProducts(most_rows=_most_rows(deterministic), activations=activations)
 
 
+def interleaves_on(device: Any, dtype: Any, config: EngineConfig) -> bool:
+    """Return whether weights of int8 and int4 that stand for weights of this dtype are to lie
+    interleaved (see WeightForm) on a device that alone serves them: its C++ products take them so.
+    """
+    if device.platform != "cpu" or jnp.dtype(dtype) != jnp.bfloat16 or library.unavailable():
+        return False
+    best, activations = library.level(), config.quantized_activations
+    if best is None:
+        return False
+    return (best.activations if activations == "auto" else activations) in best.interleaved
+
+
+def interleaves_at(placement: Placement, dtype: Any, config: EngineConfig) -> bool:
+    """Return `interleaves_on` the one device of a place; False where there are several."""
+    return placement.mesh is None and interleaves_on(placement.device, dtype, config)
+
+
 def _most_rows(deterministic: bool) -> int | None:
     return None if deterministic else rates().most_rows
 

@@ -43,7 +43,7 @@ from jpaged.runtime.adapter_tables import (
     table_bytes,
     table_rank,
 )
-from jpaged.runtime.choices import Choices
+from jpaged.runtime.choices import Choices, interleaves_at
 from jpaged.runtime.compiled_steps import compile_step
 from jpaged.runtime.embedding_pool import embedding_bytes
 from jpaged.runtime.image_rows import tower_scratch
@@ -111,7 +111,10 @@ def plan_memory(
     placement.check(settings, model)
     settings, choices = resolve(model, settings, placement, dtype)
     served = placement.served(model)
-    params = form_of(served, placement, dtype, settings.quantization, stored)
+    interleaved = interleaves_at(placement, dtype, settings)
+    params = form_of(
+        served, placement, dtype, settings.quantization, stored, interleaved=interleaved
+    )
     drafts: DraftOf | None = None
     if draft is None and reads_mtp_head(settings):
         draft = mtp_config(model)
@@ -122,7 +125,13 @@ def plan_memory(
         if guesses.is_head:
             guesses, draft_dtype, kept_in = fitted(guesses, model), dtype, None
         served_draft = placement.served(guesses)
-        form = form_of(served_draft, placement, draft_dtype, kept_in)
+        form = form_of(
+            served_draft,
+            placement,
+            draft_dtype,
+            kept_in,
+            interleaved=interleaves_at(placement, draft_dtype, settings),
+        )
         drafts = guesses, form
         choices = dataclasses.replace(choices, draft=choose_for(guesses, settings, placement, form))
     has_state = model.has_state or (drafts is not None and drafts[0].has_state)
@@ -233,17 +242,22 @@ def form_of(
     dtype: Any,
     quantization: str | None = None,
     stored: Format | None = None,
+    *,
+    interleaved: bool = False,
 ) -> Forward | Head:
     """Return the modules of a model with ShapeDtypeStructs in place of arrays, split as they lie at
-    a place. stored: the format of the files that the weights come from.
+    a place. stored: the format of the files that the weights come from. interleaved: as of
+    ServingWeights.
     """
 
     def shape_of(spec: ParamSpec) -> Any:
-        kept = None if stored is None else stored_shapes(spec, stored, dtype)
+        kept = (
+            None if stored is None else stored_shapes(spec, stored, dtype, interleaved=interleaved)
+        )
         if kept is not None:
             return kept
         plain = jax.ShapeDtypeStruct(spec.shape, jnp.dtype(dtype))
-        form = served_form(spec, model, quantization, placement.axis_size)
+        form = served_form(spec, model, quantization, placement.axis_size, interleaved=interleaved)
         if form is None:
             return plain
         return jax.eval_shape(lambda x: quantized(x, form, len(spec.sides[0])), plain)

@@ -172,12 +172,21 @@ class ServingWeights:
 
     Leaves are jax arrays, which are immutable: the same objects mean the same weights. They are
     held by weakref, so that this keeps none of the caller's weights alive. numpy arrays, and
-    arrays that are dead or donated, always mean a new version.
+    arrays that are dead or donated, always mean a new version. interleaved: what is made in int8
+    and int4 lies so (see choices.interleaves).
     """
 
-    def __init__(self, placement: Placement, dtype: str | None, quantization: str | None = None):
+    def __init__(
+        self,
+        placement: Placement,
+        dtype: str | None,
+        quantization: str | None = None,
+        *,
+        interleaved: bool = False,
+    ):
         self.placement = placement
         self.quantization = quantization
+        self.interleaved = interleaved
         self.dtype = None if dtype is None else jnp.dtype(dtype)
         self.version = 0
         # Bytes of leaves that were cast, padded or moved, and the seconds until they were there.
@@ -300,8 +309,11 @@ class ServingWeights:
                 source=leaf,
                 served=ours,
                 dtype=self.dtype,
-                form=served_form(ours, served, self.quantization, devices),
+                form=served_form(
+                    ours, served, self.quantization, devices, interleaved=self.interleaved
+                ),
                 split=split,
+                interleaved=self.interleaved,
             )
             for leaf, spec, ours, split in zip(
                 _leaves(params), _specs(model), _specs(served), splits, strict=True

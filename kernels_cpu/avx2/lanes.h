@@ -167,15 +167,34 @@ struct Lanes {
     StoreWords(to, _mm256_blend_epi16(_mm256_cvtps_epi32(even), high, 0xaa));
   }
 
+  // Even and odd numbers rounded to whole ones: of each 8 the even ones, then the odd ones.
+  static Words WholeEvenOdd(Floats even, Floats odd) {
+    return _mm256_packs_epi32(_mm256_cvtps_epi32(even), _mm256_cvtps_epi32(odd));
+  }
+
+  // Two words in all lanes.
+  static Words SetPair(const int16_t* from) {
+    int32_t two;
+    std::memcpy(&two, from, sizeof(two));
+    return _mm256_set1_epi32(two);
+  }
+
   // Lane i is a[2 i] b[2 i] + a[2 i + 1] b[2 i + 1].
   static Integers PairSums(Words a, Words b) { return _mm256_madd_epi16(a, b); }
 
   // Keeps compilers from loading these again at each use, when loads are what a loop would wait for.
   static void KeepInRegisters(Words (&x)[4]) { asm("" : "+x"(x[0]), "+x"(x[1]), "+x"(x[2]), "+x"(x[3])); }
   static void KeepInRegister(Floats& x) { asm("" : "+x"(x)); }
+  static void KeepInRegister(Integers& x) { asm("" : "+x"(x)); }
 
   static Integers ZeroIntegers() { return _mm256_setzero_si256(); }
+  static Integers SetIntegers(int32_t x) { return _mm256_set1_epi32(x); }
   static Integers AddIntegers(Integers a, Integers b) { return _mm256_add_epi32(a, b); }
+  static int32_t SumOf(Integers x) {
+    __m128i four = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
+  }
   static Floats ToFloats(Integers x) { return _mm256_cvtepi32_ps(x); }
   static Floats SetHalves(float low, float high) { return _mm256_blend_ps(Set(low), Set(high), 0xf0); }
 

@@ -4,6 +4,7 @@
 #include "../f32_products.h"
 #include "../int16_products.h"
 #include "../int8_products.h"
+#include "../interleaved_products.h"
 #include "lanes.h"
 #include "level.h"
 
@@ -14,7 +15,9 @@ void Multiply(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, Activati
   if (w.form == Form::kE4m3) return E4m3Products<Lanes>::Multiply(pool, x, w, y, T);
   WithIntegral(w, [&](auto weight) {
     using Weight = decltype(weight);
-    if (activations == Activations::kInt8) {
+    if (w.order == Order::kInterleaved) {
+      InterleavedProducts<Lanes, Weight::form, Weight::kind>::Multiply(pool, x, w, y, T);
+    } else if (activations == Activations::kInt8) {
       Int8Products<Lanes, Weight::form, Weight::kind>::Multiply(pool, x, w, y, T);
     } else {
       Int16Products<Lanes, Weight::form, Weight::kind>::Multiply(pool, x, w, y, T);

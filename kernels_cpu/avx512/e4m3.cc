@@ -17,6 +17,7 @@ struct E4m3Kernel {
   using X = Rows;
   static constexpr Form form = Form::kE4m3;
   static constexpr Scales kind = kind_;
+  static constexpr Order order = Order::kRows;
   static constexpr int64_t kDepth = kTransposedBytes / kGroups / kCols / sizeof(bf16);
 
   // The cache line from input e on of each output of a group: [inputs / 2][16 outputs][2].

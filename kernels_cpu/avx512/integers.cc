@@ -68,15 +68,29 @@ void TransposeBytes(const Quantized& w, const uint8_t* const (&group)[kCols], in
   });
 }
 
-template <Form form_, Scales kind_>
+template <Form form_, Scales kind_, Order order_>
 struct IntegerKernel {
   using X = RoundedRows;
   static constexpr Form form = form_;
   static constexpr Scales kind = kind_;
+  static constexpr Order order = order_;
   static constexpr int64_t kDepth = kTransposedBytes / kGroups / kCols;
 
+  // Inputs e + i to e + i + 3 of each output of a group as bytes without a sign.
+  static __m512i Weights(const TileState& state, int c, int64_t first, int64_t e, int64_t i) {
+    if constexpr (order == Order::kRows) {
+      return _mm512_loadu_si512(state.bytes[c] + (e - first + i) * kCols);
+    } else if constexpr (form == Form::kInt8) {
+      return _mm512_loadu_si512(state.values[c][0] + (e + i) * kCols);
+    } else {  // a line has 8 inputs, in the lower bits and in the upper ones
+      const __m512i four = _mm512_set1_epi8(15);
+      __m512i bytes = _mm512_loadu_si512(state.values[c][0] + (e + i) / 8 * kCacheLine);
+      return _mm512_and_si512(i % 8 == 0 ? bytes : _mm512_srli_epi16(bytes, 4), four);
+    }
+  }
+
   // Adds the products of a tile of R rows of x and C groups over up to kDepth inputs from `first` on to their sums, [C][R][16].
-  // The first tile makes the bytes as it goes.
+  // The first tile makes the bytes as it goes, of weights of rows.
   template <int R, int C>
   static void AddTile(const RoundedRows& x, int64_t tile, const Quantized& w, int64_t first, bool is_first, TileState& state,
                       Ahead& ahead, float* to) {
@@ -91,7 +105,7 @@ struct IntegerKernel {
     for (int64_t e = first; e < std::min(w.E, first + kDepth); e += kPacked, block += R) {
       int64_t byte = (e - first) * kCols;
       if (e == (g + 1) * size) ++g;
-      if (is_first && Bytes(form, e) % kCacheLine == 0) {
+      if (order == Order::kRows && is_first && Bytes(form, e) % kCacheLine == 0) {
         for (int c = 0; c < C; ++c) TransposeBytes<form>(w, state.values[c], Bytes(form, e), state.bytes[c] + byte);
       }
       ahead.Fetch();
@@ -106,7 +120,7 @@ struct IntegerKernel {
       for (int64_t i = 0; i < kPacked; i += kInputs) {
         __m512i weights[C];
 #pragma GCC unroll 3
-        for (int c = 0; c < C; ++c) weights[c] = _mm512_loadu_si512(state.bytes[c] + byte + i * kCols);
+        for (int c = 0; c < C; ++c) weights[c] = Weights(state, c, first, e, i);
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r) {
           __m512i four = FourBytes(values + (e + i) * R + r * kInputs);
@@ -140,7 +154,7 @@ struct IntegerKernel {
   }
 };
 
-template <Form form, Scales kind>
+template <Form form, Scales kind, Order order>
 void MultiplyAs(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, float* y, int64_t T) {
   static thread_local Memory values, scales, excess, sums;
   int64_t blocks = T * w.E / kPacked;
@@ -155,12 +169,19 @@ void MultiplyAs(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, float*
       Round(x + (tile * kRows + row) * w.E, from, tile, row, Excess(form));
     }
   });
-  MultiplyTransposed<IntegerKernel<form, kind>>(pool, from, w, y);
+  MultiplyTransposed<IntegerKernel<form, kind, order>>(pool, from, w, y);
 }
 }  // namespace
 
 void MultiplyInt8(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, float* y, int64_t T) {
-  WithIntegral(w, [&](auto weight) { MultiplyAs<decltype(weight)::form, decltype(weight)::kind>(pool, x, w, y, T); });
+  WithIntegral(w, [&](auto weight) {
+    using Weight = decltype(weight);
+    if (w.order == Order::kInterleaved) {
+      MultiplyAs<Weight::form, Weight::kind, Order::kInterleaved>(pool, x, w, y, T);
+    } else {
+      MultiplyAs<Weight::form, Weight::kind, Order::kRows>(pool, x, w, y, T);
+    }
+  });
 }
 
 }  // namespace jpaged::avx512

@@ -31,6 +31,8 @@ void AddLowRank(const float* const* h, float* const* y, int64_t count, const bf1
   avx2::AddLowRank(h, y, count, b, rank, N, width);
 }
 
+bool TakesInterleaved(Activations activations) { return activations != Activations::kPlain; }
+
 void Multiply(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, Activations activations, float* y, int64_t T) {
   if (activations == Activations::kPlain) return avx512::MultiplyPlain(pool, x, w, y, T);
   if (w.form == Form::kE4m3) return avx512::MultiplyE4m3(pool, x, w, y, T);

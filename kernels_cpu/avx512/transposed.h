@@ -1,8 +1,9 @@
 // Products with AVX-512 in which the lanes of a register are 16 outputs: a few inputs of each, which meet those inputs of a row
-// of x in all of its lanes. Weights are transposed for it once for all rows, and what they become stays in the L1 cache.
+// of x in all of its lanes. Weights of rows are transposed for it once for all rows of x, and what they become stays in the L1
+// cache; interleaved ones lie so.
 //
-// A `Kernel` has a form, a kind of scales, kDepth (how many inputs of 48 outputs stay in the cache), an X with the rows of x, T
-// of them, and AddTile<R, C>; see integers.cc and e4m3.cc.
+// A `Kernel` has a form, a kind of scales, an order, kDepth (how many inputs of 48 outputs stay in the cache), an X with the rows
+// of x, T of them, and AddTile<R, C>; see integers.cc and e4m3.cc.
 #pragma once
 
 #include "lanes.h"
@@ -41,7 +42,7 @@ struct Ahead {
 struct TileState {
   const uint8_t* values[kGroups][kCols];  // where their weights begin, the last one's where there are no more
   alignas(64) uint8_t bytes[kGroups][kTransposedBytes / kGroups];  // the weights of some inputs, transposed
-  float *scales[kGroups], *zeros[kGroups];                         // [S][16]
+  const float *scales[kGroups], *zeros[kGroups];                   // [S][16]
 };
 
 // What comes after the inputs from e on of `rows` outputs. Of one tile it is what lies as far on among the next outputs, as
@@ -49,12 +50,14 @@ struct TileState {
 template <typename Kernel>
 Ahead Next(const Quantized& w, const uint8_t* outputs, int64_t rows, int64_t e, int64_t tiles) {
   constexpr Form form = Kernel::form;
-  constexpr int64_t kDepth = Kernel::kDepth;
-  int64_t stride = Bytes(form, w.E), depth = std::min(kDepth, w.E - e), blocks = tiles * depth / kPacked;
+  constexpr int64_t kDepth = Kernel::kDepth, kTogether = Kernel::order == Order::kInterleaved ? kCols : 1;
+  rows /= kTogether;  // those that lie together are one of as many bytes
+  auto bytes = [](int64_t inputs) { return kTogether * Bytes(form, inputs); };
+  int64_t stride = bytes(w.E), depth = std::min(kDepth, w.E - e), blocks = tiles * depth / kPacked;
   const uint8_t* others = outputs + rows * stride;
-  if (tiles == 1) return Ahead(others + rows * Bytes(form, e), 0, rows * Bytes(form, depth), 1, blocks);
-  if (depth == w.E - e) return Ahead(others, stride, Bytes(form, std::min(kDepth, w.E)), rows, blocks);
-  return Ahead(outputs + Bytes(form, e + depth), stride, Bytes(form, std::min(kDepth, w.E - e - depth)), rows, blocks);
+  if (tiles == 1) return Ahead(others + rows * bytes(e), 0, rows * bytes(depth), 1, blocks);
+  if (depth == w.E - e) return Ahead(others, stride, bytes(std::min(kDepth, w.E)), rows, blocks);
+  return Ahead(outputs + bytes(e + depth), stride, bytes(std::min(kDepth, w.E - e - depth)), rows, blocks);
 }
 
 // Four bytes in all lanes.
@@ -102,14 +105,12 @@ void MultiplyGroups(const typename Kernel::X& x, const Quantized& w, float* y, i
       {&Kernel::template AddTile<1, 3>, &Kernel::template AddTile<2, 3>, &Kernel::template AddTile<3, 3>,
        &Kernel::template AddTile<4, 3>}};
   static thread_local Memory memory, scales, zeros, sums;
-  int64_t together = x.T <= kRows ? 1 : kGroups;  // where memory is the limit, the less the sooner is more fetched
+  constexpr bool kIsInterleaved = Kernel::order == Order::kInterleaved;
+  // Where memory is the limit, the less the sooner is more fetched; of interleaved ones nothing else waits for it.
+  int64_t together = x.T > kRows ? kGroups : kIsInterleaved ? 2 : 1;
   int64_t tiles = (x.T + kRows - 1) / kRows, panel = std::min(tiles, std::max<int64_t>(1, kPanelInputs / (kRows * w.E)));
   int64_t numbers = (w.S + kCols - 1) / kCols * kCols * kCols, of_tile = kGroups * kRows * kCols;
   TileState& state = *Scratch<TileState>(memory, 1);
-  for (int64_t c = 0; c < kGroups; ++c) {
-    state.scales[c] = Scratch<float>(scales, kGroups * numbers) + c * numbers;
-    state.zeros[c] = Scratch<float>(zeros, kGroups * numbers) + c * numbers;
-  }
   float* totals = Scratch<float>(sums, panel * of_tile);
   for (int64_t first = 0; first < tiles; first += panel) {
     int64_t last = std::min(tiles, first + panel);
@@ -117,11 +118,20 @@ void MultiplyGroups(const typename Kernel::X& x, const Quantized& w, float* y, i
       int64_t groups = std::min(together, end - g);
       for (int64_t c = 0; c < groups; ++c) {
         int64_t n = (g + c) * kCols;
+        if constexpr (kIsInterleaved) {
+          state.values[c][0] = w.Row(n), state.scales[c] = w.scales + n * w.S;
+          if (kind == Scales::kZeros) state.zeros[c] = w.zeros + n * w.S;
+          continue;
+        }
         for (int64_t j = 0; j < kCols; ++j) {
           state.values[c][j] = w.Row(std::min(n + j, w.N - 1));
         }
-        TransposeNumbers(w.scales, w, n, state.scales[c]);
-        if (kind == Scales::kZeros) TransposeNumbers(w.zeros, w, n, state.zeros[c]);
+        auto transposed = [&](Memory& memory, const float* from) {
+          float* to = Scratch<float>(memory, kGroups * numbers) + c * numbers;
+          return TransposeNumbers(from, w, n, to), to;
+        };
+        state.scales[c] = transposed(scales, w.scales);
+        if (kind == Scales::kZeros) state.zeros[c] = transposed(zeros, w.zeros);
       }
       for (int64_t e = 0; e < w.E; e += Kernel::kDepth) {
         Ahead ahead = Next<Kernel>(w, state.values[0][0], groups * kCols, e, last - first);

@@ -206,6 +206,23 @@ struct Lanes {
     vst1q_s16(to, both(even.low, odd.low)), vst1q_s16(to + 8, both(even.high, odd.high));
   }
 
+  // Even and odd numbers rounded to whole ones: of each 8 the even ones, then the odd ones.
+  static Words WholeEvenOdd(Floats even, Floats odd) {
+    auto both = [](float32x4_t even, float32x4_t odd) {
+      int16x4_t low = vqmovn_s32(vcvtnq_s32_f32(even)), high = vqmovn_s32(vcvtnq_s32_f32(odd));
+      return vreinterpretq_u16_s16(vcombine_s16(low, high));
+    };
+    return {both(even.low, odd.low), both(even.high, odd.high)};
+  }
+
+  // Two words in all lanes.
+  static Words SetPair(const int16_t* from) {
+    uint32_t two;
+    std::memcpy(&two, from, sizeof(two));
+    uint16x8_t all = vreinterpretq_u16_u32(vdupq_n_u32(two));
+    return {all, all};
+  }
+
   // Lane i is a[2 i] b[2 i] + a[2 i + 1] b[2 i + 1].
   static Integers PairSums(Words a, Words b) {
     auto sums = [](uint16x8_t a, uint16x8_t b) {
@@ -220,9 +237,12 @@ struct Lanes {
     for (Words& words : x) asm("" : "+w"(words.low), "+w"(words.high));
   }
   static void KeepInRegister(Floats& x) { asm("" : "+w"(x.low), "+w"(x.high)); }
+  static void KeepInRegister(Integers& x) { asm("" : "+w"(x.low), "+w"(x.high)); }
 
-  static Integers ZeroIntegers() { return {vdupq_n_s32(0), vdupq_n_s32(0)}; }
+  static Integers ZeroIntegers() { return SetIntegers(0); }
+  static Integers SetIntegers(int32_t x) { return {vdupq_n_s32(x), vdupq_n_s32(x)}; }
   static Integers AddIntegers(Integers a, Integers b) { return {vaddq_s32(a.low, b.low), vaddq_s32(a.high, b.high)}; }
+  static int32_t SumOf(Integers x) { return vaddvq_s32(vaddq_s32(x.low, x.high)); }
   static Floats ToFloats(Integers x) { return {vcvtq_f32_s32(x.low), vcvtq_f32_s32(x.high)}; }
   static Floats SetHalves(float low, float high) { return {vdupq_n_f32(low), vdupq_n_f32(high)}; }
 

@@ -29,6 +29,8 @@ void AddLowRank(const float* const* h, float* const* y, int64_t count, const bf1
   neon::AddLowRank(h, y, count, b, rank, N, width);
 }
 
+bool TakesInterleaved(Activations activations) { return activations == Activations::kInt16; }
+
 void Multiply(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, Activations activations, float* y, int64_t T) {
   neon::Multiply(pool, x, w, activations, y, T);
 }

@@ -329,6 +329,79 @@ void QuantizedProducts(ffi::ThreadPool& pool) {
   }
 }
 
+// What Order::kInterleaved makes of [N, E] values and [N, S] numbers.
+std::vector<uint8_t> InterleavedValues(Form form, const std::vector<uint8_t>& rows, int64_t N, int64_t E) {
+  std::vector<uint8_t> values(rows.size());
+  for (int64_t n = 0; n < N; ++n) {
+    uint8_t* group = &values[n / kInterleaved * kInterleaved * Bytes(form, E)];
+    for (int64_t e = 0; e < E; ++e) {
+      if (form == Form::kInt8) {
+        group[e / 4 * 64 + n % kInterleaved * 4 + e % 4] = rows[n * E + e] + 128;
+      } else {
+        uint8_t byte = rows[(n * E + e) / 32 * 16 + e % 16], number = e % 32 < 16 ? byte & 15 : byte >> 4;
+        group[e / 8 * 64 + n % kInterleaved * 4 + e % 4] |= e % 8 < 4 ? number : number << 4;
+      }
+    }
+  }
+  return values;
+}
+
+std::vector<float> InterleavedNumbers(const std::vector<float>& rows, int64_t N, int64_t S) {
+  std::vector<float> numbers(rows.size());
+  for (int64_t n = 0; n < N; ++n) {
+    for (int64_t s = 0; s < S; ++s) {
+      numbers[(n / kInterleaved * S + s) * kInterleaved + n % kInterleaved] = rows[n * S + s];
+    }
+  }
+  return numbers;
+}
+
+// Of activations in 8 bits interleaved weights have the bits of those in rows; of 16 bits they are held to the definition.
+void InterleavedProducts(ffi::ThreadPool& pool) {
+  const int64_t shapes[][3] = {{1, 16, 32}, {2, 32, 64}, {4, 16, 96}, {5, 48, 160}, {7, 16, 544}, {70, 32, 288}};
+  for (Form form : {Form::kInt8, Form::kInt4}) {
+    for (Scales kind : {Scales::kRow, Scales::kGroups, Scales::kZeros}) {
+      if ((kind == Scales::kRow && form == Form::kInt4) || (kind == Scales::kZeros && form != Form::kInt4)) continue;
+      for (auto [T, N, E] : shapes) {
+        Random random(T * 5 + N);
+        int64_t S = kind == Scales::kRow || (E == 64 && form == Form::kInt4) ? 1 : E % 96 == 0 ? E / 96 : E / 32;
+        if (kind != Scales::kRow && S == 1 && form != Form::kInt4) continue;  // that is a scale a row
+        auto x = random.Bf16s(T * E);
+        std::vector<uint8_t> rows(Bytes(form, N * E));
+        for (uint8_t& value : rows) value = random.Bits();
+        auto scales = random.Floats(N * S, 0.01f, 0.1f), zeros = random.Floats(N * S, -7, 7);
+        auto weight = [&, N = N, E = E](int64_t n, int64_t e) {
+          int64_t i = n * E + e, s = n * S + e / (E / S);
+          if (form == Form::kInt8) return static_cast<int8_t>(rows[i]) * static_cast<double>(scales[s]);
+          uint8_t byte = rows[i / 32 * 16 + i % 16];
+          double number = (i % 32 < 16 ? byte & 15 : byte >> 4) - 8.0 - (kind == Scales::kZeros ? zeros[s] : 0.0f);
+          return number * scales[s];
+        };
+        auto values = InterleavedValues(form, rows, N, E);
+        auto of_scales = InterleavedNumbers(scales, N, S), of_zeros = InterleavedNumbers(zeros, N, S);
+        bool has_zeros = kind == Scales::kZeros;
+        Quantized in_rows{form, rows.data(), scales.data(), has_zeros ? zeros.data() : nullptr, N, E, S, Order::kRows};
+        Quantized w{form, values.data(), of_scales.data(), has_zeros ? of_zeros.data() : nullptr, N, E, S, Order::kInterleaved};
+        std::string name = std::string(form == Form::kInt8 ? "int8" : "int4") + (has_zeros ? " zeros " : kind == Scales::kRow ? " row " : " groups ") +
+                           std::to_string(T) + "x" + std::to_string(N) + "x" + std::to_string(E);
+        std::vector<float> y(T * N), others(T * N);
+        if (TakesInterleaved(Activations::kInt8)) {
+          Multiply(pool, x.data(), w, Activations::kInt8, y.data(), T);
+          Multiply(pool, x.data(), in_rows, Activations::kInt8, others.data(), T);
+          if (std::memcmp(y.data(), others.data(), y.size() * sizeof(float)) != 0) {
+            ++failures, std::printf("FAILED interleaved int8 %s: not the bits of rows\n", name.c_str());
+          }
+        }
+        if (!TakesInterleaved(Activations::kInt16)) ++failures, std::printf("FAILED interleaved int16: not taken\n");
+        auto taken = Rounded(x, E, 256, 32767);
+        Product exact(T, N, E, [&, E = E](int64_t t, int64_t e) { return taken[t * E + e]; }, weight);
+        Multiply(pool, x.data(), w, Activations::kInt16, y.data(), T);
+        Check("quantized int16 interleaved " + name, y, exact.y, exact.allowed);
+      }
+    }
+  }
+}
+
 struct AttentionCase {
   int64_t context, queries, P, H, K, D, V, window;
   float soft_cap;
@@ -423,7 +496,7 @@ void AttentionCases() {
 int main() {
   {
     jpaged::Pool pool;
-    jpaged::Linear(*pool), jpaged::QuantizedProducts(*pool);
+    jpaged::Linear(*pool), jpaged::QuantizedProducts(*pool), jpaged::InterleavedProducts(*pool);
   }
   jpaged::LowRank(), jpaged::GatedDelta(), jpaged::Mamba2(), jpaged::AttentionCases();
   if (jpaged::failures > 0) std::printf("%d elements are wrong\n", jpaged::failures);

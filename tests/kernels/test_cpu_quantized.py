@@ -194,6 +194,78 @@ def test_sizes_far_from_one(form: str, size: float, activations: str) -> None:
     assert (np.abs(product(scaled, w, 3, activations) - exact) <= allowed).all()
 
 
+def interleaved_product(x: Any, w: QuantizedWeight, count: int, activations: str) -> np.ndarray:
+    w = w.interleaved()
+    parts = (w.values, w.scales, w.form.name, count, w.zeros, activations)
+    return np.asarray(native.linear(x, *parts, interleaved=True))
+
+
+ROUNDED = [x for x in ("int8", "int16") if native.interleaves("int8", 16, x)]
+
+
+@pytest.mark.parametrize("activations", ROUNDED)
+@pytest.mark.parametrize("form", native.ROUNDING)
+@pytest.mark.parametrize(
+    ("T", "N", "E"), [(1, 16, 32), (3, 32, 96), (5, 48, 576), (70, 16, 1056), (540, 32, 256)]
+)
+def test_interleaved(T: int, N: int, E: int, form: str, activations: str) -> None:
+    x, w = arrays(T, N, E, form)
+    result = interleaved_product(x, w, T, activations)
+    exact = as_taken(x, form, activations) @ meant(w, activations).T
+    assert (np.abs(result - exact) <= 1e-5 * np.abs(exact).max(0) + 1e-6).all()
+    if activations == "int8":  # its arithmetic is that of rows
+        assert np.array_equal(result, product(x, w, T, activations))
+    some = slice(T // 3, T // 3 + 2)  # a row's bits do not depend on the others
+    assert np.array_equal(
+        interleaved_product(x[some], w, 2, activations)[: T - some.start], result[some]
+    )
+
+
+@pytest.mark.parametrize("activations", ROUNDED)
+@pytest.mark.parametrize("form", native.ROUNDING)
+@pytest.mark.parametrize(("E", "groups"), [(192, 3), (1152, 3), (512, 2), (1024, 1)])
+def test_interleaved_with_groups_and_zeros(
+    E: int, groups: int, form: str, activations: str
+) -> None:
+    x, w = arrays(5, 32, E, form)
+    rng = np.random.default_rng(0)
+    scales = jnp.asarray(rng.uniform(0.01, 0.1, (32, groups)), jnp.float32)
+    zeros = jnp.asarray(rng.integers(-7, 8, scales.shape), jnp.float32) if form == "int4" else None
+    w = dataclasses.replace(w, scales=scales, zeros=zeros)
+    exact = as_taken(x, form, activations) @ np.asarray(w.whole(), np.float64).T
+    result = interleaved_product(x, w, 5, activations)
+    assert (np.abs(result - exact) <= 1e-5 * np.abs(exact).max(0) + 1e-6).all()
+
+
+@pytest.mark.parametrize("activations", ROUNDED)
+def test_interleaved_and_no_number(activations: str) -> None:
+    x, w = arrays(5, 32, 576, "int8")
+    whole = interleaved_product(x, w, 5, activations)
+    x[1, 300], x[2, 5], x[4] = np.nan, np.inf, 0
+    result = interleaved_product(x, w, 5, activations)
+    assert np.isnan(result[1]).all() and not np.isfinite(result[2]).any()
+    assert np.array_equal(result[[0, 3]], whole[[0, 3]]) and not result[4].any()
+    assert not interleaved_product(x, w, 3, activations)[3:].any(), "padding"
+
+
+@pytest.mark.parametrize(
+    ("form", "outputs", "activations", "problem"),
+    [
+        ("fp8", 16, "int16", "weights of fp8 are not interleaved"),
+        ("int8", 16, "plain", "no product with these activations"),
+        ("int8", 24, "int16", "N=24 of an interleaved weight must be a multiple of 16"),
+    ],
+)
+def test_what_cannot_be_interleaved(
+    form: str, outputs: int, activations: str, problem: str
+) -> None:
+    assert not native.interleaves(form, outputs, activations)
+    x, values = jnp.ones((2, 64), jnp.bfloat16), jnp.zeros((outputs, 64), jnp.int8)
+    parts = (x, values, jnp.ones((outputs, 1)), form, 2, None, activations)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=problem):
+        native.linear(*parts, interleaved=True).block_until_ready()
+
+
 @pytest.mark.parametrize(
     ("form", "values", "scales", "problem"),
     [

@@ -41,8 +41,22 @@ class Products(Adder, Protocol):
         """Return whether `quantized` takes weights in the form of this name, of `width` inputs."""
         ...
 
+    def interleaves(self, form: str, outputs: int, /) -> bool:
+        """Return whether `quantized` takes interleaved weights in the form of this name (see
+        WeightForm), of so many outputs.
+        """
+        ...
+
     def quantized(
-        self, x: Array, values: Array, scales: Array, zeros: Any, form: str, count: Any, /
+        self,
+        x: Array,
+        values: Array,
+        scales: Array,
+        zeros: Any,
+        form: str,
+        count: Any,
+        interleaved: bool = False,
+        /,
     ) -> Array:
         """x [T, E] in bf16 times the weight that values, scales and zeros [N, ...] stand for,
         transposed, [T, N] in f32; see models/quantized.py.
@@ -277,9 +291,11 @@ class Linear:
         width = x.shape[-1]
         if products is None or x.dtype != jnp.bfloat16 or not products.multiplies(form, width):
             return weight.linear(x, in_fp8=step.in_fp8).astype(dtype)
-        rows = x.reshape(-1, width)
+        if weight.form.interleaved and not products.interleaves(form, weight.shape[0]):
+            weight = weight.in_rows()
+        rows, interleaved = x.reshape(-1, width), weight.form.interleaved
         parts = (weight.values, weight.scales, weight.zeros, form)
-        return products.quantized(rows, *parts, step.count(rows)).astype(dtype)
+        return products.quantized(rows, *parts, step.count(rows), interleaved).astype(dtype)
 
 
 def scaled(x: Array, factor: float) -> Array:
