@@ -190,7 +190,7 @@ def test_under_the_sanitizers(name: str, tmp_path: Path) -> None:
 
 
 FAULTS = [
-    (("attend.h", "position + 1 - first, ", "position + 2 - first, "), "FAILED attention"),
+    (("attend.h", "past - first, state", "past + 1 - first, state"), "FAILED attention"),
     (("avx2/lanes.h", "0x0680048002800080", "0x0680048002800180"), "FAILED"),
     (
         ("f32_delta.h", "L::Fma(of_key, change", "L::Fma(of_query, change"),
