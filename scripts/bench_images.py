@@ -275,6 +275,7 @@ def compare(
         waves = np.indices((side, side, 3)).sum(axis=0)
         pixels = ((waves + rng.integers(0, 64, (side, side, 3))) % 256).astype(np.uint8)
         np.save(file, pixels)
+        llm.reset_prefix_cache()  # the text of a round before would be found
         encoded = llm.stats()["images_encoded"]
         turns = [lambda: {kind: ours[kind]() for kind in KINDS}]
         turns += [] if peer is None else [lambda: {"transformers": theirs()}]

@@ -71,9 +71,9 @@ class ImagePreparer:
         content.update(np.ascontiguousarray(pixels).data)
         return content.digest()
 
-    def prepare(self, pixels: np.ndarray) -> Prepared:
-        """Return the patches of an image. pixels: uint8 [height, width, 3]. RequestError for a
-        shape that the model cannot take.
+    def prepare(self, pixels: np.ndarray, digest: bytes | None = None) -> Prepared:
+        """Return the patches of an image. pixels: uint8 [height, width, 3]. digest: theirs, where
+        it is known. RequestError for a shape that the model cannot take.
         """
         if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
             raise RequestError(
@@ -97,7 +97,8 @@ class ImagePreparer:
                 f"{self.folder}: its image processor makes patches {patches.shape} of a grid of "
                 f"{grid}: the tower takes {self.config.num_features} numbers a patch"
             )
-        return Prepared(patches=patches, grid=grid, digest=self.digest(pixels))
+        digest = self.digest(pixels) if digest is None else digest
+        return Prepared(patches=patches, grid=grid, digest=digest)
 
     def _unified_size(self, pixels: np.ndarray) -> tuple[int, int]:
         """Return the height and the width that an image of Gemma 4 12B is resized to."""
