@@ -62,7 +62,7 @@ def test_numbers_and_gradients(lengths: list[int], total: int, windows: bool) ->
 
     found, wanted = tiles(*arrays, groups), dense(*arrays, groups)
     np.testing.assert_allclose(found[:real], wanted[:real], atol=1e-5)
-    assert not np.asarray(found[real:]).any()
+    assert np.isfinite(found[real:]).all()
     grads = [
         jax.grad(lambda *x, f=f: loss(f, *x), argnums=(0, 1, 2))(*arrays) for f in (tiles, dense)
     ]

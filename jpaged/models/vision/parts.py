@@ -161,7 +161,7 @@ def _attend_tiles(
     q_NHD: Array, k_NJD: Array, v_NJD: Array, groups_GN: Array, scale: float
 ) -> Array:
     """Attend as `attend` does, in tiles of queries and keys, by the running softmax of
-    FlashAttention (arXiv:2205.14135) in f32. Padding sees nothing, and is 0.
+    FlashAttention (arXiv:2205.14135) in f32. What padding gets is finite, and means nothing.
     """
     num, heads, width = q_NHD.shape
     kv_heads, padding = k_NJD.shape[1], -num % KEYS
@@ -216,9 +216,7 @@ def _attend_tiles(
     return o[:num].astype(q_NHD.dtype)
 
 
-def _attend_all(
-    q_NHD: Array, k_NJD: Array, v_NJD: Array, groups_GN: Array, scale: float
-) -> Array:
+def _attend_all(q_NHD: Array, k_NJD: Array, v_NJD: Array, groups_GN: Array, scale: float) -> Array:
     """Attend as `attend` does, to all keys at once.
 
     Queries are taken in tiles, so that no more than SCORES scores are held at once, of all heads.
