@@ -35,7 +35,6 @@ from typing import Any
 
 import _common as common
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import jpaged

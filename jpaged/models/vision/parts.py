@@ -163,7 +163,7 @@ def _attend_tiles(
     """Attend as `attend` does, in tiles of queries and keys, by the running softmax of
     FlashAttention (arXiv:2205.14135) in f32. What padding gets is finite, and means nothing.
     """
-    num, heads, width = q_NHD.shape
+    num, heads, _ = q_NHD.shape
     kv_heads, padding = k_NJD.shape[1], -num % KEYS
     total = num + padding
     far = jnp.iinfo(jnp.int32).max  # the image of padding: after all others, as it lies
