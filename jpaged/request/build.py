@@ -275,8 +275,9 @@ class Builder:
         if not self.inputs.model.is_causal:
             raise RequestError("embeddings: this model, whose tokens see each other, takes tokens")
         images = self.inputs.images
-        for span in spans if images is not None else ():
-            if span.image is not None and len(span) > images.most:  # as no prompt's images are
+        for span in spans:
+            # As no image is that a prompt names.
+            if images is not None and span.image is not None and len(span) > images.most:
                 raise CapacityError(
                     f"an image or a video of {len(span)} tokens at {span.start}: the limit is "
                     f"{images.most}; send fewer pixels or frames, or raise max_image_tokens= of "

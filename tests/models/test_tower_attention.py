@@ -50,7 +50,8 @@ def dense(q: Any, k: Any, v: Any, groups: np.ndarray) -> Any:
     [([40], 40, False), ([7, 18, 3], 37, False), ([25, 14], 45, True)],
 )
 def test_numbers_and_gradients(lengths: list[int], total: int, windows: bool) -> None:
-    *arrays, groups = case(lengths, total, windows)
+    q, k, v, groups = case(lengths, total, windows)
+    arrays = q, k, v
     real = sum(lengths)
     weights = np.random.default_rng(0).standard_normal((real, 4, 6)).astype(np.float32)
 
@@ -60,7 +61,7 @@ def test_numbers_and_gradients(lengths: list[int], total: int, windows: bool) ->
     def tiles(q: Any, k: Any, v: Any, groups: np.ndarray) -> Any:
         return parts.attend(q, k, v, jnp.asarray(groups), 0.5)
 
-    found, wanted = tiles(*arrays, groups), dense(*arrays, groups)
+    found, wanted = tiles(q, k, v, groups), dense(q, k, v, groups)
     np.testing.assert_allclose(found[:real], wanted[:real], atol=1e-5)
     assert np.isfinite(found[real:]).all()
     grads = [
