@@ -20,6 +20,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 import jpaged
 from jpaged import (
     LLM,
+    CapacityError,
     ConfigError,
     EngineConfig,
     ImageLimits,
@@ -431,6 +432,17 @@ def test_the_tower_over_devices(folder: Path) -> None:
         )
     one.close()
     two.close()
+    # Nothing is kept, chunks cut both images, and replicas compute them in the same steps.
+    cut = llm_of(
+        folder,
+        data_parallel_size=2,
+        image_cache_gib=0,
+        max_num_batched_tokens=12,
+        max_embeddings=96,
+    )
+    cut.generate([prompt_of(picture(i, (24, 32))) for i in (1, 2)], GREEDY, use_tqdm=False)
+    assert encoded(cut) == 2
+    cut.close()
 
 
 def test_the_plan_has_tower_and_pool(folder: Path) -> None:
@@ -474,8 +486,8 @@ def test_bad_images_are_that_requests_error(llm: LLM, prompt: Any, message: str)
     assert_idle(llm)
 
 
-def test_limits(folder: Path) -> None:
-    bounds = {"max_side": 24, "local_paths": False, "max_images": 2}
+def test_limits(folder: Path, llm: LLM) -> None:
+    other, bounds = llm, {"max_side": 24, "local_paths": False, "max_images": 2}
     llm = llm_of(folder, image_limits=bounds, max_image_tokens=4)
     assert llm.engine_config.image_limits == ImageLimits(
         max_side=24, local_paths=False, max_images=2
@@ -490,6 +502,13 @@ def test_limits(folder: Path) -> None:
     # Larger ones are made smaller.
     (output,) = llm.generate([prompt_of(picture(1, (24, 24)))], GREEDY, use_tqdm=False)
     assert output.prompt_token_ids.count(17) == 4
+    # Prepared by another engine, which takes larger ones.
+    (larger,) = other.generate([prompt_of(LARGE)], GREEDY, use_tqdm=False)
+    prompt = {"prompt_token_ids": larger.prompt_token_ids, "embeddings": larger.embeddings}
+    good, failed = llm.generate([[3, 4], prompt], GREEDY, on_error="return", use_tqdm=False)
+    assert good.error is None and isinstance(failed.error, CapacityError)
+    assert "an image or a video of 12 tokens at 5: the limit is 4" in str(failed.error)
+    assert_idle(llm)
     llm.close()
     for bad in ({"max_sides": 1}, {"max_side": 0}, {"hosts": "a.b"}, {"local_paths": 1}, 7):
         with pytest.raises(ConfigError, match=r"image_limits=|ImageLimits: "):

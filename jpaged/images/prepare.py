@@ -1,5 +1,6 @@
-"""From pixels to patches, as transformers' own image processor of the model does it: with Pillow
-and numpy alone (its classes with `Pil` in their names), pixel for pixel.
+"""From pixels to patches, as transformers' own image processor of the model does it, pixel for
+pixel: with Pillow and numpy alone (its classes with `Pil` in their names). Gemma 4 12B's processor
+has no such class; its images are resized here (`resized`), and cut by Gemma 4's.
 """
 
 import functools
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from jpaged.errors import CheckpointError, ConfigError, RequestError, UnsupportedError
+from jpaged.images.resize import BICUBIC, resized
 from jpaged.images.sources import pillow
 from jpaged.images.spans import Prepared
 from jpaged.models.hf_defaults import import_transformers
@@ -69,9 +71,9 @@ class ImagePreparer:
         content.update(np.ascontiguousarray(pixels).data)
         return content.digest()
 
-    def prepare(self, pixels: np.ndarray) -> Prepared:
-        """Return the patches of an image. pixels: uint8 [height, width, 3]. RequestError for a
-        shape that the model cannot take.
+    def prepare(self, pixels: np.ndarray, digest: bytes | None = None) -> Prepared:
+        """Return the patches of an image. pixels: uint8 [height, width, 3]. digest: theirs, where
+        it is known. RequestError for a shape that the model cannot take.
         """
         if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
             raise RequestError(
@@ -80,8 +82,12 @@ class ImagePreparer:
         options: dict[str, Any] = {"input_data_format": "channels_last", "return_tensors": "np"}
         if isinstance(self.config, SiglipVisionConfig):
             options["do_pan_and_scan"] = False
+        content = pixels
         try:
-            made = self.processor(images=[pixels], **options)
+            if isinstance(self.config, UnifiedVisionConfig) and self.processor.do_resize:
+                content = resized(pixels, *self._unified_size(pixels))
+                options["do_resize"] = False
+            made = self.processor(images=[content], **options)
         except (ValueError, ZeroDivisionError) as e:
             height, width = pixels.shape[:2]
             raise RequestError(f"image of {width} x {height} pixels: {e}") from e
@@ -91,7 +97,20 @@ class ImagePreparer:
                 f"{self.folder}: its image processor makes patches {patches.shape} of a grid of "
                 f"{grid}: the tower takes {self.config.num_features} numbers a patch"
             )
-        return Prepared(patches=patches, grid=grid, digest=self.digest(pixels))
+        digest = self.digest(pixels) if digest is None else digest
+        return Prepared(patches=patches, grid=grid, digest=digest)
+
+    def _unified_size(self, pixels: np.ndarray) -> tuple[int, int]:
+        """Return the height and the width that an image of Gemma 4 12B is resized to."""
+        processor = self.processor
+        module = importlib.import_module(type(processor).__module__)
+        return module.get_aspect_ratio_preserving_size(
+            height=pixels.shape[0],
+            width=pixels.shape[1],
+            patch_size=processor.patch_size,
+            max_patches=processor.max_soft_tokens * processor.pooling_kernel_size**2,
+            pooling_kernel_size=processor.pooling_kernel_size,
+        )
 
     def patches_of(self, pixels: np.ndarray) -> np.ndarray:
         """Return the patches of an image that has been resized already, for Qwen's towers."""
@@ -129,6 +148,7 @@ class ImagePreparer:
         elif isinstance(config, UnifiedVisionConfig):
             wanted = {"patch_size": config.patch_size // config.pooling}
             wanted["pooling_kernel_size"] = config.pooling
+            wanted["resample"] = BICUBIC
         elif isinstance(config, Gemma4VisionConfig):
             wanted = {"patch_size": config.patch_size, "pooling_kernel_size": config.merge}
         else:

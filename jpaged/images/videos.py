@@ -2,9 +2,8 @@
 
 Qwen2.5-VL takes a video as one grid, whose frames are apart on the time axis of positions as they
 are in seconds. Qwen3-VL and Qwen 3.5 take each pair of frames as an image of its own, with its time
-as text before it. Both put two frames into one patch. Frames are resized by Pillow, where
-transformers' video processors resize them by torchvision; sizes, patches, times and text are
-theirs (Qwen2VLVideoProcessor, Qwen3VLVideoProcessor, Qwen3VLProcessor).
+as text before it. Both put two frames into one patch. Sizes, pixels, patches, times and text are
+those of transformers' processors (Qwen2VLVideoProcessor, Qwen3VLVideoProcessor, Qwen3VLProcessor).
 """
 
 import dataclasses
@@ -21,7 +20,8 @@ from jpaged.checks import read_json
 from jpaged.errors import ConfigError, RequestError, UnsupportedError
 from jpaged.images.limits import DEFAULT_LIMITS, ImageLimits
 from jpaged.images.prepare import VIDEO_FILE, ImagePreparer
-from jpaged.images.sources import ImageSource, load_image, pillow
+from jpaged.images.resize import resized
+from jpaged.images.sources import ImageSource, load_image
 from jpaged.images.spans import Prepared
 from jpaged.models.vision.qwen import Qwen25VisionConfig, QwenVisionConfig
 from jpaged.models.vision.tower import Grid
@@ -63,7 +63,7 @@ def prepare_video(
     if len(shapes := {x.shape for x in pixels}) > 1:
         raise RequestError(f"frames of {len(shapes)} sizes in one video: they must have one")
     height, width = _size(preparer, len(pixels), *pixels[0].shape[:2])
-    pixels = [_resized(x, height, width) for x in pixels]
+    pixels = [resized(x, height, width) for x in pixels]
     pixels += pixels[-1:] * (-len(pixels) % vision.frames)
     times = [i / fps for i in range(len(frames))]
     times += times[-1:] * (len(pixels) - len(times))
@@ -101,12 +101,6 @@ def _prepared(
         digest=content.digest(),
         time_interval=interval,
     )
-
-
-def _resized(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
-    image = pillow()
-    resized = image.fromarray(pixels).resize((width, height), image.Resampling.BICUBIC)
-    return np.asarray(resized)
 
 
 def _size(preparer: ImagePreparer, count: int, height: int, width: int) -> tuple[int, int]:

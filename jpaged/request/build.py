@@ -265,7 +265,8 @@ class Builder:
 
     def _served(self, spans: Spans) -> Spans:
         """Return the embeddings of a prompt, which this engine can serve: RequestError where it has
-        no pool for them, CapacityError for an image that no step can take whole and must.
+        no pool for them, CapacityError for an image that the tower takes in no call, or that no
+        step can take whole and must.
         """
         config = self.config
         num_images = sum(span.image is not None for span in spans)
@@ -273,6 +274,15 @@ class Builder:
         check_combination(facts)
         if not self.inputs.model.is_causal:
             raise RequestError("embeddings: this model, whose tokens see each other, takes tokens")
+        images = self.inputs.images
+        for span in spans:
+            # As no image is that a prompt names.
+            if images is not None and span.image is not None and len(span) > images.most:
+                raise CapacityError(
+                    f"an image or a video of {len(span)} tokens at {span.start}: the limit is "
+                    f"{images.most}; send fewer pixels or frames, or raise max_image_tokens= of "
+                    "EngineConfig"
+                )
         most = config.max_num_batched_tokens - (config.num_rows if config.mixed else 0)
         for span in spans if spans.are_whole else ():
             if span.grid is not None and len(span) > min(most, config.max_embeddings):

@@ -124,7 +124,7 @@ class PromptImages:
             known = self._alive.get(digest)
         if known is not None:
             return known
-        image = self._preparer.prepare(pixels)
+        image = self._preparer.prepare(pixels, digest)
         with self._lock:
             return self._alive.setdefault(digest, image)
 

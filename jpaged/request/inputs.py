@@ -362,7 +362,8 @@ def may_have_images(prompt: object) -> bool:
     """Return whether a prompt names images, or is a conversation with parts, which may."""
     if isinstance(prompt, Chat):
         messages = prompt.messages if isinstance(prompt.messages, list | tuple) else ()
-        return any(isinstance(m, Mapping) and isinstance(m.get("content"), list) for m in messages)
+        contents = (m.get("content") for m in messages if isinstance(m, Mapping))
+        return any(isinstance(content, list | tuple) for content in contents)
     return isinstance(prompt, Mapping) and prompt.get("images") is not None
 
 

@@ -57,7 +57,7 @@ def encode_images(
             missing[digest] = x
         else:
             spans[digest] = kept
-    for span in encoder.encode(tower, [preparer.prepare(x) for x in missing.values()]):
+    for span in encoder.encode(tower, [preparer.prepare(x, d) for d, x in missing.items()]):
         spans[span.digest] = span
         if cache is not None:
             cache.put(span, weights)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -185,8 +186,8 @@ class Runner:
                         self._set_counts(replica, row, token_ids, prompt_len)
                     for slot, adapter in part.loads:
                         self.adapters.load(replica, slot, adapter.data)
-                    if part.embedded:
-                        self.embeddings.write(replica, self._encoded(part.embedded))
+                for replica, pieces in self._encoded(batch):
+                    self.embeddings.write(replica, pieces)
                 if batch.copies is not None:
                     self._copy_blocks(self.transfers.put(batch.copies))
                 packed, state = self.transfers.put(batch.packed), self._state
@@ -257,11 +258,16 @@ class Runner:
                 kv = step(arrays, self._state.kv, handle.replayed, packed)
                 self._state = dataclasses.replace(self._state, kv=kv)
 
-    def _encoded(self, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
-        """Return parts of spans with the embeddings of images."""
-        if self.images is None or self.params is None or self.params.vision is None:
-            return pieces
-        return self.images.encoded(pieces, self.params.vision, self.weight_version)
+    def _encoded(self, batch: Batch) -> list[tuple[int, tuple[Piece, ...]]]:
+        """Return the parts of spans of each replica that has any, with the embeddings of images:
+        those of all replicas are encoded together.
+        """
+        parts = [(i, part.embedded) for i, part in enumerate(batch.each) if part.embedded]
+        if not parts or self.images is None or self.params is None or self.params.vision is None:
+            return parts
+        pieces = tuple(itertools.chain.from_iterable(part for _, part in parts))
+        made = iter(self.images.encoded(pieces, self.params.vision, self.weight_version))
+        return [(i, tuple(itertools.islice(made, len(part)))) for i, part in parts]
 
     def _missing(self, buckets: StepShapes) -> list[Shape]:
         """Return those of the shapes of a dispatch that are not compiled."""

@@ -35,7 +35,13 @@ from typing import Any
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
 VENV = ROOT / ".venv-golden"
-REQUIREMENTS = ("torch==2.13.0", "transformers==5.23.0", "numpy", "safetensors")
+REQUIREMENTS = (
+    "torch==2.13.0",
+    "torchvision==0.28.0",
+    "transformers==5.23.0",
+    "numpy",
+    "safetensors",
+)
 PROMPT_LENGTHS = (
     5,
     40,

@@ -3,6 +3,8 @@ which runs it as `pictures`.
 """
 
 import importlib
+import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,9 @@ from tests.golden.pictures import (
     NAMES,
     NEW_TOKENS,
     PROMPTS,
+    RESIZED,
     config_of,
+    noisy,
     pictures,
     settings,
     token_ids,
@@ -21,6 +25,8 @@ PROCESSORS = {
     "qwen": "qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil",
     "gemma3": "gemma3.image_processing_pil_gemma3.Gemma3ImageProcessorPil",
     "gemma4_clipped": "gemma4.image_processing_pil_gemma4.Gemma4ImageProcessorPil",
+    # This one is torchvision's alone.
+    "gemma4_unified": "gemma4_unified.image_processing_gemma4_unified.Gemma4UnifiedImageProcessor",
 }
 SPECIAL = {17, 18, 19, 20, 23}  # tokens of images, which would need more of these, and EOS
 
@@ -30,16 +36,57 @@ def make_pictures(out: Path) -> str:
     import numpy as np
     import torch  # pyright: ignore[reportMissingImports]
 
+    library = need_torchvision()  # before transformers is imported, and as long as it is used
     from tests.golden.make_golden_towers import model_of
 
     torch.set_num_threads(1)
-    arrays: dict[str, Any] = {}
+    arrays: dict[str, Any] = {f"resized/{i}": x for i, x in enumerate(_resized())}
     for name in NAMES:
         model, _ = model_of(name, config_of(name))
         for prompt in PROMPTS:
             arrays |= {f"{name}/{prompt}/{k}": v for k, v in _run(model, name, prompt).items()}
+    del library
     np.savez_compressed(out / FILE.name, allow_pickle=False, **arrays)
     return f"{FILE.name}: {len(NAMES)} models, {len(PROMPTS)} prompts of each"
+
+
+def need_torchvision() -> Any:
+    """Have torchvision's Python import where its C++ does not load, as that of a CUDA build beside
+    a CPU build of torch: its operators are declared, and none of them runs here. Return what
+    declares them.
+    """
+    import torch  # pyright: ignore[reportMissingImports]
+
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None or spec.origin is None:
+        raise SystemExit("pictures: pip install torchvision, of the same release as torch")
+    try:
+        importlib.import_module("torchvision")
+        return None
+    except RuntimeError:
+        library = torch.library.Library("torchvision", "DEF")
+        source = Path(spec.origin).with_name("_meta_registrations.py").read_text()
+        named = r'register_meta\("(\w+)"|register_fake\("torchvision::(\w+)'
+        for names in set(re.findall(named, source)):
+            library.define(f"{names[0] or names[1]}() -> ()")
+        importlib.import_module("torchvision")
+        return library
+
+
+def _resized() -> list[Any]:
+    """What torchvision makes of the images of RESIZED."""
+    import torch  # pyright: ignore[reportMissingImports]
+    from torchvision.transforms.v2 import (  # pyright: ignore[reportMissingImports]
+        InterpolationMode,
+        functional,
+    )
+
+    made = []
+    for before, after in RESIZED:
+        image = torch.from_numpy(noisy(before)).permute(2, 0, 1)
+        out = functional.resize(image, list(after), InterpolationMode.BICUBIC, antialias=True)
+        made.append(out.permute(1, 2, 0).numpy())
+    return made
 
 
 def _run(model: Any, name: str, prompt: str) -> dict[str, Any]:
@@ -93,7 +140,9 @@ def _images(name: str, prompt: str) -> tuple[dict[str, Any], list[int]]:
         "pixel_values": out["pixel_values"].to(torch.float32),
         "image_position_ids": out["image_position_ids"],
     }
-    counts = (out["image_position_ids"][:, :, 0] >= 0).sum(-1) // 9
+    counts = (out["image_position_ids"][:, :, 0] >= 0).sum(-1)
+    if kind != "gemma4_unified":
+        counts = counts // 9
     return inputs, counts.tolist()
 
 
@@ -115,12 +164,21 @@ def _logprobs(model: Any, name: str, ids: list[int], inputs: dict[str, Any]) -> 
     import torch  # pyright: ignore[reportMissingImports]
 
     tokens = torch.tensor([ids])
-    kinds = (tokens == 17).long()
+    kinds, mask = (tokens == 17).long(), torch.ones_like(tokens)
     more = {"token_type_ids": kinds} if name == "gemma3" else {"mm_token_type_ids": kinds}
+    if name == "gemma4_unified":
+        # This model has two masks in transformers 5.23: the one that `generate` makes in advance,
+        # which is Gemma 4's (tokens of an image see each other within the window, and not in full
+        # layers), and another of `forward`, where no window bounds them and full layers have it too
+        # (transformers issue 46711, mended there for Gemma 4 alone).
+        embeddings = model.get_input_embeddings()(tokens)
+        mask = model.create_masks_for_generate(
+            model.config, embeddings, mask, None, None, mm_token_type_ids=kinds
+        )
     with torch.no_grad():
         logits = model(
             input_ids=tokens,
-            attention_mask=torch.ones_like(tokens),
+            attention_mask=mask,
             use_cache=False,
             **inputs,
             **more,

@@ -12,7 +12,7 @@ import numpy as np
 from tests.golden import towers
 
 FILE = Path(__file__).parent / "pictures.npz"
-NAMES = ("qwen3_vl", "qwen2_5_vl", "qwen3_5", "gemma3", "gemma4_clipped")
+NAMES = ("qwen3_vl", "qwen2_5_vl", "qwen3_5", "gemma3", "gemma4_clipped", "gemma4_unified")
 # Height and width of the images of each prompt, whose placeholders stand between tokens of text.
 PROMPTS: dict[str, list[tuple[int, int]]] = {
     "one": [(30, 21)],
@@ -37,6 +37,15 @@ GEMMA3 = {
     "image_std": [0.5, 0.5, 0.5],
     "do_pan_and_scan": None,
 }
+UNIFIED = {"patch_size": 2, "pooling_kernel_size": 3, "max_soft_tokens": 70}
+# Height and width of images before and after they are resized.
+RESIZED = [
+    ((9, 14), (31, 20)),
+    ((40, 33), (12, 33)),
+    ((23, 50), (23, 17)),
+    ((64, 7), (9, 48)),
+    ((1, 90), (6, 5)),
+]
 GEMMA4 = {"patch_size": 4, "pooling_kernel_size": 3, "max_soft_tokens": 70}
 
 
@@ -55,7 +64,9 @@ def config_of(name: str) -> dict[str, Any]:
     """The config of towers.py, with room for the images of Gemma 4, of 70 tokens each."""
     config = copy.deepcopy(towers.CONFIGS[name])
     if name.startswith("gemma4"):
-        config["vision_config"]["position_embedding_size"] = LONGEST
+        unified = name == "gemma4_unified"
+        table = "mm_posemb_size" if unified else "position_embedding_size"
+        config["vision_config"][table] = LONGEST
         config["text_config"]["max_position_embeddings"] = 256
     return config
 
@@ -65,10 +76,11 @@ def write(name: str, folder: Path) -> Path:
     from safetensors.numpy import save_file
 
     shapes = towers.load(name).shapes
-    for key, (*_, width) in [
-        (k, x) for k, x in shapes.items() if k.endswith("position_embedding_table")
-    ]:
-        shapes[key] = (2, LONGEST, width)
+    for key, shape in shapes.items():
+        if key.endswith("position_embedding_table"):
+            shapes[key] = (2, LONGEST, shape[-1])
+        elif key.endswith(".pos_embedding"):
+            shapes[key] = (LONGEST, 2, shape[-1])
     save_file(towers.tensors(name, shapes), folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config_of(name)))
     (folder / "preprocessor_config.json").write_text(json.dumps(settings(name)))
@@ -77,7 +89,8 @@ def write(name: str, folder: Path) -> Path:
 
 def settings(name: str) -> dict[str, Any]:
     """What the folder of a model says of its images."""
-    return QWEN if name.startswith("qwen") else GEMMA3 if name == "gemma3" else GEMMA4
+    by_name = {"gemma3": GEMMA3, "gemma4_unified": UNIFIED, "gemma4_clipped": GEMMA4}
+    return QWEN if name.startswith("qwen") else by_name[name]
 
 
 def pictures(prompt: str) -> list[np.ndarray]:
@@ -87,6 +100,12 @@ def pictures(prompt: str) -> list[np.ndarray]:
         y, x, c = np.indices((height, width, 3))
         made.append(((7 * y + 3 * x + 60 * c + 90 * i + x * y // 8) % 256).astype(np.uint8))
     return made
+
+
+def noisy(size: tuple[int, int]) -> np.ndarray:
+    """An image of random black and white, at whose edges a resized one goes out of bounds."""
+    rng = np.random.default_rng([*size])
+    return np.where(rng.random((*size, 3)) < 0.5, 0, 255).astype(np.uint8)
 
 
 def token_ids(name: str, prompt: str, seed: int) -> list[int]:

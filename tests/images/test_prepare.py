@@ -15,6 +15,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from jpaged.errors import CheckpointError, ConfigError, RequestError, UnsupportedError
 from jpaged.images.prepare import ImagePreparer
+from jpaged.images.resize import resized
 from jpaged.images.spans import packed, positions
 from jpaged.models.config import ModelConfig
 from jpaged.models.vision.tower import Grid, VisionConfig
@@ -75,11 +76,16 @@ def image_of(height: int, width: int) -> np.ndarray:
 def test_patches_are_those_of_transformers(
     name: str, size: tuple[int, int], tmp_path: Path
 ) -> None:
-    """To the bit, given one of Pillow's images as its processors are."""
+    """To the bit, given one of Pillow's images as its processors are. Gemma 4 12B's patches are
+    those of an image that was resized before (tests/images/test_resize.py).
+    """
     folder, vision, pixels = write_settings(name, tmp_path), vision_of(name), image_of(*size)
     prepared = ImagePreparer(folder, vision).prepare(pixels)
     kind = CLASSES.get("qwen" if name.startswith("qwen") else name, Gemma4ImageProcessorPil)
     options = {"do_pan_and_scan": False} if name == "gemma3" else {}
+    if name == "gemma4_unified":
+        size = tuple(6 * n for n in prepared.grid[1:])
+        pixels, options = resized(pixels, *size), {"do_resize": False}
     theirs = kind.from_pretrained(folder)(
         images=[Image.fromarray(pixels)], return_tensors="np", **options
     )
@@ -128,13 +134,16 @@ def whole(patches: np.ndarray, grid: Grid, vision: VisionConfig) -> np.ndarray:
 
 @pytest.mark.parametrize("name", towers.CONFIGS)
 def test_patches_are_of_the_resized_image(name: str, tmp_path: Path) -> None:
-    """Put together by their positions, they are what Pillow makes of the image, rescaled."""
+    """Put together by their positions, they are what the image is resized to, rescaled."""
     vision, pixels = vision_of(name), image_of(70, 45)
     prepared = ImagePreparer(write_settings(name, tmp_path), vision).prepare(pixels)
     image = whole(prepared.patches, prepared.grid, vision)
     size = (image.shape[2], image.shape[1])
     resample = Image.Resampling.BILINEAR if name == "gemma3" else Image.Resampling.BICUBIC
-    expected = np.asarray(Image.fromarray(pixels).resize(size, resample)).transpose(2, 0, 1) / 255
+    small = np.asarray(Image.fromarray(pixels).resize(size, resample))
+    if name == "gemma4_unified":
+        small = resized(pixels, *size[::-1])
+    expected = small.transpose(2, 0, 1) / 255
     if "image_mean" in (settings := settings_of(name)):
         mean, std = (np.array(settings[x])[:, None, None] for x in ("image_mean", "image_std"))
         expected = (expected - mean) / std

@@ -4,7 +4,7 @@ within images.
 
 import dataclasses
 import functools
-from typing import Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jpaged.models.param_spec import Init, Parameters, ParamSpec, Part
 from jpaged.models.vision.tower import PREFIX
 
 SCORES = 2**25  # f32 scores that attention holds at once, of all heads
+QUERIES, KEYS = 256, 1024  # patches of a tile of attention on a CPU
 
 
 class Specs:
@@ -139,6 +140,84 @@ def rotated(x_NHD: Array, angles_NF: Array) -> Array:
 def attend(q_NHD: Array, k_NJD: Array, v_NJD: Array, groups_GN: Array, scale: float) -> Array:
     """Full attention within groups of patches, [N, H, D]: a query sees the keys whose numbers are
     its own in all G groups, as those of its image and of its window.
+
+    On a CPU the keys of many patches are taken in tiles too, and a tile that holds nothing that is
+    seen is not computed: other images of a call, other windows, and padding cost nothing. Elsewhere
+    a branch costs more than it saves.
+    """
+    if len(k_NJD) <= KEYS:
+        return _attend_all(q_NHD, k_NJD, v_NJD, groups_GN, scale)
+    return jax.lax.platform_dependent(
+        q_NHD,
+        k_NJD,
+        v_NJD,
+        groups_GN,
+        cpu=functools.partial(_attend_tiles, scale=scale),
+        default=functools.partial(_attend_all, scale=scale),
+    )
+
+
+def _attend_tiles(
+    q_NHD: Array, k_NJD: Array, v_NJD: Array, groups_GN: Array, scale: float
+) -> Array:
+    """Attend as `attend` does, in tiles of queries and keys, by the running softmax of
+    FlashAttention (arXiv:2205.14135) in f32. What padding gets is finite, and means nothing.
+    """
+    num, heads, _ = q_NHD.shape
+    kv_heads, padding = k_NJD.shape[1], -num % KEYS
+    total = num + padding
+    far = jnp.iinfo(jnp.int32).max  # the image of padding: after all others, as it lies
+    groups_GN = jnp.where(groups_GN < 0, far, groups_GN)
+    groups_GN = jnp.pad(groups_GN, ((0, 0), (0, padding)), constant_values=far)
+
+    def tiled(x: Array, size: int) -> Array:
+        x = jnp.pad(x.astype(jnp.float32), ((0, padding), (0, 0), (0, 0)))
+        return x.reshape(total // size, size, kv_heads, -1, x.shape[-1]).transpose(0, 2, 3, 1, 4)
+
+    def tiles_of(size: int) -> tuple[Array, Array, Array]:
+        groups = groups_GN.reshape(len(groups_GN), -1, size).swapaxes(0, 1)
+        return groups, groups.min(axis=2), groups.max(axis=2)
+
+    q, k, v = tiled(q_NHD, QUERIES), tiled(k_NJD, KEYS)[:, :, 0], tiled(v_NJD, KEYS)[:, :, 0]
+    of_queries, low, high = tiles_of(QUERIES)
+    of_keys, least, most = tiles_of(KEYS)
+    meet = (low[:, None] <= most[None]) & (least[None] <= high[:, None])
+    is_needed = meet.all(axis=2) & (low[:, :1] != far)
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def one(args: tuple[Array, Array, Array]) -> Array:
+        q_JGTD, groups_GT, needed = args
+        form = q_JGTD.shape[:3]
+
+        def seen(carry: tuple[Array, Array, Array], keys: tuple[Array, Array, Array]) -> Any:
+            top, total, o = carry
+            k_JKD, v_JKD, groups_GK = keys
+            scores = jnp.einsum("jgtd,jkd->jgtk", q_JGTD, k_JKD) * jnp.float32(scale)
+            is_seen = (groups_GT[:, :, None] == groups_GK[:, None]).all(axis=0)
+            scores = jnp.where(is_seen, scores, -jnp.inf)
+            above = jax.lax.stop_gradient(jnp.maximum(top, scores.max(axis=-1)))
+            base = jnp.where(jnp.isfinite(above), above, 0.0)
+            weights = jnp.exp(scores - base[..., None])
+            kept = jnp.exp(top - base)
+            o = o * kept[..., None] + jnp.einsum("jgtk,jkd->jgtd", weights, v_JKD)
+            return above, total * kept + weights.sum(axis=-1), o
+
+        def step(carry: Any, keys: Any) -> tuple[Any, None]:
+            need, *rest = keys
+            return jax.lax.cond(need, seen, lambda carry, _: carry, carry, tuple(rest)), None
+
+        top = jnp.full(form, -jnp.inf, jnp.float32)
+        empty = jnp.zeros(form, jnp.float32), jnp.zeros((*form, v.shape[-1]), jnp.float32)
+        (_, total, o), _ = jax.lax.scan(step, (top, *empty), (needed, k, v, of_keys))
+        return o / jnp.where(total > 0, total, 1.0)[..., None]
+
+    o = jax.lax.map(one, (q, of_queries, is_needed))
+    o = o.transpose(0, 3, 1, 2, 4).reshape(total, heads, v.shape[-1])
+    return o[:num].astype(q_NHD.dtype)
+
+
+def _attend_all(q_NHD: Array, k_NJD: Array, v_NJD: Array, groups_GN: Array, scale: float) -> Array:
+    """Attend as `attend` does, to all keys at once.
 
     Queries are taken in tiles, so that no more than SCORES scores are held at once, of all heads.
     Its gradient computes the scores again.
