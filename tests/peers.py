@@ -67,6 +67,8 @@ def run(index: int, orders: dict[str, Any]) -> dict[str, Any]:
         return guessing(settings, orders["of"])
     if orders["what"] == "renewed":
         return {"found": renewed(settings)}
+    if orders["what"] == "images":
+        return images(settings, orders["folder"])
     if orders["what"] == "structured":
         return {"found": structured(settings)}
     llm = LLM(PARAMS, **vars(settings))
@@ -165,6 +167,40 @@ def renewed(settings: Any) -> list[Any]:
             found.append([done.token_ids, [list(span) for span in done.weight_versions]])
     llm.close()
     return found
+
+
+def images(settings: Any, folder: str) -> dict[str, Any]:
+    """Tokens and logprobs of prompts with images, as patches and as embeddings, and how many images
+    were encoded: of the first call all, of the second, whose images are found, one.
+    """
+    import numpy as np
+
+    import jpaged
+    from jpaged import LLM, EmbeddingSpan, SamplingParams
+
+    draw = np.random.default_rng(3)
+    pictures = [draw.integers(0, 256, (*size, 3), np.uint8) for size in ((20, 20), (8, 30))]
+    rows = np.float32(draw.standard_normal((5, 24)))
+    # The first process alone knows the images.
+    first, second, rows = jpaged.broadcast((*pictures, rows))
+    ids = [3, 4, 18, 17, 19, 9]
+    spans = {2: EmbeddingSpan(rows, grid=(1, 1, 5))}
+    prompts: list[dict[str, Any]] = [
+        {"prompt_token_ids": ids, "images": [first]},
+        {"prompt_token_ids": ids + ids + [7], "images": [second, first]},
+        {"prompt_token_ids": list(range(3, 15)), "embeddings": spans},
+        {"prompt_token_ids": [5, 6, 7]},
+    ]
+    asked = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
+    changes = {"images": True, "num_blocks": 96, "swap_space_gib": 0, "max_sampling_mask": 0}
+    llm, found, encoded = LLM(folder, **vars(settings) | changes), list[Any](), list[int]()
+    for _ in range(2):
+        outs = llm.generate(prompts, asked, use_tqdm=False)
+        found += [[out.outputs[0].token_ids, [*map(float, out.outputs[0].token_logprobs)]] for out in outs]
+        encoded.append(llm.stats()["images_encoded"])
+        prompts[1]["images"] = [first, second]
+    llm.close()
+    return {"found": found, "encoded": encoded}
 
 
 def structured(settings: Any) -> list[list[int]]:
