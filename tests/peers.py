@@ -12,6 +12,8 @@ import sys
 import time
 from typing import Any
 
+import numpy as np
+
 DEVICES = 2  # of each process
 
 
@@ -68,7 +70,11 @@ def run(index: int, orders: dict[str, Any]) -> dict[str, Any]:
     if orders["what"] == "renewed":
         return {"found": renewed(settings)}
     if orders["what"] == "images":
-        return images(settings, orders["folder"])
+        # Its two heads go to a device of each process.
+        devices = [next(x for x in jax.devices() if x.process_index == i) for i in (0, 1)]
+        mesh = jax.sharding.Mesh(np.array(devices), ("tp",))
+        alone = dataclasses.replace(SETTINGS, peer_timeout_s=settings.peer_timeout_s)
+        return images(alone, orders["folder"], mesh)
     if orders["what"] == "structured":
         return {"found": structured(settings)}
     llm = LLM(PARAMS, **vars(settings))
@@ -169,14 +175,15 @@ def renewed(settings: Any) -> list[Any]:
     return found
 
 
-def images(settings: Any, folder: str) -> dict[str, Any]:
-    """Tokens and logprobs of prompts with images, as patches and as embeddings, and how many images
-    were encoded: of the first call all, of the second, whose images are found, one.
+def images(settings: Any, folder: str, mesh: Any = None) -> dict[str, Any]:
+    """Return tokens and logprobs of prompts with images and with embeddings, and how many images
+    were encoded after the first call and after the second, of the same in another order. With a
+    mesh over processes, also the error where one has another image, of the same size.
     """
-    import numpy as np
+    import jax
 
     import jpaged
-    from jpaged import LLM, EmbeddingSpan, SamplingParams
+    from jpaged import LLM, EmbeddingSpan, PeerError, SamplingParams
 
     draw = np.random.default_rng(3)
     pictures = [draw.integers(0, 256, (*size, 3), np.uint8) for size in ((20, 20), (8, 30))]
@@ -193,14 +200,23 @@ def images(settings: Any, folder: str) -> dict[str, Any]:
     ]
     asked = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
     changes = {"images": True, "num_blocks": 96, "swap_space_gib": 0, "max_sampling_mask": 0}
-    llm, found, encoded = LLM(folder, **vars(settings) | changes), list[Any](), list[int]()
+    llm = LLM(folder, mesh=mesh, **vars(settings) | changes)
+    found, encoded = list[Any](), list[int]()
     for _ in range(2):
-        outs = llm.generate(prompts, asked, use_tqdm=False)
-        found += [[out.outputs[0].token_ids, [*map(float, out.outputs[0].token_logprobs)]] for out in outs]
+        for out in llm.generate(prompts, asked, use_tqdm=False):
+            (answer,) = out.outputs
+            found.append([answer.token_ids, answer.token_logprobs.tolist()])
         encoded.append(llm.stats()["images_encoded"])
         prompts[1]["images"] = [first, second]
+    error = ""
+    if mesh is not None:
+        other = first + np.uint8(1 + jax.process_index())
+        try:
+            llm.generate([{"prompt_token_ids": ids, "images": [other]}], asked, use_tqdm=False)
+        except PeerError as e:
+            error = str(e)
     llm.close()
-    return {"found": found, "encoded": encoded}
+    return {"found": found, "encoded": encoded, "error": error}
 
 
 def structured(settings: Any) -> list[list[int]]:
