@@ -300,6 +300,8 @@ MUTATIONS = {
         ("lax.fori_loop(first, stop, block", "lax.fori_loop(first, jnp.maximum(stop - 1, 1), block")
     ],
     "mask too strict": [("is_seen = ahead <= r", "is_seen = ahead < r")],
+    "images: the end unseen": [("ends[...][:, :1] - j * C", "ends[...][:, :1] - 1 - j * C")],
+    "images: tiles after a query left out": [("jnp.maximum(end, base[2 + item])", "end")],
     "mask too loose": [("is_seen = ahead <= r", "is_seen = ahead <= r + G")],
     "window too long": [("ahead + sliding_window * G > r", "ahead + sliding_window * G + G > r")],
     "window starts late": [("(sliding_window - 1), 0)", "(sliding_window - 2), 0)")],
@@ -341,7 +343,20 @@ LATENT = Case(
     dtype="bfloat16",
     extra_tokens=2,
 )
-MUTATED = {"8 bits": IN_8_BITS[4], "latents": LATENT, "latents in 8 bits": ONE_ROW[0]}
+IMAGES = Case(
+    name="images",
+    contexts=(9, 45, 20),
+    queries=(9, 27, 0),
+    D=128,
+    images=((0, 1, 9), (1, 20, 43)),
+    extra_tokens=2,
+)
+MUTATED = {
+    "images": IMAGES,
+    "8 bits": IN_8_BITS[4],
+    "latents": LATENT,
+    "latents in 8 bits": ONE_ROW[0],
+}
 
 
 @pytest.mark.parametrize(
