@@ -541,8 +541,9 @@ class PeerRunner(Runner):
     def _compile_tower(self, batch: Batch) -> None:
         """Compile what encodes the images of a step, as long as it takes."""
         assert self.images is not None and self.params is not None
+        assert (tower := self.params.vision) is not None
         for part in batch.each:
-            self.images.compile(part.embedded, self.params.vision, self.weight_version)
+            self.images.compile(part.embedded, tower, self.weight_version)
 
     def draw(self, handle: Handle, masks_SW: np.ndarray | None = None) -> Handle:
         """Start a draw: see Runner.draw. All processes make the same masks of the same tokens,
