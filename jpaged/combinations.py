@@ -782,17 +782,6 @@ def images_need_a_tower(config: EngineConfig, model: ModelConfig) -> str | None:
     return None
 
 
-@_rule("images", "processes", error=UnsupportedError)
-def images_are_encoded_in_one_process(config: EngineConfig, processes: int) -> str | None:
-    """`images` takes a model whose devices are all of one process."""
-    if config.images and processes > 1:
-        return (
-            f"images=True over {processes} processes: towers run in one; pass embeddings= with "
-            "max_embeddings, or serve the model in one process"
-        )
-    return None
-
-
 @_rule("images", error=RequestError)
 def images_need_the_setting(config: EngineConfig, num_images: int) -> str | None:
     """Prompts with images take an engine with `images`."""

@@ -12,6 +12,8 @@ import sys
 import time
 from typing import Any
 
+import numpy as np
+
 DEVICES = 2  # of each process
 
 
@@ -67,6 +69,12 @@ def run(index: int, orders: dict[str, Any]) -> dict[str, Any]:
         return guessing(settings, orders["of"])
     if orders["what"] == "renewed":
         return {"found": renewed(settings)}
+    if orders["what"] == "images":
+        # Its two heads go to a device of each process.
+        devices = [next(x for x in jax.devices() if x.process_index == i) for i in (0, 1)]
+        mesh = jax.sharding.Mesh(np.array(devices), ("tp",))
+        alone = dataclasses.replace(SETTINGS, peer_timeout_s=settings.peer_timeout_s)
+        return images(alone, orders["folder"], mesh)
     if orders["what"] == "structured":
         return {"found": structured(settings)}
     llm = LLM(PARAMS, **vars(settings))
@@ -165,6 +173,50 @@ def renewed(settings: Any) -> list[Any]:
             found.append([done.token_ids, [list(span) for span in done.weight_versions]])
     llm.close()
     return found
+
+
+def images(settings: Any, folder: str, mesh: Any = None) -> dict[str, Any]:
+    """Return tokens and logprobs of prompts with images and with embeddings, and how many images
+    were encoded after the first call and after the second, of the same in another order. With a
+    mesh over processes, also the error where one has another image, of the same size.
+    """
+    import jax
+
+    import jpaged
+    from jpaged import LLM, EmbeddingSpan, PeerError, SamplingParams
+
+    draw = np.random.default_rng(3)
+    pictures = [draw.integers(0, 256, (*size, 3), np.uint8) for size in ((20, 20), (8, 30))]
+    rows = np.float32(draw.standard_normal((5, 24)))
+    # The first process alone knows the images.
+    first, second, rows = jpaged.broadcast((*pictures, rows))
+    ids = [3, 4, 18, 17, 19, 9]
+    spans = {2: EmbeddingSpan(rows, grid=(1, 1, 5))}
+    prompts: list[dict[str, Any]] = [
+        {"prompt_token_ids": ids, "images": [first]},
+        {"prompt_token_ids": ids + ids + [7], "images": [second, first]},
+        {"prompt_token_ids": list(range(3, 15)), "embeddings": spans},
+        {"prompt_token_ids": [5, 6, 7]},
+    ]
+    asked = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
+    changes = {"images": True, "num_blocks": 96, "swap_space_gib": 0, "max_sampling_mask": 0}
+    llm = LLM(folder, mesh=mesh, **vars(settings) | changes)
+    found, encoded = list[Any](), list[int]()
+    for _ in range(2):
+        for out in llm.generate(prompts, asked, use_tqdm=False):
+            (answer,) = out.outputs
+            found.append([answer.token_ids, answer.token_logprobs.tolist()])
+        encoded.append(llm.stats()["images_encoded"])
+        prompts[1]["images"] = [first, second]
+    error = ""
+    if mesh is not None:
+        other = first + np.uint8(1 + jax.process_index())
+        try:
+            llm.generate([{"prompt_token_ids": ids, "images": [other]}], asked, use_tqdm=False)
+        except PeerError as e:
+            error = str(e)
+    llm.close()
+    return {"found": found, "encoded": encoded, "error": error}
 
 
 def structured(settings: Any) -> list[list[int]]:

@@ -27,8 +27,6 @@ from jpaged import (
     UnsupportedError,
 )
 from jpaged.models.layers.attention import AttentionConfig
-from kernels_pallas.paged_attention import IMPLEMENTATIONS
-from scripts._attention_cases import PREFILL
 from tests.tiny import (
     CONFIG,
     CROWDED,
@@ -429,18 +427,14 @@ def test_an_image_that_no_step_holds_is_refused() -> None:
     assert output.error is None
 
 
-def test_kernels_that_do_not_see_images_say_so() -> None:
-    case = PREFILL[0]
-    asked = dataclasses.replace(case.options.attention, ends=True)
-    has = {
-        name: "does not have the option ends"
-        not in str(x.module().unsupported(case.shapes, asked, None))
-        for name, x in IMPLEMENTATIONS.items()
-    }
-    assert {name for name, yes in has.items() if yes} == {"xla", "native"}
-    with pytest.raises(UnsupportedError, match="attention='triton' cannot run") as refused:
-        seeing(attention="triton")
-    assert refused.value.rule == "named_kernel_can_run"
+def test_a_kernel_sees_images_as_xla_does() -> None:
+    """That of TPUs, interpreted, in whose steps what is prepared and what is attended see them."""
+    asked = dataclasses.replace(GREEDY, max_tokens=1)
+    prompts = [with_images(EVEN, (2, (1, 3, 4))), EVEN]
+    names: tuple[Any, ...] = ("tpu", "xla")
+    found, wanted = (seeing(attention=x).generate(prompts, asked, use_tqdm=False) for x in names)
+    assert numbers(wanted[:1]) != numbers(wanted[1:])
+    assert_near(found, numbers(wanted))
 
 
 ROWS = TABLE[:5]

@@ -20,7 +20,8 @@ import jpaged
 from jpaged import LLM, PeerError, SamplingParams
 from jpaged.runtime.processes import Peers
 from tests.features import PARAMS, SETTINGS, everything
-from tests.peers import DEVICES, guesses_of, renewed, structured, summary
+from tests.golden import pictures
+from tests.peers import DEVICES, guesses_of, images, renewed, structured, summary
 from tests.tiny import config, engine, make_params, make_prompts, tokens_of
 
 ROOT = Path(__file__).parents[1]
@@ -193,6 +194,29 @@ def test_new_weights_under_what_runs() -> None:
         expected = renewed(SETTINGS)
         assert all(len(spans) == 2 and spans[1][1] > 0 for _, spans in expected)
         assert all(one.found["found"] == expected for one in started)
+    finally:
+        finish(started)
+
+
+@pytest.mark.slow
+def test_images_are_encoded_by_all(tmp_path: Path) -> None:
+    """The tower runs over both, and what it gives goes into each one's pool; embeddings too. An
+    image that only one has is found out before the tower waits for the other.
+    """
+    pictures.write("qwen3_vl", tmp_path)
+    started = start("images", folder=str(tmp_path))
+    try:
+        assert [one.end() for one in started] == [0, 0], started[0].errors[-3000:]
+        expected = images(SETTINGS, str(tmp_path))
+        assert expected["encoded"] == [2, 2]
+        for one in started:
+            assert one.found["encoded"] == expected["encoded"]
+            assert "run different steps" in one.found["error"]
+            for (tokens, logprobs), wanted in zip(
+                one.found["found"], expected["found"], strict=True
+            ):
+                assert tokens == wanted[0]
+                np.testing.assert_allclose(logprobs, wanted[1], atol=1e-5)
     finally:
         finish(started)
 

@@ -37,6 +37,11 @@ class EmbeddingCache:
             self._hits += 1
             return span
 
+    def has(self, digest: bytes, weights: Hashable = None) -> bool:
+        """Return whether `get` would find an image. Counts nothing."""
+        with self._lock:
+            return weights == self._weights and digest in self._spans
+
     def put(self, span: ImageSpan, weights: Hashable = None) -> None:
         """Keep the embeddings of an image, unless they alone are over the budget."""
         with self._lock:

@@ -3,7 +3,7 @@ one compiled program a bucket.
 """
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,8 +27,9 @@ class ImageEncoder:
 
     buckets: the numbers of rows of embeddings that a program is compiled for; None: those of the
     config. step: how products are computed. alone: an image is never encoded beside others, so that
-    the bits of its embeddings depend on the image alone. sharding: where patches are put; None
-    leaves that to jax.
+    the bits of its embeddings depend on the image alone. sharding: where patches are put, and
+    embeddings are left; None leaves that to jax. put: puts an array there; jax's own takes no
+    sharding over processes.
 
     programs: what is compiled so far, by bucket. Towers of new weights must be of the same form.
     """
@@ -41,8 +42,12 @@ class ImageEncoder:
         step: StepContext | None = None,
         alone: bool = False,
         sharding: jax.sharding.Sharding | None = None,
+        put: Callable[[np.ndarray, jax.sharding.Sharding], jax.Array] = jax.device_put,
     ):
-        self.config, self.alone, self.sharding = config, alone, sharding
+        self.config, self.alone, self.sharding, self._put = config, alone, sharding, put
+        self._run: Any = run_tower
+        if sharding is not None:  # each process reads all embeddings
+            self._run = jax.jit(run_tower, out_shardings=sharding)
         self.programs: dict[int, Any] = {}
         self.buckets = tuple(sorted(set(config.buckets if buckets is None else buckets)))
         if not self.buckets or self.buckets[0] < 1:
@@ -86,7 +91,7 @@ class ImageEncoder:
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.sharding),
                 packed_form(self.config, bucket),
             )
-            self.programs[bucket] = run_tower.lower(tower, form, self.step).compile()
+            self.programs[bucket] = self._run.lower(tower, form, self.step).compile()
         return self.programs[bucket]
 
     def stats(self) -> dict[str, int]:
@@ -122,7 +127,8 @@ class ImageEncoder:
         total, bucket = sum(grid.size for grid in grids), self._bucket(grids)
         program, patches = self.compile(tower, bucket), packed(group, self.config, bucket)
         if self.sharding is not None:
-            patches = jax.device_put(patches, self.sharding)
+            put, sharding = self._put, self.sharding
+            patches = jax.tree.map(lambda x: put(x, sharding), patches)
         encoded = jax.device_get(program(tower, patches, self.step))
         self.images, self.calls = self.images + len(group), self.calls + 1
         self.rows, self.padded_rows = self.rows + total, self.padded_rows + bucket - total

@@ -20,6 +20,7 @@ from jpaged.models.layers.linear import StepContext
 from jpaged.models.vision.tower import Tower, VisionConfig
 from jpaged.runtime.choices import Choices
 from jpaged.runtime.mesh import Placement
+from jpaged.runtime.processes import put
 from jpaged.runtime.transfers import Transfers
 
 GIB = 2**30
@@ -67,6 +68,7 @@ class ImageRows:
             step=StepContext(products=choices.products if is_one else None),
             alone=bool(config.deterministic),
             sharding=None if is_one else placement.replicated,
+            put=put,
         )
         self.cache = EmbeddingCache(int(config.image_cache_gib * GIB))
         self._transfers, self._seconds = transfers, seconds
@@ -93,6 +95,18 @@ class ImageRows:
             piece if piece.span.image is None else _with_rows(piece, self._last[piece.span.digest])
             for piece in pieces
         )
+
+    def compile(self, pieces: tuple[Piece, ...], tower: Tower, version: int) -> None:
+        """Compile the tower for what `encoded` would encode of the same."""
+        images = {p.span.digest: p.span.image for p in pieces if isinstance(p.span.image, Prepared)}
+        last = self._last if version == self._version else {}
+        missing = [
+            image
+            for digest, image in images.items()
+            if digest not in last and not self.cache.has(digest, version)
+        ]
+        for bucket in self.encoder.needed(missing):
+            self._compile(tower, bucket)
 
     def warmup(self, tower: Tower) -> None:
         """Compile the tower for all of its buckets."""

@@ -530,14 +530,26 @@ class PeerRunner(Runner):
     def dispatch(self, batch: Batch) -> Handle:
         assert self.peers is not None
         peers, dispatch = self.peers, super().dispatch
+        has_images = any(x.span.image is not None for part in batch.each for x in part.embedded)
         with explained(self.config):
             self._prepare(batch)  # as long as it takes: nobody waits meanwhile
+            if has_images:
+                self._compile_tower(batch)
 
         def start() -> Handle:
             compared = peers.compare(*_what_must_agree(batch))
+            if has_images:  # all wait for the tower before the step is fetched
+                peers.check(compared)
             return dispatch(batch)._replace(compared=compared)
 
         return peers.call(start, "dispatching a step")
+
+    def _compile_tower(self, batch: Batch) -> None:
+        """Compile what encodes the images of a step, as long as it takes."""
+        assert self.images is not None and self.params is not None
+        assert (tower := self.params.vision) is not None
+        for part in batch.each:
+            self.images.compile(part.embedded, tower, self.weight_version)
 
     def draw(self, handle: Handle, masks_SW: np.ndarray | None = None) -> Handle:
         """Start a draw: see Runner.draw. All processes make the same masks of the same tokens,

@@ -55,7 +55,7 @@ SLOTS = 64  # C
 PROGRAMS = 2  # a multiprocessor; decode splits its contexts to have so many
 MAX_SPLITS = 16
 
-OPTIONS = ("scale", "soft_cap", "window", "value_dim", "sinks", "latent")
+OPTIONS = ("scale", "soft_cap", "window", "value_dim", "sinks", "latent", "ends")
 
 pool_layout = slots_last_layout
 
@@ -99,9 +99,10 @@ def prepare(
     num_tokens: int,
     shapes: Shapes,
     window: int | None,
+    ends_T: Array | None = None,
 ) -> Tiles:
     """Return the query tiles of a step, the same for all layers. num_tokens is T."""
-    del context_lens_S, window
+    del context_lens_S, window, ends_T
     tokens = _tile_tokens(shapes)
     tiles_S = (query_start_loc_S1[1:] - query_start_loc_S1[:-1] + tokens - 1) // tokens
     A = -(-num_tokens // tokens) + shapes.num_rows
@@ -120,6 +121,7 @@ def prefill(
     *,
     options: Options,
     sinks_H: Array | None = None,
+    ends_T: Array | None = None,
 ) -> Array:
     """Causal attention of packed queries, any number a row; see `reference.prefill`.
 
@@ -136,7 +138,7 @@ def prefill(
             window=options.attention.window,
         )
     rows = (block_table_SM, context_lens_S, query_start_loc_S1)
-    args = (q_THD, pool, layer, *rows, prepared, sinks_H)
+    args = (q_THD, pool, layer, *rows, prepared, sinks_H, ends_T)
     o_THD = _attend(*args, tokens=_tile_tokens(shapes), splits=1, options=options)
     live_T = jnp.arange(T) < query_start_loc_S1[-1]
     return jnp.where(live_T[:, None, None], o_THD, 0)
@@ -164,7 +166,7 @@ def decode(
     tiles, starts_S1 = Tiles(rows_S, jnp.zeros_like(rows_S)), jnp.arange(S + 1, dtype=jnp.int32)
     programs = PROGRAMS * multiprocessors()
     splits = splits or min(max(-(-programs // (S * K)), 1), MAX_SPLITS, M * P // SLOTS + 1)
-    args = (q_SHD, pool, layer, block_table_SM, context_lens_S, starts_S1, tiles, sinks_H)
+    args = (q_SHD, pool, layer, block_table_SM, context_lens_S, starts_S1, tiles, sinks_H, None)
     o_SHD = _attend(*args, tokens=1, splits=splits, options=options)
     return jnp.where((context_lens_S > 0)[:, None, None], o_SHD, 0)
 
@@ -193,6 +195,7 @@ def _attend(
     query_start_loc_S1: Array,
     tiles: Tiles,
     sinks_H: Array | None,
+    ends_T: Array | None,
     *,
     options: Options,
     tokens: int,
@@ -222,6 +225,7 @@ def _attend(
         C=C,
         attention=attention,
         scaled=isinstance(pool, ScaledPool),
+        has_ends=ends_T is not None,
     )
     values: Any = pool
     scales: tuple[Array, ...] = ()
@@ -256,6 +260,7 @@ def _attend(
         *tiles,
         jnp.reshape(jnp.asarray(layer, jnp.int32) * (blocks // options.num_layers), (1,)),
         *scales,
+        *(() if ends_T is None else (jnp.asarray(ends_T, jnp.int32),)),
         *(() if sinks_H is None else (jnp.asarray(sinks_H, jnp.float32),)),
     )
     return (o[:, 0] if splits == 1 else combine(o, lse).astype(q_THD.dtype)).reshape(T, H, V)
@@ -278,9 +283,11 @@ def _kernel(
     C: int,
     attention: AttentionOptions,
     scaled: bool,
+    has_ends: bool,
 ):
     *more, out_ref, lse_ref = refs
-    scales, sinks = (more[:1], more[1:]) if scaled else ([], more)
+    scales, more = (more[:1], more[1:]) if scaled else ([], more)
+    ends, sinks = (more[:1], more[1:]) if has_ends else ([], more)
     tile, head, split, splits = (
         pl.program_id(0),
         pl.program_id(1),
@@ -320,7 +327,11 @@ def _kernel(
         qs = [queries(*columns) for _, *columns in sources[: 2 if attention.latent else 1]]
 
         # Slots that some query of the tile sees.
-        end = jnp.minimum(context - count + first + tokens, context)
+        end, last_R = jnp.minimum(context - count + first + tokens, context), position_R
+        if ends:
+            ends_R = plgpu.load(ends[0].at[start + token_R], mask=real_R, other=0)
+            end = jnp.minimum(jnp.maximum(end, jnp.max(ends_R)), context)
+            last_R = jnp.maximum(position_R, ends_R - 1)
         begin = 0 if window is None else jnp.maximum(context - count + first + 1 - window, 0)
         steps_from = lax.div(begin, C)
         steps = pl.cdiv(end, C) - steps_from
@@ -361,7 +372,7 @@ def _kernel(
             if attention.latent:
                 s += product(qs[1], *part(1))
             s = s if soft_cap is None else soft_cap * jnp.tanh(s / soft_cap)
-            visible = (slot_C_[None, :] <= position_R[:, None]) & seen_C[None, :]
+            visible = (slot_C_[None, :] <= last_R[:, None]) & seen_C[None, :]
             if window is not None:
                 visible &= slot_C_[None, :] > position_R[:, None] - window
             s = jnp.where(visible, s * LOG2E, NEG)

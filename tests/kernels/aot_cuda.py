@@ -38,7 +38,7 @@ from tests.kernels import ptx
 from tests.kernels.hopper.host import broken_rules, read_launch
 from tests.kernels.hopper.program import parse, unordered_products
 
-# name: head dim, block size, query heads, KV heads, options, whether there are sinks
+# name: head dim, block size, query heads, KV heads, options, whether there are sinks or ends
 KERNELS: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
     "decode_d64_g2": (64, 64, 8, 4, {"splits": 1}),
     "decode_d64_g2_splits": (64, 64, 8, 4, {"splits": 4}),
@@ -75,6 +75,14 @@ KERNELS: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
     "prefill_d256_g4": (256, 64, 8, 2, {}),
     "prefill_d256_g4_window": (256, 64, 8, 2, {"window": 1000}),
     "prefill_d256_g4_window_cap": (256, 256, 8, 2, {"window": 1000, "soft_cap": 50.0}),
+    # As Gemma 3's layers have them, and Gemma 4's with a window.
+    "prefill_d256_g2_images": (256, 64, 16, 8, {"ends": True}),
+    "prefill_d256_g2_images_window": (256, 64, 16, 8, {"window": 1024, "ends": True}),
+    "prefill_d128_g5_images_window": (128, 16, 5, 1, {"window": 1024, "ends": True}),
+    "prefill_d128_g4_int8_images_window": (
+        *(128, 64, 32, 8),
+        {"window": 1024, "ends": True, "kv_dtype": jnp.int8},
+    ),
 }
 # name: form, rows of a tile, inputs, outputs, scales of an output, whether there are zeros
 EXPERTS: dict[str, tuple[str, int, int, int, int, bool]] = {
@@ -99,7 +107,7 @@ HEADS: dict[str, tuple[int, int, int]] = {
 # What reads logits: their number.
 LOGITS: dict[str, int] = {"logits_151936": 151936}
 ALL = (*KERNELS, *EXPERTS, *HEADS, *LOGITS)
-MASKS = ("window", "soft_cap")
+MASKS = ("window", "soft_cap", "ends")
 # name: a kernel, what is replaced in which module, by what
 CONTROLS: dict[str, tuple[str, Any, str, Any]] = {
     "control_no_fences": ("prefill_d128_g2", plgpu, "commit_smem", lambda: None),
@@ -140,6 +148,8 @@ def kernel(name: str) -> tuple[Any, ...]:
     else:
         function = functools.partial(mosaic_gpu.prefill, options=options)
         args = shape((2048, H, D), jnp.bfloat16), *tables, shape((33,), i32)
+    if "ends" in more:
+        return lambda *a: function(*a[:-1], ends_T=a[-1]), *args, shape((2048,), i32)
     if "sinks" not in more:
         return function, *args
     return lambda *a: function(*a[:-1], sinks_H=a[-1]), *args, shape((H,), jnp.bfloat16)

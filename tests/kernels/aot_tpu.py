@@ -59,6 +59,8 @@ class Program:
     is_jax: bool = False  # attention by jax's own kernel
     loop: bool = False  # over the layers, instead of a copy of the kernel for each
     sinks: bool = False
+    window: int | None = None
+    ends: bool = False  # queries see up to the end of an image
     kv_dtype: Any = None  # of 8 bits, with scales
 
     def pool(self, sharding: Any = None) -> Any:
@@ -99,6 +101,9 @@ PROGRAMS = (
     Program("decode_d64", 16, D=64, N=1400),
     Program("prefill_d64", 320, D=64, N=1400),
     Program("prefill_d64_k3_g7", 320, K=3, G=7, D=64, N=2800),
+    # As Gemma 3's and 4's layers, whose images see themselves.
+    Program("prefill_d256_images", 320, D=256, K=4, window=128, ends=True),
+    Program("prefill_d64_k3_g7_images", 320, K=3, G=7, D=64, N=2800, ends=True),
     Program("decode_d64_sinks", 16, G=8, D=64, N=1400, sinks=True),
     Program("prefill_d64_sinks", 320, G=8, D=64, N=1400, sinks=True),
     Program("decode_d80_k1", 16, K=1, G=4, D=80, P=16, N=20000),
@@ -144,7 +149,13 @@ def step(program: Program) -> Callable[..., Any]:
     contexts, starts.
     """
     options = Options(
-        attention=AttentionOptions(scale=0.1, value_dim=program.V, latent=program.latent),
+        attention=AttentionOptions(
+            scale=0.1,
+            value_dim=program.V,
+            latent=program.latent,
+            window=program.window,
+            ends=program.ends,
+        ),
         num_layers=LAYERS,
         num_kv_heads=program.K,
         interpret=False,
@@ -153,6 +164,8 @@ def step(program: Program) -> Callable[..., Any]:
     module = jax_tpu if program.is_jax else tpu
     if program.sinks:
         how["sinks_H"] = jnp.arange(program.K * program.G, dtype=program.dtype)
+    if program.ends:
+        how["ends_T"] = jnp.where(jnp.arange(program.T) % 50 < 30, 40, 0)
     layout = program.layout
 
     def run(pool: Any, q_THD: Array, kv: Array, slots_T: Array, *rows: Array) -> tuple[Any, Array]:

@@ -43,16 +43,22 @@ def shape(*sizes: int, dtype: Any = I32) -> Any:
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
-def attention(phase: str, D: int, G: int, kv_dtype: Any = None) -> Call:
+def attention(
+    phase: str, D: int, G: int, kv_dtype: Any = None, window: int | None = None, ends: bool = False
+) -> Call:
     """Attention of 4 KV heads of G query heads each: 16 rows, or 512 tokens."""
-    options = Options(attention=AttentionOptions(scale=0.1), num_layers=2, interpret=False)
+    asked = AttentionOptions(scale=0.1, window=window, ends=ends)
+    options = Options(attention=asked, num_layers=2, interpret=False)
     pool: Any = shape(200, 64, 8, D, dtype=kv_dtype or BF16)
     if kv_dtype is not None:
         pool = ScaledPool(pool, shape(200, 8, 64, dtype=F32), slots_last=True)
     starts = () if phase == "decode" else (shape(17),)
     q = shape(16 if phase == "decode" else 512, 4 * G, D, dtype=BF16)
-    function = functools.partial(getattr(triton, phase), options=options)
-    return function, (q, pool, shape(), shape(16, 40), shape(16), *starts)
+    function: Any = functools.partial(getattr(triton, phase), options=options)
+    args = (q, pool, shape(), shape(16, 40), shape(16), *starts)
+    if ends:
+        return lambda *a: function(*a[:-1], ends_T=a[-1]), (*args, shape(512))
+    return function, args
 
 
 def latents(phase: str, H: int, kv_dtype: Any = None) -> Call:
@@ -118,6 +124,8 @@ KERNELS: dict[str, Call] = {
         for D, G in ((64, 7), (128, 2), (256, 4))
     },
     "decode int8": attention("decode", 128, 2, jnp.int8),
+    "prefill images": attention("prefill", 128, 2, ends=True),
+    "prefill images window": attention("prefill", 256, 2, window=1024, ends=True),
     "prefill int8": attention("prefill", 128, 2, jnp.int8),
     "prefill fp8": attention("prefill", 128, 2, jnp.float8_e4m3fn),
     "decode latents H16": latents("decode", 16),

@@ -147,12 +147,14 @@ def call(
 def prepared(implementation: Any, case: Case, inputs: Inputs) -> Any:
     """What an implementation prepares once a step for a case's prefill."""
     assert inputs.query_start_loc is not None
+    ends = {} if inputs.ends is None else {"ends_T": jnp.asarray(inputs.ends)}
     return implementation.prepare(
         jnp.asarray(inputs.query_start_loc),
         jnp.asarray(inputs.context_lens),
         num_tokens=len(inputs.q),
         shapes=case.shapes,
         window=case.sliding_window,
+        **ends,
     )
 
 

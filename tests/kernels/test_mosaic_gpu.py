@@ -420,6 +420,17 @@ def test_a_stage_refilled_too_early_is_a_race(
 G4K2, G3K2 = (next(c for c in GPU if c.name == n) for n in ("prefill_g4_k2", "decode_g3_k2"))
 TWO_TILES = dataclasses.replace(SMALL_PREFILL, contexts=(150, 20), queries=(40, 20))
 ENDS = next(case for case in GPU if case.name == "prefill_d128_p8_g1_window")
+IMAGE = Case(
+    name="image",
+    contexts=(150,),
+    queries=(150,),
+    H=2,
+    K=1,
+    P=16,
+    D=64,
+    dtype="bfloat16",
+    images=((0, 30, 149),),
+)
 SOURCES = {
     "splits rounded down": (
         *("decode_kernel", "share = pl.cdiv(tiles, jnp.int32(X))", "share = tiles // X"),
@@ -492,6 +503,11 @@ SOURCES = {
     ),
     "keys before a window": (
         *("prefill_kernel", "seen &= key > query - window", "pass", ENDS, {}),
+    ),
+    "the end of an image unseen": (*("prefill_kernel", "ends_Q - 1)", "ends_Q - 2)", IMAGE, {}),),
+    "tiles after a query left out": (
+        *("prefill_kernel", "if ahead is None else ahead[0][tile]", ""),
+        *(IMAGE, {}),
     ),
     "keys after a query": (
         *("prefill_kernel", "seen = key <= query", "seen = key <= query + 1"),

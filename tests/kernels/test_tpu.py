@@ -91,11 +91,8 @@ class Interpreted:
 SOURCE = Path(attention.__file__).read_text()
 JAX_SOURCE = Path(jax_tpu.__file__).read_text()
 QUICK = ("decode", "decode_bf16", "decode_block256_g8_cap", "prefill", "prefill_block4_g4_window")
-# One row a token is in place in bf16 alone. Images whose tokens see each other are refused
-# (test_interface.py).
-SERVED = [
-    dataclasses.replace(c, dtype="bfloat16") if c.latent else c for c in CASES if not c.images
-]
+# One row a token is in place in bf16 alone.
+SERVED = [dataclasses.replace(c, dtype="bfloat16") if c.latent else c for c in CASES]
 AGAIN = [pytest.param(c, marks=() if c.name in QUICK else pytest.mark.slow) for c in SERVED]
 
 
@@ -302,8 +299,10 @@ MUTATIONS = {
     "a page dropped": [
         ("lax.fori_loop(first, stop, block", "lax.fori_loop(first, jnp.maximum(stop - 1, 1), block")
     ],
-    "mask too strict": [("(ahead <= r)", "(ahead < r)")],
-    "mask too loose": [("(ahead <= r)", "(ahead <= r + G)")],
+    "mask too strict": [("is_seen = ahead <= r", "is_seen = ahead < r")],
+    "images: the end unseen": [("ends[...][:, :1] - j * C", "ends[...][:, :1] - 1 - j * C")],
+    "images: tiles after a query left out": [("jnp.maximum(end, base[2 + item])", "end")],
+    "mask too loose": [("is_seen = ahead <= r", "is_seen = ahead <= r + G")],
     "window too long": [("ahead + sliding_window * G > r", "ahead + sliding_window * G + G > r")],
     "window starts late": [("(sliding_window - 1), 0)", "(sliding_window - 2), 0)")],
     "sees another row": [("(r >= (start_S1[row] - tile * B) * G)", "(r >= 0)")],
@@ -344,7 +343,20 @@ LATENT = Case(
     dtype="bfloat16",
     extra_tokens=2,
 )
-MUTATED = {"8 bits": IN_8_BITS[4], "latents": LATENT, "latents in 8 bits": ONE_ROW[0]}
+IMAGES = Case(
+    name="images",
+    contexts=(9, 45, 20),
+    queries=(9, 27, 0),
+    D=128,
+    images=((0, 1, 9), (1, 20, 43)),
+    extra_tokens=2,
+)
+MUTATED = {
+    "images": IMAGES,
+    "8 bits": IN_8_BITS[4],
+    "latents": LATENT,
+    "latents in 8 bits": ONE_ROW[0],
+}
 
 
 @pytest.mark.parametrize(

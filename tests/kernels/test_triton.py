@@ -33,6 +33,12 @@ LATENTS_IN_8_BITS = [
     *(case for case in LATENT_IN_8_BITS if case.dtype == "bfloat16"),
     dataclasses.replace(LATENTS[0], name="decode_latent_int8", kv_dtype="int8", H=40),
 ]
+# Images whose tokens see each other, in 8 bits and of latents.
+IMAGES = next(case for case in GPU if case.name == "prefill_images_d64_p16_g2")
+MORE_IMAGES = [
+    dataclasses.replace(IMAGES, name="images_int8", kv_dtype="int8"),
+    dataclasses.replace(IMAGES, name="images_latent", H=6, K=1, D=80, V=64, latent=True),
+]
 needs_cuda = pytest.mark.skipif(
     cannot_compile("cuda") is not None, reason=str(cannot_compile("cuda"))
 )
@@ -48,7 +54,7 @@ class TestTriton(PagedAttentionSuite):
 
 class TestScaled(PagedAttentionSuite):
     implementation = triton
-    cases = (*SCALED, *LATENTS_IN_8_BITS)
+    cases = (*SCALED, *LATENTS_IN_8_BITS, *MORE_IMAGES)
     plain_cases = (SCALED[0], SCALED[3])
     plain_splits = 1
 

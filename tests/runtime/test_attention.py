@@ -15,6 +15,7 @@ import pytest
 from jpaged import LLM, EngineConfig, SamplingParams, UnsupportedError
 from jpaged.models.config import ModelConfig
 from jpaged.models.kv_groups import attention_options, kv_groups
+from jpaged.models.layers.attention import AttentionConfig
 from jpaged.models.layers.heads import Heads
 from jpaged.models.layers.latent import LatentConfig
 from jpaged.models.layers.layer import LayerConfig
@@ -100,14 +101,21 @@ def test_ampere_has_no_fp8() -> None:
         assert choose(AMPERE, kv_cache_dtype="fp8").name == "xla"
 
 
+@pytest.mark.parametrize("sees_images", [False, True])
 @pytest.mark.parametrize(
     ("device", "name"),
     [(HOPPER, "mosaic_gpu"), (AMPERE, "triton"), (TPU, "tpu"), (CPU, ON_CPU)],
     ids=str,
 )
-def test_auto_takes_the_best_for_the_device(device: Any, name: str) -> None:
-    kernel = choose(device)
+def test_auto_takes_the_best_for_the_device(device: Any, name: str, sees_images: bool) -> None:
+    """Also where a token of an image sees the whole image."""
+    (first,) = {layer.mixer for layer in MODEL.layers}
+    assert isinstance(first, AttentionConfig)
+    mixer = dataclasses.replace(first, sees_images=sees_images)
+    layers = tuple(dataclasses.replace(layer, mixer=mixer) for layer in MODEL.layers)
+    kernel = choose(device, model=dataclasses.replace(MODEL, layers=layers), max_embeddings=8)
     assert (kernel.name, kernel.interpret) == (name, False)
+    assert kernel.sees_images == sees_images
     shapes = kernel.shapes
     assert (shapes.num_heads, shapes.num_kv_heads, shapes.head_dim) == (4, 2, 64)
     assert (shapes.block_size, shapes.num_rows, shapes.blocks_per_row) == (16, 8, 4)

@@ -18,7 +18,7 @@ from kernels_pallas.paged_attention.common import LOG2E, NEG
 from kernels_pallas.paged_attention.interface import AttentionOptions, Shapes, unknown_options
 from kernels_pallas.paged_attention.pool_layout import ScaledPool
 
-OPTIONS = ("scale", "soft_cap", "window", "sinks")
+OPTIONS = ("scale", "soft_cap", "window", "sinks", "ends")
 Q = 64  # rows of a wgmma
 DECODE_C = 64
 PREFILL_C = 128

@@ -67,11 +67,13 @@ class Tiles(NamedTuple):
     """The query tiles of a step.
 
     table_A5 int32: row, first packed token, queries, position of the first, context. count_1: how
-    many of them there are; those after them have no queries.
+    many of them there are; those after them have no queries. stop_A int32: the position after the
+    last one that any query of a tile sees; None where no query sees what comes after it.
     """
 
     table_A5: Array
     count_1: Array
+    stop_A: Array | None = None
 
 
 def prepare(
@@ -81,11 +83,12 @@ def prepare(
     num_tokens: int,
     shapes: Shapes,
     window: int | None,
+    ends_T: Array | None = None,
 ) -> Tiles:
     """Return the Tiles of a step, the same for all layers.
 
     Those with the most work come first, so that the last ones to start are short. Padding tokens
-    make tiles of context 0, which write zeros. num_tokens is T.
+    make tiles of context 0, which write zeros. num_tokens is T. ends_T: as of `prefill`.
     """
     del window
     S, B = context_lens_S.shape[0], 2 * Q // _tile_heads(shapes.num_heads, shapes.num_kv_heads)
@@ -102,9 +105,15 @@ def prepare(
         [row_A, starts_R[row_A] + skip_A, count_A, position_A, contexts_R[row_A]], axis=1
     )
     work_A = jnp.minimum(position_A + count_A, contexts_R[row_A])
+    if ends_T is not None:
+        lane_1B = jnp.arange(B, dtype=jnp.int32)[None, :]
+        token_AB = jnp.minimum((starts_R[row_A] + skip_A)[:, None] + lane_1B, num_tokens - 1)
+        ends_AB = jnp.where(lane_1B < count_A[:, None], ends_T[token_AB], 0)
+        work_A = jnp.maximum(work_A, jnp.minimum(jnp.max(ends_AB, axis=1), contexts_R[row_A]))
     order_A = jnp.argsort(jnp.where(count_A > 0, work_A, -1), descending=True)
     count_1 = jnp.sum(count_A > 0, dtype=jnp.int32, keepdims=True)
-    return Tiles(table_A5[order_A].astype(jnp.int32), count_1)
+    stop_A = None if ends_T is None else work_A[order_A].astype(jnp.int32)
+    return Tiles(table_A5[order_A].astype(jnp.int32), count_1, stop_A)
 
 
 @functools.partial(jax.jit, static_argnames=("options", "thread_blocks"))
@@ -119,6 +128,7 @@ def prefill(
     *,
     options: Options,
     sinks_H: Array | None = None,
+    ends_T: Array | None = None,
     thread_blocks: int | None = None,
 ) -> Array:
     """Causal attention of packed queries, any number a row; see `reference.prefill`.
@@ -147,13 +157,19 @@ def prefill(
     tiles = prepared
     if tiles is None:
         tiles = prepare(
-            query_start_loc_S1, context_lens_S, num_tokens=T, shapes=shapes, window=window
+            query_start_loc_S1,
+            context_lens_S,
+            num_tokens=T,
+            shapes=shapes,
+            window=window,
+            ends_T=ends_T,
         )
+    assert ends_T is None or tiles.stop_A is not None, "prepared for queries that see ahead"
     parts = H // heads  # of a tile: pairs of heads, or heads
     blocks = min(thread_blocks or multiprocessors(), tiles.table_A5.shape[0] * parts)
 
     def kernel(q_ref, pool_ref, table_ref, work_refs, layer_ref, o_ref, buffers, barriers):
-        (tiles_ref, count_ref, *sinks), (ring, copied, qo_sm) = work_refs, buffers
+        (tiles_ref, count_ref, sinks_ref, ahead), (ring, copied, qo_sm) = work_refs, buffers
         pool_ref, scales_ref = pool_ref if in_8_bits else (pool_ref, None)
         stages, (zeroed, turn_barrier) = ring.tiles.shape[0], barriers
         block, warpgroup = (lax.axis_index(name) for name in ("block", "warpgroup"))
@@ -168,7 +184,8 @@ def prefill(
             row, token, queries, position, context = (tiles_ref[tile, i] for i in range(5))
             low = jnp.int32(0) if window is None else jnp.maximum(position - window + 1, 0)
             begin = lax.div(low, jnp.int32(C))
-            end = pl.cdiv(jnp.minimum(position + queries, context), jnp.int32(C))
+            stop = jnp.minimum(position + queries, context) if ahead is None else ahead[0][tile]
+            end = pl.cdiv(stop, jnp.int32(C))
             return row, token, queries, position, context, part * heads, low, begin, end
 
         # At a turn one warpgroup is a tile ahead, for which a single stage has no room.
@@ -204,6 +221,15 @@ def prefill(
                     q_ref.at[pl.ds(start, Q), head], layout=WGMMA, optimized=False
                 )
                 plgpu.commit_smem()
+
+                last_Q = None  # that a query sees, where that may come after it
+                if ahead is not None:
+                    layout = WGMMA.reduce(1)
+                    ends_Q = plgpu.load(
+                        ahead[1].at[pl.ds(start, Q)], layout=layout, optimized=False
+                    )
+                    of_row = plgpu.broadcasted_iota(jnp.int32, (Q,), 0, layout=layout)
+                    last_Q = jnp.maximum(of_row + (position + skip - offset), ends_Q - 1)
 
                 def stage_of(i):
                     return lax.rem(done + i - begin, jnp.int32(stages))
@@ -242,6 +268,8 @@ def prefill(
                             iota((Q, C), 0) + (position + skip - offset - i * C),
                         )
                         seen = key <= query
+                        if last_Q is not None:
+                            seen = key <= lax.broadcast_in_dim(last_Q - i * C, (Q, C), [0])
                         if window is not None:
                             seen &= key > query - window
                         s = jnp.where(seen, s, NEG)
@@ -266,7 +294,7 @@ def prefill(
                     plgpu.barrier_arrive(ring.empty.at[stage])
                     return acc, m, total
 
-                acc, *rest = softmax_start(width, *(sinks_ref[head] for sinks_ref in sinks))
+                acc, *rest = softmax_start(width, None if sinks_ref is None else sinks_ref[head])
                 state: Any = ((acc,) * len(columns), *rest)
                 masked_from = begin
                 # Tiles before the queries' own need no mask; but a second loop takes registers,
@@ -340,12 +368,19 @@ def prefill(
     results = plgpu.SMEM((2, len(columns), Q, width), dtype)
     q_and_o = plgpu.RefUnion(tiled_smem((2, Q, D), dtype), results)
     q = jnp.pad(q_THD.astype(dtype), ((0, padding), (0, 0), (0, 0)))
+    ahead = None
+    if ends_T is not None:
+        ahead = tiles.stop_A, jnp.pad(jnp.asarray(ends_T, jnp.int32), (0, padding))
     o = launch(
         kernel,
         q,
         pool,
         block_table_SM,
-        (*tiles, *(() if sinks_H is None else (jnp.asarray(sinks_H, jnp.float32),))),
+        (
+            *(tiles.table_A5, tiles.count_1),
+            None if sinks_H is None else jnp.asarray(sinks_H, jnp.float32),
+            ahead,
+        ),
         layer,
         interpret=interpret,
         warpgroups=4 if in_8_bits else 3,

@@ -34,7 +34,7 @@ QUERY_TILE = 6 << 20  # bytes of queries, output and softmax state
 # Of at least 64 MiB and 1 MiB since TPU v5; the compiler needs some too.
 VMEM, SMEM = 48 << 20, 960 << 10
 LANES = 128  # numbers in a row of memory
-OPTIONS = ("scale", "soft_cap", "window", "value_dim", "sinks", "latent")
+OPTIONS = ("scale", "soft_cap", "window", "value_dim", "sinks", "latent", "ends")
 
 _i32 = jnp.int32
 _jit = functools.partial(jax.jit, static_argnames="options")
@@ -85,8 +85,10 @@ def unsupported(shapes: Shapes, attention: AttentionOptions, device: Any) -> str
     token_bytes = layout.rows * layout.width * (6 if shapes.scaled else 3 * dtype.itemsize)
     vmem = max(shapes.block_size, 128) * token_bytes
     vmem += 16 * _query_bytes(shapes.num_heads, layout.width, dtype.itemsize)
-    # Two rows of the table; of each row its context, its start and an item of two numbers or more.
-    smem = 4 * (2 * -(-blocks_per_row // LANES) * LANES + 6 * num_rows)
+    # Two rows of the table; of each row its context, its start and an item of two numbers or more,
+    # three where queries see ahead.
+    numbers = 8 if attention.ends else 6
+    smem = 4 * (2 * -(-blocks_per_row // LANES) * LANES + numbers * num_rows)
     heads = f"{shapes.num_heads} query heads over {shapes.num_kv_heads} KV heads"
     kind, old = "TPU" if device is None else device.device_kind, ("TPU v2", "TPU v3", "TPU v4")
     if not kind.startswith("TPU") or kind.startswith(old):
@@ -173,6 +175,7 @@ def prefill(
     *,
     options: Options,
     sinks_H: Array | None = None,
+    ends_T: Array | None = None,
 ) -> Array:
     """Causal attention of packed queries, any number a row; see `reference.prefill`.
 
@@ -181,7 +184,7 @@ def prefill(
     """
     del prepared
     rows = (block_table_SM, context_lens_S, query_start_loc_S1)
-    return attend(q_THD, pool, layer, *rows, options=options, sinks_H=sinks_H)
+    return attend(q_THD, pool, layer, *rows, options=options, sinks_H=sinks_H, ends_T=ends_T)
 
 
 def attend(
@@ -194,6 +197,7 @@ def attend(
     *,
     options: Options,
     sinks_H: Array | None = None,
+    ends_T: Array | None = None,
     tiles: tuple[int, int] | None = None,
 ) -> Array:
     """Like `prefill`, with query tiles and KV tiles of given sizes.
@@ -238,6 +242,15 @@ def attend(
         jnp.minimum(starts_S[row_A] // B + nth_A, count - 1),
         jnp.stack([first_block, items]),
     )
+    ends: list[Array] = []
+    if ends_T is not None:
+        ends_NB = pad(jnp.asarray(ends_T, _i32), (count * B,)).reshape(count, B)
+        token_AB = tile_A[:, None] * B + jnp.arange(B, dtype=_i32)[None, :]
+        is_mine = (token_AB >= starts_S[row_A][:, None]) & (token_AB < ends_S[row_A][:, None])
+        stop_A = jnp.max(jnp.where(is_mine, ends_NB[tile_A], 0), axis=1)
+        base = jnp.concatenate([base, stop_A])
+        # Of each row of a query tile, in all lanes.
+        ends = [jnp.broadcast_to(jnp.repeat(ends_NB.reshape(-1), G)[:, None], (count * Q, LANES))]
     scalars = (base, row_A, tile_A, context_lens_S, query_start_loc_S1)
     # Whole rows of 128, which a copy may take some of: those of a row of the table.
     table = pad(block_table_SM, (S, -(-M // LANES) * LANES)).reshape(S, -1, LANES)
@@ -273,6 +286,7 @@ def attend(
         start_KG = jnp.asarray(sinks_H, jnp.float32).reshape(K, G)
         sinks = [jnp.broadcast_to(jnp.tile(start_KG, (1, B))[:, :, None], (K, Q, 128))]
     whole = pl.BlockSpec((K, Q, 128), lambda *_: (0, 0, 0))
+    of_ends = pl.BlockSpec((Q, LANES), lambda item, base, row_A, tile_A, *_: (tile_A[item], 0))
     o = pl.pallas_call(
         functools.partial(
             kernel,
@@ -287,6 +301,7 @@ def attend(
             in_place=in_place,
             one_row=one_row,
             latent=V if attention.latent else None,
+            sees_ahead=bool(ends),
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
@@ -295,6 +310,7 @@ def attend(
                 query_tile,
                 *[pl.BlockSpec(memory_space=pl.ANY)] * (2 + len(scales)),
                 *[whole] * len(sinks),
+                *[of_ends] * len(ends),
             ],
             out_specs=out_tile,
             scratch_shapes=[
@@ -312,7 +328,7 @@ def attend(
         ),
         interpret=pltpu.InterpretParams() if interpret is True else interpret,
         name="paged_attention",
-    )(*scalars, q, values, table, *scales, *sinks)
+    )(*scalars, q, values, table, *scales, *sinks, *ends)
     # Packed: what the probabilities make of V's lanes.
     lead = 0 if not packed or attention.latent else 64 if value_dim is None else D
     o_THV = o.reshape(K, -1, G, XO).swapaxes(0, 1).reshape(-1, H, XO)[:T, :, lead : lead + V]

@@ -44,12 +44,14 @@ def kernel(
     in_place: bool,
     one_row: bool,
     latent: int | None,
+    sees_ahead: bool,
 ) -> None:
-    """base [2]: the layer's first block, number of items. q [K, Q, X], o [K, Q, XO]. pool [L*N,
-    ...] and table [S, M/128, 128] in HBM. latent: the width of one, where a token's row is a latent
-    and a rotated key: both together are its key, and the latent is its value. refs: in 8 bits
-    (kv_dtype) scales [L*N, Z, P or more] in HBM; sinks [K, Q, 128], where there are any; o and the
-    scratch.
+    """base [2]: the layer's first block, number of items; where queries see ahead, [2 + A], with
+    the position up to which each item's queries do. q [K, Q, X], o [K, Q, XO]. pool [L*N, ...] and
+    table [S, M/128, 128] in HBM. latent: the width of one, where a token's row is a latent and a
+    rotated key: both together are its key, and the latent is its value. refs: in 8 bits (kv_dtype)
+    scales [L*N, Z, P or more] in HBM; sinks [K, Q, 128], where there are any; ends [Q, 128], of
+    each query in all lanes, where queries see ahead; o and the scratch.
 
     Scratch: blocks [2, U, ...], the two buffers, and those of scales, where there are any. words
     [X/128, C*W, 128], a KV tile as 32-bit words, or in f32 what 8 bits say; there are none where a
@@ -68,6 +70,7 @@ def kernel(
     else:
         scales, *sinks, o, blocks, blocks_of_scales = more
         copied = ((pool, blocks), (scales, blocks_of_scales))
+    ends = sinks.pop() if sees_ahead else None
     K, Q, X = q.shape
     U, G, narrow = blocks.shape[1], Q // B, blocks.dtype == jnp.bfloat16
     C = U * P
@@ -81,7 +84,10 @@ def kernel(
         shift, begin = context_S[row] - start_S1[row + 1], 0
         if sliding_window is not None:
             begin = jnp.maximum(jnp.maximum(first, start_S1[row]) + shift - (sliding_window - 1), 0)
-        return row, shift, begin, jnp.minimum(first + B, start_S1[row + 1]) + shift
+        end = jnp.minimum(first + B, start_S1[row + 1]) + shift
+        if sees_ahead:
+            end = jnp.maximum(end, base[2 + item])
+        return row, shift, begin, end
 
     def fetch(item, act: str) -> None:
         """Start, or await, the copy of a row's block table: those of all rows would not fit."""
@@ -250,8 +256,11 @@ def kernel(
             # Row r of the query tile is its token r // G, and x <= r // G where x * G <= r.
             r = lax.broadcasted_iota(_i32, (Q, C), 0)
             ahead = (lax.broadcasted_iota(_i32, (Q, C), 1) + (j * C - tile * B - shift)) * G
+            is_seen = ahead <= r
+            if ends is not None:
+                is_seen |= lax.broadcasted_iota(_i32, (Q, C), 1) < ends[...][:, :1] - j * C
             mask = (
-                (ahead <= r)
+                is_seen
                 & (r >= (start_S1[row] - tile * B) * G)
                 & (r < (start_S1[row + 1] - tile * B) * G)
             )
