@@ -4,6 +4,7 @@ and reuse like public traces'.
 
 import dataclasses
 import heapq
+import itertools
 import math
 import random
 from collections.abc import Iterator
@@ -96,7 +97,7 @@ def traffic(
     that sessions are in all their turns when it begins.
     """
     rng, profile = random.Random(seed), day_profile(swing)
-    weights = [1 / (k + 1) for k in range(kind.systems)]
+    weights = list(itertools.accumulate(1 / (k + 1) for k in range(kind.systems)))
     later: list[tuple[float, int, Asked]] = []
     at, count, new_rate = -3 * kind.turns * kind.think_s, 0, rate / kind.turns
     stay = 1 - 1 / kind.turns
@@ -126,7 +127,7 @@ def traffic(
         if at >= seconds:
             return
         session += 1
-        which = rng.choices(range(kind.systems), weights)[0]
+        which = rng.choices(range(kind.systems), cum_weights=weights)[0]
         prompt = kind.system + lognormal(rng, kind.first, kind.sigma)
         answer = lognormal(rng, kind.answer, kind.sigma)
         asked = Asked(at, session, which, kind.system, kind.system, prompt, answer)

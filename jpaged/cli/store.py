@@ -10,6 +10,7 @@ SIGINT.
 """
 
 import argparse
+import contextlib
 import signal
 import sys
 import threading
@@ -53,6 +54,7 @@ def main(argv: list[str] | None = None, prog: str = "jpaged store") -> int:
     try:
         blocks: PackedBlocks
         blocks = BlockMemory(size) if args.folder is None else BlockFiles(args.folder, size)
+        _allow_files()
         server = BlockServer(blocks, host, port, secret)
     except (OSError, ImportError) as e:
         print(f"{prog}: {e}", file=sys.stderr)
@@ -64,9 +66,21 @@ def main(argv: list[str] | None = None, prog: str = "jpaged store") -> int:
     print(f"blocks at tcp://{shown}:{server.port}", flush=True)
     ends.wait()
     server.close()
-    counts = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in server.counts.items())
-    print(f"{blocks.used_bytes():,} bytes in use; {counts or 'nothing was asked'}")
+    counts = server.counts.copy()  # threads count on
+    told = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items())
+    print(f"{blocks.used_bytes():,} bytes in use; {told or 'nothing was asked'}")
     return 0
+
+
+def _allow_files() -> None:
+    """Allow this process as many open files as the system lets it have: each connection is one, and
+    many systems begin with 1,024.
+    """
+    import resource  # which Windows does not have
+
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _address(parser: argparse.ArgumentParser, text: str) -> tuple[str, int]:

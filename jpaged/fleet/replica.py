@@ -176,7 +176,7 @@ class FleetReplica:
             before, began = self._served, time.monotonic()
             if served.serial <= before.serial:
                 return Changed(seconds=0.0, num_bytes=0)
-            read = self._weight_bytes()
+            read = await self._weight_bytes()
             if served.weights != before.weights or served.version != before.version:
                 if served.weights is None:
                     raise ConfigError("the weights that a fleet began with have no folder")
@@ -189,10 +189,11 @@ class FleetReplica:
                     await asyncio.to_thread(self._add_adapter, name, folder, number)
             self._served = served
             seconds = time.monotonic() - began
-            return Changed(seconds=seconds, num_bytes=self._weight_bytes() - read)
+            return Changed(seconds=seconds, num_bytes=await self._weight_bytes() - read)
 
-    def _weight_bytes(self) -> int:
-        return int(self.llm.stats().get("weight_bytes_read", 0))
+    async def _weight_bytes(self) -> int:
+        """Return the bytes of weights that were read by now; AsyncLLM.stats is of a moment ago."""
+        return int((await self.llm.call(LLM.stats)).get("weight_bytes_read", 0))
 
     def _add_adapter(self, name: str, folder: str, number: int) -> None:
         self.llm.session.served.add_adapter(name, folder, adapter_salt(name, number))

@@ -24,7 +24,7 @@ import dataclasses
 import itertools
 import random
 import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence, Set
 from typing import Any, Literal, get_args
 
 from jpaged.checks import at_least
@@ -92,6 +92,7 @@ class _Table:
         # How many running requests will leave a key there, least recently sent first; 0: they have
         # ended, and the next report says what is left of them.
         self.expected: collections.OrderedDict[int, int] = collections.OrderedDict()
+        self.idle = dict[int, None]()  # those of 0
         self.early = dict[int, Report]()  # by the version that they build on
         self.is_unsure = False  # a report was missed: one of all that it holds is wanted
         self.calls = dict[str, None]()
@@ -173,12 +174,12 @@ class Router:
             if report.version <= table.version:
                 return not table.is_unsure and not table.early
             if report.since is None:
-                self._set_told(replica, table, report.added)
+                self._tell(replica, table, report.added, table.told - report.added)
                 table.version, table.is_unsure = report.version, False
             else:
                 table.early[report.since] = report
             while (next_one := table.early.pop(table.version, None)) is not None:
-                self._set_told(replica, table, (table.told - next_one.dropped) | next_one.added)
+                self._tell(replica, table, next_one.added, next_one.dropped)
                 table.version = next_one.version
             table.early = {v: r for v, r in table.early.items() if v > table.version}
             if len(table.early) > MOST_EARLY:
@@ -290,6 +291,8 @@ class Router:
             for key in known.ask.keys:
                 if table.expected.get(key, 0) > 0:
                     table.expected[key] -= 1
+                    if not table.expected[key]:
+                        table.idle[key] = None
 
     def load(self, replica: str) -> int:
         """Return the load of a replica, in tokens."""
@@ -330,6 +333,7 @@ class Router:
                 assert table.load == left + rows, f"load of {name}"
                 assert len(table.told) <= self.settings.max_keys
                 assert len(table.expected) <= self.settings.max_keys
+                assert set(table.idle) == {key for key, n in table.expected.items() if not n}
                 for key in table.told | set(table.expected):
                     held.setdefault(key, set()).add(name)
             assert held == {key: set(names) for key, names in self._holders.items()}
@@ -399,29 +403,37 @@ class Router:
         for key in keys:
             table.expected[key] = table.expected.get(key, 0) + 1
             table.expected.move_to_end(key)
+            table.idle.pop(key, None)
             holders = self._holders.setdefault(key, {})
             holders.pop(replica, None)
             holders[replica] = None
         while len(table.expected) > self.settings.max_keys:
             key, _ = table.expected.popitem(last=False)
+            table.idle.pop(key, None)
             if key not in table.told:
                 self._drop(replica, key)
 
     def _drop_ended(self, replica: str, table: _Table) -> None:
         """Expect nothing more of requests that have ended: a report has come since."""
-        for key in [key for key, count in table.expected.items() if not count]:
+        for key in table.idle:
             del table.expected[key]
             if key not in table.told:
                 self._drop(replica, key)
+        table.idle.clear()
 
-    def _set_told(self, replica: str, table: _Table, keys: Collection[int]) -> None:
-        keys = set(itertools.islice(keys, self.settings.max_keys))
-        gone, table.told = table.told - keys, keys
-        for key in keys:
-            self._holders.setdefault(key, {}).setdefault(replica)
-        for key in gone:
-            if key not in table.expected:
-                self._drop(replica, key)
+    def _tell(self, replica: str, table: _Table, added: frozenset[int], dropped: Set[int]) -> None:
+        """Take what has come to a replica and what has gone, in steps of that alone: a report comes
+        with every answer, and what a replica holds may be much.
+        """
+        for key in dropped:
+            if key in table.told and key not in added:
+                table.told.discard(key)
+                if key not in table.expected:
+                    self._drop(replica, key)
+        for key in added:
+            if key not in table.told and len(table.told) < self.settings.max_keys:
+                table.told.add(key)
+                self._holders.setdefault(key, {}).setdefault(replica)
 
     def _drop(self, replica: str, key: int) -> None:
         holders = self._holders[key]
@@ -434,3 +446,4 @@ class Router:
             self._drop(replica, key)
         table.told = set()
         table.expected.clear()
+        table.idle.clear()

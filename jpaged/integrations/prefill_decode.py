@@ -36,7 +36,9 @@ ANSWER_ONLY = (
     *("stream", "stream_options", "best_of", "logprobs", "top_logprobs", "echo", "stop"),
     *("response_format", "min_tokens", "suffix", "store"),
 )
+CONNECT_S = 5.0  # an address that takes no connection for so long is down
 DOWN_S = 5.0  # a server that could not be reached is not asked first for so long
+END = "[DONE]"  # the last event of a stream
 
 
 class PrefillDecode:
@@ -94,10 +96,12 @@ def prompt_only(params: SamplingParams) -> SamplingParams:
 
 class PrefillDecodeClient:
     """Servers of both kinds by their addresses, http://HOST:PORT each, which take turns. api_key:
-    of all of them. timeout_s: that one may be silent. Any thread may call.
+    of all of them. timeout_s: that one may be silent. prefill_timeout_s: that one of the first kind
+    may be, from which nobody waits for more than a prompt. Any thread may call.
 
     failed_prefills: requests whose prompt the second kind had to compute, since no server of the
-    first kind answered.
+    first kind answered. One that is silent for too long is asked nothing more of a request: the
+    next one would keep it waiting as long.
     """
 
     def __init__(
@@ -107,11 +111,13 @@ class PrefillDecodeClient:
         *,
         api_key: str | None = None,
         timeout_s: float = 600.0,
+        prefill_timeout_s: float = 60.0,
     ):
         if not prefill or not decode:
             raise ConfigError("prefill and decode apart take a server of each kind at least")
         self._prefill, self._decode = _Turns(prefill), _Turns(decode)
         self._key, self._timeout_s = api_key, timeout_s
+        self._prefill_timeout_s = min(prefill_timeout_s, timeout_s)
         self.failed_prefills = 0
 
     def ask(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,32 +125,48 @@ class PrefillDecodeClient:
         `stream`. urllib.error.HTTPError where it is refused, OSError where no server answers.
         """
         with self._answered(path, {**body, "stream": False}) as response:
-            return json.load(response)
+            try:
+                return json.loads(response.read())
+            except (http.client.HTTPException, ValueError) as e:
+                raise ConnectionError(f"an answer that is not whole: {e!r}") from e
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the chunks of an answer as they come; errors as of `ask`."""
+        """Yield the chunks of an answer as they come; errors as of `ask`, also where the stream
+        ends before its end.
+        """
         with self._answered(path, {**body, "stream": True}) as response:
-            for line in response:
-                data = line.decode().removeprefix("data:").strip()
-                if line.startswith(b"data:") and data != "[DONE]":
-                    yield json.loads(data)
+            data = ""
+            try:
+                for line in response:
+                    if line.startswith(b"data:"):
+                        data = line.decode().removeprefix("data:").strip()
+                        if data != END:
+                            yield json.loads(data)
+            except (http.client.HTTPException, ValueError) as e:
+                raise ConnectionError(f"a stream that is not whole: {e!r}") from e
+            if data != END:
+                raise ConnectionError("a stream that is not whole")
 
     def _answered(self, path: str, body: dict[str, Any]) -> http.client.HTTPResponse:
         if path not in PATHS:
             raise ConfigError(f"path {path!r}: must be {' or '.join(PATHS)}")
         try:
-            self._post(self._prefill, path, prompt_body(body)).close()
+            seconds = self._prefill_timeout_s
+            with self._post(self._prefill, path, prompt_body(body), seconds) as response:
+                response.read()
         except urllib.error.HTTPError as e:  # the second step says what is wrong with the request
             self.failed_prefills += e.code >= 500
             e.close()
-        except OSError:
+        except (OSError, http.client.HTTPException):
             self.failed_prefills += 1
-        return self._post(self._decode, path, body)
+        return self._post(self._decode, path, body, self._timeout_s)
 
     def _post(
-        self, servers: "_Turns", path: str, body: Mapping[str, Any]
+        self, servers: "_Turns", path: str, body: Mapping[str, Any], seconds: float
     ) -> http.client.HTTPResponse:
-        """Return the answer of the first server that can be reached."""
+        """Return the answer of the first server that can be reached. seconds: that it may be
+        silent; where it is for longer, no other is asked.
+        """
         headers = {"Content-Type": "application/json"}
         if self._key is not None:
             headers["Authorization"] = f"Bearer {self._key}"
@@ -152,9 +174,15 @@ class PrefillDecodeClient:
         for server in servers.next():
             request = urllib.request.Request(server + path, data, headers, method="POST")
             try:
-                return urllib.request.urlopen(request, timeout=self._timeout_s)
+                return _OPENER.open(request, timeout=seconds)
             except urllib.error.HTTPError:
                 raise
+            except TimeoutError:
+                servers.failed(server)
+                raise
+            except http.client.HTTPException as e:
+                error = ConnectionError(f"{server} answers no HTTP: {e!r}")
+                servers.failed(server)
             except OSError as e:
                 error = e
                 servers.failed(server)
@@ -167,6 +195,31 @@ def prompt_body(body: Mapping[str, Any]) -> dict[str, Any]:
     if "max_completion_tokens" in kept:
         kept["max_completion_tokens"] = 1
     return kept | {"max_tokens": 1, "n": 1, "temperature": 0}
+
+
+class _Http(http.client.HTTPConnection):
+    """Waits less long for a connection than for an answer."""
+
+    def connect(self) -> None:
+        seconds = self.timeout or CONNECT_S
+        self.timeout = min(CONNECT_S, seconds)
+        super().connect()
+        self.sock.settimeout(seconds)
+
+
+class _Https(http.client.HTTPSConnection, _Http):
+    """The same over TLS."""
+
+
+class _Handler(urllib.request.HTTPSHandler, urllib.request.HTTPHandler):
+    def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_Http, req)
+
+    def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_Https, req)
+
+
+_OPENER = urllib.request.build_opener(_Handler)
 
 
 class _Turns:

@@ -271,3 +271,35 @@ def test_settings_name_what_is_wrong() -> None:
         RouterSettings(policy="best")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match="max_imbalance=-1"):
         RouterSettings(max_imbalance=-1)
+
+
+def test_a_report_costs_what_has_changed() -> None:
+    """One comes with every answer, however much a replica holds and however much is expected."""
+
+    class Unwalked:
+        def __iter__(self):
+            raise AssertionError("a walk over all that is held")
+
+        __or__ = __ror__ = __sub__ = __rsub__ = __and__ = __rand__ = copy = __iter__  # type: ignore[assignment]
+
+    class Told(Unwalked, set[int]):
+        pass
+
+    class Expected(Unwalked, collections.OrderedDict[int, int]):
+        items = keys = values = Unwalked.__iter__  # type: ignore[assignment]
+
+    router = fleet(1)
+    running, ends = ask(*range(100), session="s"), ask(*range(200, 203))
+    replica = router.choose(running)
+    router.report(replica, Report(life=1, version=1, since=None, added=frozenset(range(1000))))
+    router.choose(ends)
+    table = router._tables[replica]
+    table.told, table.expected = Told(table.told), Expected(dict.items(table.expected))
+    router.ended(ends.call)
+    added, dropped = frozenset({2000, 5}), frozenset({7, 5, 3000})
+    assert router.report(replica, Report(life=1, version=2, since=1, added=added, dropped=dropped))
+    assert len(table.told) == 1000 and 2000 in table.told and 5 in table.told
+    assert 7 not in table.told and not any(key in table.expected for key in ends.keys)
+    table.told = set(set.__iter__(table.told))
+    table.expected = collections.OrderedDict(dict.items(table.expected))
+    router.check()

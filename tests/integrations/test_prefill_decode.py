@@ -2,9 +2,11 @@
 one of them fails. End to end, with a block server between two of `jpaged serve`.
 """
 
+import contextlib
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -110,6 +112,77 @@ def test_without_the_first_step_there_is_an_answer(stub: Any) -> None:
     caught.value.close()
     with pytest.raises(OSError):
         PrefillDecodeClient([second.address], [gone.address]).ask(CHAT, BODY)
+
+
+class Raw:
+    """A server that takes what is asked, answers these bytes, and closes, or never does."""
+
+    def __init__(self, answer: bytes, *, hangs: bool = False):
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+        self.answer, self.hangs = answer, hangs
+        self.taken = list[socket.socket]()
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                self.taken.append(self.listener.accept()[0])
+                self.taken[-1].recv(1 << 16)
+                self.taken[-1].sendall(self.answer)
+                if not self.hangs:
+                    self.taken[-1].close()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.listener.shutdown(socket.SHUT_RDWR)
+        for sock in (self.listener, *self.taken):
+            sock.close()
+
+
+@pytest.fixture
+def raw() -> Iterator[Callable[..., Raw]]:
+    servers = list[Raw]()
+
+    def make(answer: bytes, *, hangs: bool = False) -> Raw:
+        servers.append(Raw(answer, hangs=hangs))
+        return servers[-1]
+
+    yield make
+    for one in servers:
+        one.close()
+
+
+HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+EVENT = b'11\r\ndata: {"n": 0}\n\n\n\r\n'
+
+
+@pytest.mark.parametrize("answer", [b"SSH-2.0-x\r\n", b"", HEAD + b"5\r\nha", HEAD + b"no"])
+def test_a_first_server_that_answers_nonsense_is_none(stub: Any, raw: Any, answer: bytes) -> None:
+    client = PrefillDecodeClient([raw(answer).address], [stub().address])
+    assert client.ask(CHAT, BODY) == {"of": 1} and client.failed_prefills == 1
+
+
+def test_a_first_server_that_hangs_keeps_nobody_for_long(stub: Any, raw: Any) -> None:
+    hung, other, second = raw(b"", hangs=True), stub(), stub()
+    servers = [hung.address, other.address], [second.address]
+    client = PrefillDecodeClient(*servers, prefill_timeout_s=0.2)
+    for _ in range(3):
+        assert "of" in client.ask(CHAT, BODY)
+    # The others, which are asked first from then on, have what the hung one would have had.
+    assert client.failed_prefills == 1 and len(other.asked) == 2 and len(hung.taken) == 1
+
+
+@pytest.mark.parametrize("rest", [b"", b"5\r\nda", b"0\r\n\r\n", b"nonsense"])
+def test_half_an_answer_is_an_error(stub: Any, raw: Any, rest: bytes) -> None:
+    client = PrefillDecodeClient([stub().address], [raw(HEAD + EVENT + rest).address])
+    chunks = list[Any]()
+    with pytest.raises(ConnectionError, match="not whole"):
+        for chunk in client.stream(CHAT, BODY):
+            chunks += [chunk]
+    assert chunks == [{"n": 0}]
+    with pytest.raises(ConnectionError, match="not whole"):
+        client.ask(CHAT, BODY)
 
 
 def test_servers_take_turns(stub: Any) -> None:

@@ -111,17 +111,42 @@ def test_a_wrong_method_is_told_the_right_one(live: Live) -> None:
     assert status == 405 and headers["allow"] == "POST"
 
 
-@pytest.mark.skipif(find_spec("schemathesis") is None, reason="the extra 'fuzz' is not installed")
-def test_schemathesis_finds_nothing(live: Live, tmp_path: Path) -> None:
+def fuzz(live: Live, folder: Path, *options: str) -> int:
+    """Ask everything that the document allows, and much that it does not; return how many
+    operations were asked.
+    """
     url = f"http://127.0.0.1:{live.port}/openapi.json"
     command = [sys.executable, "-m", "schemathesis.cli", "run", url, "--no-color"]
-    command += ["--max-examples", "4", "--exclude-checks", LEFT_OUT, "--continue-on-failure"]
+    command += ["--exclude-checks", LEFT_OUT, "--continue-on-failure"]
     command += ["--phases", "examples,coverage,fuzzing", "--request-timeout", "60"]
-    command += ["--seed", "7"]
+    command += ["--seed", "7", *options]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     ran = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=400
     )
     assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:]
     tested = re.search(r"Tested: (\d+)", ran.stdout)
-    assert tested is not None and int(tested[1]) >= 17
+    assert tested is not None
+    return int(tested[1])
+
+
+needs_schemathesis = pytest.mark.skipif(
+    find_spec("schemathesis") is None, reason="the extra 'fuzz' is not installed"
+)
+
+
+@needs_schemathesis
+def test_schemathesis_finds_nothing(live: Live, tmp_path: Path) -> None:
+    assert fuzz(live, tmp_path, "--max-examples", "4") >= 17
+
+
+@needs_schemathesis
+def test_schemathesis_finds_nothing_of_images(tmp_path: Path) -> None:
+    """Bodies with images in all forms, at a model that sees."""
+    vision = pytest.importorskip("tests.vision_folder", reason="pip install 'jpaged[images]'")
+    llm = LLM(vision.write_vision_folder(tmp_path / "seeing"), **vision.ENGINE)
+    paths = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
+    chosen = [option for path in paths for option in ("--include-path", path)]
+    with serving(llm, max_output_tokens=4, max_choices=2) as live:
+        assert fuzz(live, tmp_path, "--max-examples", "6", *chosen) == 3
+        live.assert_nothing_left()

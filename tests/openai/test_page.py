@@ -504,3 +504,27 @@ def test_for_everybody(user: User, scheme: str, tmp_path: Path) -> None:
     page.picture(tmp_path / "phone-load.png")
     for name in ("desk", "phone", "phone-load"):
         assert (tmp_path / f"{name}.png").stat().st_size > 20_000
+
+
+@needs_browser
+def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
+    """It takes and returns token ids, which the page cannot write: it says so at once."""
+    folder = write_folder(tmp_path / "tiny")
+    for file in folder.glob("*token*"):
+        file.unlink()
+    llm = LLM(folder, **SETTINGS)
+    with serving(llm) as live, browser(tmp_path / "profile") as page:
+        page.open(f"http://127.0.0.1:{live.port}/")
+        page.size(1280, 800)
+        page.until("document.querySelector('.state')?.textContent.startsWith('no tokenizer: ')")
+        page.run("document.querySelector('.composer textarea').focus()")
+        page.write("hello")
+        page.press("Enter")
+        said = page.until("document.querySelector('.message.assistant > .error')?.textContent")
+        assert "tokenizer" in said
+        page.run(
+            "[...document.querySelectorAll('button')].find(b => b.textContent === 'Load').click()"
+        )
+        page.until("document.querySelectorAll('.chart path').length >= 12")
+        problems = [p for p in page.problems if "status of 400" not in p]
+        assert not problems, problems

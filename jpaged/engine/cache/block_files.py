@@ -85,6 +85,10 @@ class PackedBlocks(Protocol):
         """Keep the bytes of a block (see `packed`). used_at: seconds since 1970, None is now."""
         ...
 
+    def packed_bytes(self, key: BlockKey) -> int:
+        """Return how many bytes `read_packed` would return, 0 where there is nothing."""
+        ...
+
     def touch_key(self, key: BlockKey, used_at: float) -> bool:
         """Count a block as used at this time. Return whether it is there."""
         ...
@@ -93,8 +97,8 @@ class PackedBlocks(Protocol):
         """Delete a block."""
         ...
 
-    def forget(self, identity: str) -> None:
-        """Delete all blocks of an identity."""
+    def forget(self, identity: str) -> bool:
+        """Delete all blocks of an identity. Return whether there are none now."""
         ...
 
 
@@ -211,12 +215,21 @@ class BlockFiles:
             return "failed"
         return "written"
 
-    def touch(self, name: BlockName, used_at: float) -> bool:
-        """Count a block as used at this time, seconds since 1970. Return whether it is there."""
-        return self.touch_key(name.key, used_at)
+    def packed_bytes(self, key: BlockKey) -> int:
+        """Return the bytes of a file, 0 where there is none."""
+        try:
+            return os.stat(self._path(key)).st_size
+        except OSError:
+            return 0
+
+    def touch_all(self, names: Sequence[BlockName], used_at: float) -> list[bool]:
+        """Count blocks as used at this time, seconds since 1970, each a microsecond before the one
+        that it follows. Return for each whether it is there.
+        """
+        return [self.touch_key(name.key, used_at - i * 1e-6) for i, name in enumerate(names)]
 
     def touch_key(self, key: BlockKey, used_at: float) -> bool:
-        """Count what is under a key as used at this time; see `touch`."""
+        """Count what is under a key as used at this time. Return whether there is anything."""
         try:
             os.utime(self._path(key), (used_at, used_at))
         except OSError:
@@ -228,15 +241,20 @@ class BlockFiles:
         with contextlib.suppress(OSError):
             self._path(key).unlink()
 
-    def forget(self, identity: str) -> None:
-        """Delete all blocks of an identity: no process finds one from now on."""
+    def forget(self, identity: str) -> bool:
+        """Delete all blocks of an identity: no process finds one from now on. Return whether that
+        is so.
+        """
         trash = self.folder / f".trash-{secrets.token_hex(8)}"
         try:
             os.rename(self.folder / identity, trash)
+        except FileNotFoundError:
+            return True  # there are none
         except OSError:
-            return  # there are none
+            return False
         with contextlib.suppress(OSError), self._locked() as ledger:
             self._make_room(ledger, 0)  # deletes it, and counts again
+        return True
 
     def _path(self, key: BlockKey) -> Path:
         identity, digest, group = key

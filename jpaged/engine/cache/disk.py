@@ -80,12 +80,14 @@ class StoredBlocks(Protocol):
         """Keep the data of a block. used_at: seconds since 1970, None is now."""
         ...
 
-    def touch(self, name: BlockName, used_at: float) -> bool:
-        """Count a block as used at this time. Return whether it is there."""
+    def touch_all(self, names: Sequence[BlockName], used_at: float) -> list[bool]:
+        """Count blocks of one identity as used at this time, each a little before the one that it
+        follows. Return for each whether it is there.
+        """
         ...
 
-    def forget(self, identity: str) -> None:
-        """Delete all blocks of an identity."""
+    def forget(self, identity: str) -> bool:
+        """Delete all blocks of an identity. Return whether there are none now."""
         ...
 
 
@@ -192,7 +194,7 @@ class Disk:
         name = self.name_of(content, group)
         if name is None or not self.files.has(name):
             return False
-        self._know(name)
+        self._know(name, 0.0)
         return True
 
     def look(self, blocks: Iterable[tuple[Content, int]]) -> Look | None:
@@ -215,14 +217,16 @@ class Disk:
 
     def touch(self, contents: Iterable[Content], groups: Iterable[int]) -> None:
         """Mark the files of these blocks as used, a prefix (in order) as later than its tail."""
-        now, groups = time.time(), tuple(groups)
-        for place, content in enumerate(contents):
+        now, groups, names = time.time(), tuple(groups), list[BlockName]()
+        for content in contents:
             for group in groups:
                 name = self.name_of(content, group)
                 if name is None or now - self._known.get(name.key, now) < TOUCH_S:
                     continue
                 self._known[name.key] = now
-                self._writes.put(functools.partial(self._touch, name, now - place * 1e-6))
+                names.append(name)
+        if names:
+            self._writes.put(functools.partial(self._touch, names, now))
 
     # To the files
 
@@ -300,7 +304,9 @@ class Disk:
             self.pending_bytes = 0
             self._changed.notify_all()
         self._known.clear()
-        self.files.forget(self.identity)
+        if not self.files.forget(self.identity):
+            self.counts["write_errors"] += 1
+            log.warning("prefix_store: blocks that were to be deleted may be there still")
 
     # From the files
 
@@ -361,7 +367,7 @@ class Disk:
                     self.counts["read_errors"] += 1
                 for name, is_there in zip(look.names, there or (), strict=there is not None):
                     if is_there:
-                        self._known.setdefault(name.key, time.time())
+                        self._know(name, self._known.get(name.key, 0.0))
                     elif name.key not in self._pending:
                         self._known.pop(name.key, None)
             look.done.set()
@@ -389,7 +395,7 @@ class Disk:
         elif came == "refused":
             self.counts["dropped_blocks"] += 1
         else:
-            self._know(name)
+            self._know(name, time.time())
         if came == "written":
             self.counts["write_blocks"] += 1
             self.counts["write_bytes"] += size
@@ -430,14 +436,16 @@ class Disk:
         self._instance = self.files.instance
         self._known.clear()
 
-    def _touch(self, name: BlockName, used_at: float) -> None:
-        if not self.files.touch(name, used_at):
-            self._known.pop(name.key, None)
+    def _touch(self, names: list[BlockName], used_at: float) -> None:
+        for name, is_there in zip(names, self.files.touch_all(names, used_at), strict=True):
+            if not is_there:
+                self._known.pop(name.key, None)
 
-    def _know(self, name: BlockName) -> None:
+    def _know(self, name: BlockName, used_at: float) -> None:
+        """Remember that a block is there. used_at: when it was marked as used, 0.0: who knows."""
         if len(self._known) >= REMEMBERED:
             self._known.clear()
-        self._known[name.key] = time.time()
+        self._known[name.key] = used_at
 
 
 def _run(jobs: "queue.SimpleQueue[Callable[[], None] | None]") -> None:

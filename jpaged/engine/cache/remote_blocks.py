@@ -20,9 +20,10 @@ from jpaged.engine.cache.block_files import (
     unpacked,
 )
 from jpaged.engine.cache.wire import (
+    AGE,
     FIGURES,
+    IDLE_S,
     NAMES_AT_ONCE,
-    USED_AT,
     Op,
     WireError,
     answer_greeting,
@@ -37,7 +38,6 @@ log = logging.getLogger("jpaged")
 
 CONNECT_S = 2.0
 DOWN_S = 5.0  # nothing is asked of a server for so long after it failed
-IDLE_S = 60.0  # a connection that was idle for longer is not used again
 WRITTEN: dict[Op, Written] = {
     Op.OK: "written",
     Op.HELD: "held",
@@ -123,18 +123,28 @@ class RemoteBlocks:
         """Send the data of a block, in one or several pieces. used_at: seconds since 1970, None is
         now.
         """
-        fields = USED_AT.pack(time.time() if used_at is None else used_at) + pack_keys([name.key])
+        fields = _age(used_at) + pack_keys([name.key])
         answer = self._ask(Op.WRITE, fields, packed(name, data))
         return "failed" if answer is None else WRITTEN.get(answer.op, "failed")
 
-    def touch(self, name: BlockName, used_at: float) -> bool:
-        """Count a block as used at this time, seconds since 1970. Return whether it is there."""
-        answer = self._ask(Op.TOUCH, USED_AT.pack(used_at) + pack_keys([name.key]))
-        return answer is not None and answer.op is Op.OK
+    def touch_all(self, names: Sequence[BlockName], used_at: float) -> list[bool]:
+        """Count blocks as used at this time, seconds since 1970, each a microsecond before the one
+        that it follows. Return for each whether it is there. names: of one identity.
+        """
+        there = list[bool]()
+        for first in range(0, len(names), NAMES_AT_ONCE):
+            part = names[first : first + NAMES_AT_ONCE]
+            fields = _age(used_at - first * 1e-6) + pack_keys([name.key for name in part])
+            answer = self._ask(Op.TOUCH, fields)
+            if answer is None or len(answer.fields) != len(part):
+                return [*there, *[False] * (len(names) - len(there))]
+            there += [bool(x) for x in answer.fields]
+        return there
 
-    def forget(self, identity: str) -> None:
-        """Have the server delete all blocks of an identity."""
-        self._ask(Op.FORGET, pack_keys([(identity, bytes(32), 0)]))
+    def forget(self, identity: str) -> bool:
+        """Have the server delete all blocks of an identity. Return whether it has."""
+        answer = self._ask(Op.FORGET, pack_keys([(identity, bytes(32), 0)]))
+        return answer is not None and answer.op is Op.OK
 
     def close(self) -> None:
         """Close the connections that are idle."""
@@ -229,6 +239,11 @@ class RemoteBlocks:
             self._is_down = True
             log.warning("prefix_store: the block server at %s: %s", self.address, error)
         self.close()
+
+
+def _age(used_at: float | None) -> bytes:
+    """Return how long ago this was, as in a frame. used_at: seconds since 1970, None is now."""
+    return AGE.pack(0.0 if used_at is None else max(time.time() - used_at, 0.0))
 
 
 def _close_all(connections: list[tuple[float, socket.socket]]) -> None:

@@ -25,19 +25,20 @@ from typing import NamedTuple
 
 from jpaged.engine.cache.block_files import DIGEST_BYTES, BlockKey
 
-VERSION = 1
+VERSION = 2
 MAGIC = b"jpB" + bytes([VERSION])
 FRAME = struct.Struct("<4sBIQ")
 GREETING = struct.Struct("<4s16s32sQQ")  # magic, instance, number, bytes in use, bytes at most
 PROOF = struct.Struct("<4s32s32s")  # magic, the client's number, code
 CODE = struct.Struct("<4sB32s")  # magic, OK or REFUSED, code
 BLOCK = struct.Struct(f"<{DIGEST_BYTES}sH")  # digest, group
-USED_AT = struct.Struct("<d")
+AGE = struct.Struct("<d")  # seconds since a block was used: clocks of machines differ
 FIGURES = struct.Struct("<QQQ")  # bytes in use, bytes at most, blocks deleted to make room
 MOST_FIELDS = 1 << 20  # bytes
 MOST_BODY = 1 << 32
 NAMES_AT_ONCE = 16384  # in one look
 FRAME_S = 10.0  # a frame takes at most, from its first byte on
+IDLE_S = 60.0  # a client uses no connection again that was idle for longer; the server waits twice
 SECRET_VARIABLE = "JPAGED_STORE_SECRET"
 IDENTITY = re.compile(r"[0-9a-f]{2,64}")
 

@@ -114,7 +114,7 @@ def test_what_cannot_be_read_or_written_is_an_answer(tmp_path: Path) -> None:
     assert files.write(name_of(1), [data_of(1)]) == "held"
     (tmp_path / "cc").write_bytes(b"")  # a file in the place of a folder
     assert files.write(name_of(1, identity="cc"), [data_of(1)]) == "failed"
-    assert files.touch(name_of(3), 1.0) is False
+    assert files.touch_all([name_of(3)], 1.0) == [False]
     with pytest.raises(OSError):
         BlockFiles(tmp_path / "cc" / "store", MIB)
 
@@ -124,7 +124,7 @@ def test_least_recently_used_goes_first(tmp_path: Path) -> None:
     files = BlockFiles(tmp_path, 10 * one)
     for number in range(10):
         assert files.write(name_of(number), [data_of(number)], used_at=1000 + number) == "written"
-    assert files.touch(name_of(0), 2000.0) and files.touch(name_of(3), 2001.0)
+    assert files.touch_all([name_of(3), name_of(0)], 2001.0) == [True, True]
     assert files.write(name_of(11), [data_of(11)]) == "written"
     held = [number for number in range(12) if files.has(name_of(number))]
     assert held == [0, 3, 4, 5, 6, 7, 8, 9, 11][-len(held) :] or set(held) >= {0, 3, 9, 11}

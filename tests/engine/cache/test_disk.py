@@ -650,6 +650,21 @@ def test_costs() -> None:
     }
 
 
+def test_what_an_engine_uses_once_counts_as_used(folder: Path, depth: int) -> None:
+    """Each of many runs that take less than a minute needs the same prefix: it stays."""
+    first = host_of(folder, depth, num_blocks=32)
+    asked(first, prompt(21), max_tokens=1)
+    close(first)
+    for path in block_paths(folder):
+        os.utime(path, (1000.0, 1000.0))
+    began, reader = time.time(), host_of(folder, depth)
+    assert asked(reader, prompt(21), max_tokens=1).num_cached == 20
+    done = threading.Event()
+    disk_of(reader)._writes.put(done.set)
+    assert done.wait(10.0)
+    assert min(path.stat().st_mtime for path in block_paths(folder)) > began - 1
+
+
 def test_a_bound_keeps_the_head_of_a_prefix(folder: Path, depth: int) -> None:
     """Where files of some blocks go, those are a prefix's last."""
     host = host_of(folder, depth, num_blocks=32)

@@ -148,9 +148,9 @@ def test_damaged_blocks_are_misses(
     first, memory = host_of(server, depth, windows, **THROUGH), server.blocks
     asked(first, prompt(21), max_tokens=1)
     assert isinstance(memory, BlockMemory)
-    for key, raw in [(key, bytes(raw)) for key, raw in memory._blocks.items()]:
+    for key, raw in [(key, bytes(raw)) for key, (raw, _) in memory._blocks.items()]:
         memory.drop_key(key)
-        other = memory._blocks.get(next(iter(memory._blocks), key), raw[:-1])
+        other = next((x for x, _ in memory._blocks.values()), raw[:-1])
         bad = {"cut": raw[:-1], "flip": raw[:-1] + bytes([raw[-1] ^ 1]), "another": other}.get(
             damage
         )
@@ -202,6 +202,45 @@ def test_another_server_in_its_place(server: BlockServer, depth: int, impatient:
         assert asked(host_of(again, depth), prompt(21), max_tokens=3).num_cached == 20
     finally:
         again.close()
+
+
+def test_what_a_server_has_is_remembered_within_bounds(
+    server: BlockServer, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by an engine that only reads."""
+    monkeypatch.setattr(disk_module, "REMEMBERED", 8)
+    first, second = host_of(server, depth, **THROUGH), host_of(server, depth)
+    for seed in range(4):
+        asked(first, prompt(21, seed), max_tokens=1)
+        asked(second, prompt(21, seed), max_tokens=1)
+        assert max(len(disk_of(host)._known) for host in (first, second)) <= 8
+    assert counts(second)["store_read_blocks"] > 0
+
+
+def test_what_is_to_be_deleted_and_is_not(
+    server: BlockServer, depth: int, impatient: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    host = host_of(server, depth, **THROUGH)
+    asked(host, prompt(21), max_tokens=1)
+    server.close()
+    host.engine.reset_prefix_cache(files=True)
+    assert "to be deleted may be there still" in caplog.text
+    assert counts(host)["store_write_errors"] == 1
+
+
+def test_what_an_engine_uses_once_counts_as_used(server: BlockServer, depth: int) -> None:
+    """Many engines that live for a minute need one prefix: it stays, its head longest."""
+    asked(host_of(server, depth, **THROUGH), prompt(21), max_tokens=1)
+    memory = server.blocks
+    assert isinstance(memory, BlockMemory)
+    began = time.time()
+    reader = host_of(server, depth)
+    assert asked(reader, prompt(21), max_tokens=1).num_cached == 20
+    done = threading.Event()
+    disk_of(reader)._writes.put(done.set)
+    assert done.wait(10.0)
+    used = [used_at for _, used_at in memory._blocks.values()]
+    assert began < used[-1] and used == sorted(used, reverse=True) and len(used) == 5
 
 
 @pytest.fixture
@@ -290,7 +329,8 @@ def test_a_random_mix_of_pairs(depth: int, seed: int, impatient: None) -> None:
         tokens = prompt(rng.randint(3, 26), rng.randrange(6))
         if rng.random() < 0.1:
             for key in list(blocks._blocks)[::3]:
-                blocks._blocks[key] = memoryview(bytes(blocks._blocks[key].nbytes))
+                raw, used_at = blocks._blocks[key]
+                blocks._blocks[key] = memoryview(bytes(raw.nbytes)), used_at
         seq = asked(host, tokens, max_tokens=rng.randint(1, 6))
         found += seq.num_cached > 0
         assert blocks.used_bytes() <= 20_000

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from jpaged.checks import store_address
-from jpaged.engine.cache import remote_blocks, wire
+from jpaged.engine.cache import block_server, remote_blocks, wire
 from jpaged.engine.cache.block_files import BlockFiles, PackedBlocks, packed
 from jpaged.engine.cache.block_server import BlockMemory, BlockServer
 from jpaged.engine.cache.remote_blocks import RemoteBlocks
@@ -61,11 +61,11 @@ def test_what_is_written_is_read(serve: Any, tmp_path: Path, kind: str) -> None:
     assert blocks.write(name_of(1), [data]) == "held"
     assert blocks.has_all([name_of(i) for i in (2, 1, 3)]) == [False, True, False]
     assert 0 < blocks.used_bytes() < 2 * SIZE and blocks.num_bytes == MIB
-    assert blocks.touch(name_of(1), time.time()) and not blocks.touch(name_of(2), 1.0)
+    assert blocks.touch_all([name_of(1), name_of(2)], time.time()) == [True, False]
     for other in (name_of(2), name_of(1, group=1), name_of(1, identity="bb")):
         assert blocks.read(other, SIZE)[0] == "absent"
     assert blocks.write(name_of(1, identity="bb"), [data]) == "written"
-    blocks.forget("aa")
+    assert blocks.forget("aa") and blocks.forget("aa")
     assert not blocks.has(name_of(1)) and blocks.has(name_of(1, identity="bb"))
     assert blocks.write(name_of(5), [bytes(2 * MIB)]) == "refused"
 
@@ -81,14 +81,127 @@ def test_the_files_are_those_of_a_folder(serve: Any, tmp_path: Path) -> None:
 def test_least_recently_used_goes_first() -> None:
     memory = BlockMemory(4 * SIZE)
     for number in range(4):
-        assert memory.write_packed(name_of(number).key, [data_of(number)]) == "written"
-    assert memory.read_packed(name_of(0).key)[0] == "read" and memory.touch_key(name_of(1).key, 0.0)
+        assert memory.write_packed(name_of(number).key, [data_of(number)], 10.0) == "written"
+    assert memory.touch_key(name_of(0).key, 11.0) and memory.touch_key(name_of(1).key, 9.0)
+    assert memory.packed_bytes(name_of(0).key) == SIZE and not memory.touch_key(name_of(9).key, 1.0)
     memory.write_packed(name_of(4).key, [data_of(4)])
-    assert [memory.has_key(name_of(i).key) for i in range(5)] == [True, True, False, True, True]
+    assert [memory.has_key(name_of(i).key) for i in range(5)] == [True, False, True, True, True]
     assert memory.used_bytes() == 4 * SIZE and memory.evicted_blocks == 1
-    for number in range(5):
+    for second in range(20, 5000):
+        memory.touch_key(name_of(2).key, second)
+    assert len(memory._order) < 2000
+    for number in (5, 6):
+        memory.write_packed(name_of(number).key, [data_of(number)])
+    assert [memory.has_key(name_of(i).key) for i in (0, 2, 3)] == [False, True, False]
+    for number in range(7):
         memory.drop_key(name_of(number).key)
     assert memory.used_bytes() == len(memory) == 0
+
+
+@pytest.mark.parametrize("kind", ["memory", "folder"])
+def test_what_an_engine_leaves_is_kept_by_its_last_use(
+    serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """It writes what was used last first, more than there is room for; by whatever clock."""
+    size = wire_size(1)
+    server = serve(BlockMemory(4 * size) if kind == "memory" else BlockFiles(tmp_path, 4 * size))
+    engine, now = client_of(server), time.time()
+    monkeypatch.setattr(remote_blocks, "time", ShiftedTime(7200.0))
+    for number in range(8):
+        used_at = now + 7200.0 - number
+        assert engine.write(name_of(number), [data_of(number)], used_at) == "written"
+    there = engine.has_all([name_of(i) for i in range(8)])
+    assert there is not None and there[:3] == [True] * 3 and sum(there) <= 4
+    # An hour later by a clock that is two hours ahead, its blocks are not newer than they are.
+    monkeypatch.setattr(remote_blocks, "time", ShiftedTime(0.0))
+    assert engine.write(name_of(9), [data_of(9)]) == "written"
+    assert engine.touch_all([name_of(2), name_of(0), name_of(1)], now + 1.0) == [True] * 3
+    for number in (10, 11):
+        assert engine.write(name_of(number), [data_of(number)], now + 2.0) == "written"
+    there = engine.has_all([name_of(i) for i in (2, 0, 1)])
+    assert there == ([True, False, False] if sum(there or ()) == 1 else [True, True, False])
+
+
+class ShiftedTime:
+    """The module, with a clock that is wrong by so many seconds."""
+
+    monotonic = staticmethod(time.monotonic)
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+
+    def time(self) -> float:
+        return time.time() + self.seconds
+
+
+def wire_size(number: int) -> int:
+    return sum(memoryview(piece).nbytes for piece in packed(name_of(number), [data_of(number)]))
+
+
+def test_connections_that_say_nothing_end(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that greet no more than some at a time, so that nobody is kept out by who does not know
+    the secret; those that are idle after a while, since their machines may be gone.
+    """
+    monkeypatch.setattr(block_server, "GREETINGS", 3)
+    monkeypatch.setattr(block_server, "CONNECTIONS", 6)
+    monkeypatch.setattr(block_server, "IDLE_S", 0.1)
+    server = serve(secret=SECRET)
+    silent = [socket.create_connection((server.host, server.port)) for _ in range(20)]
+    blocks = client_of(server, SECRET)
+    assert blocks.write(name_of(1), [data_of(1)]) == "written"
+    (_, idle), *_ = blocks._free
+    idle.settimeout(5.0)
+    assert idle.recv(1) == b"" and blocks.read(name_of(1), SIZE)[0] == "read"
+    for sock in silent:
+        sock.close()
+    assert server.counts["failed_connections"] <= 20
+
+
+def test_a_machine_without_threads_serves_again_once_it_has_some(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = serve()
+    blocks, left, start = client_of(server), [3], threading.Thread.start
+
+    def limited(thread: threading.Thread) -> None:
+        if left[0]:
+            left[0] -= 1
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    monkeypatch.setattr(remote_blocks, "DOWN_S", 0.0)
+    assert [blocks.write(name_of(1), [data_of(1)]) for _ in range(4)] == ["failed"] * 3 + [
+        "written"
+    ]
+    assert server.counts["refused_connections"] == 3 and len(server._open) == 1
+
+
+def test_blocks_that_nobody_takes_are_bounded(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients that ask and never read hold so many bytes, and no longer than a frame may
+    take; others wait for them.
+    """
+    size = 1 << 23  # more than the system keeps for a connection
+    monkeypatch.setattr(block_server, "LEAVING_BYTES", 2 * size)
+    monkeypatch.setattr(wire, "FRAME_S", 1.0)
+    monkeypatch.setattr(remote_blocks, "DOWN_S", 0.0)
+    server, most = serve(BlockMemory(size * 8)), list[int]()
+    blocks = client_of(server)
+    assert blocks.write(name_of(1), [bytes(size)]) == "written"
+    asked = FRAME.pack(MAGIC, Op.READ, len(wire.pack_keys([name_of(1).key])), 0)
+    with contextlib.ExitStack() as stack:
+        for _ in range(5):
+            sock = stack.enter_context(socket.create_connection((server.host, server.port)))
+            wire.answer_greeting(sock, b"", time.monotonic() + 5)
+            sock.sendall(asked + wire.pack_keys([name_of(1).key]))
+        until = time.monotonic() + 10.0
+        while (came := blocks.read(name_of(1), size)[0]) != "read" and time.monotonic() < until:
+            most.append(server._leaving)
+        assert came == "read" and max([*most, server._leaving]) <= 2 * size
+    until = time.monotonic() + 5.0
+    while server._leaving and time.monotonic() < until:
+        time.sleep(0.01)
+    assert server._leaving == 0
 
 
 def test_who_does_not_know_the_secret_gets_nothing(serve: Any, impatient: None) -> None:
@@ -115,7 +228,7 @@ def test_a_wrong_block_is_refused_and_noticed(serve: Any) -> None:
         b"".join(packed(name_of(1, group=1), [data_of(1)])),
         b"",
     ):
-        fields = wire.USED_AT.pack(1.0) + wire.pack_keys([name_of(1).key])
+        fields = wire.AGE.pack(1.0) + wire.pack_keys([name_of(1).key])
         answer = blocks._ask(Op.WRITE, fields, [raw])
         assert answer is not None and answer.op is Op.REFUSED
     assert server.counts["bad_blocks"] == 5 and not blocks.has(name_of(1))
@@ -153,7 +266,7 @@ def test_clients_that_die_or_lie_leave_nothing(serve: Any, impatient: None) -> N
     """Half a frame, a frame that is none, a length that is none, bytes that trickle."""
     server = serve()
     good = b"".join(packed(name_of(1), [data_of(1)]))
-    fields = wire.USED_AT.pack(1.0) + wire.pack_keys([name_of(1).key])
+    fields = wire.AGE.pack(1.0) + wire.pack_keys([name_of(1).key])
     whole = FRAME.pack(MAGIC, Op.WRITE, len(fields), len(good)) + fields + good
     for raw in (
         *(whole[:n] for n in (1, 10, FRAME.size, FRAME.size + 20, len(whole) - 1)),
@@ -209,7 +322,8 @@ def test_servers_that_die_or_lie_are_misses(impatient: None, lie: str) -> None:
         assert blocks.read(name_of(1), SIZE)[0] in ("unreadable", "bad")
         assert blocks.write(name_of(1), [data_of(1)]) == "failed" or lie == "too long"
         assert blocks.has_all([name_of(1)]) is None
-        assert not blocks.touch(name_of(1), 1.0) or lie == "too long"
+        assert blocks.touch_all([name_of(1), name_of(2)], 1.0) == [False, False]
+        assert not blocks.forget("aa")
     finally:
         blocks.close()
         listener.shutdown(socket.SHUT_RDWR)
