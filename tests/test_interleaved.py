@@ -3,7 +3,6 @@ what is served by them is what rows serve.
 """
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -32,7 +31,9 @@ native = pytest.mark.skipif(
 
 def forms_of(llm: LLM) -> dict[str, bool]:
     """Whether each quantised weight that is bound lies interleaved, by form and shape."""
-    modules = llm.session.served.weights.modules(llm.session.served.params)
+    params = llm.session.served.params
+    assert params is not None
+    modules = llm.session.served.weights.modules(params)
     leaves = jax.tree.leaves(modules, is_leaf=is_quantized)
     return {f"{x.form.name} {x.shape}": x.form.interleaved for x in leaves if is_quantized(x)}
 
@@ -42,8 +43,9 @@ def answers(llm: LLM) -> list[tuple[list[int], np.ndarray]]:
     return [(out.outputs[0].token_ids, out.outputs[0].token_logprobs) for out in outs]
 
 
-def served(params: Params | Path, **settings: Any) -> LLM:
-    return LLM(params, **{**vars(ENGINE), "dtype": "bfloat16", **settings})
+def served(params: Any, **settings: Any) -> LLM:
+    values: Any = vars(ENGINE) | {"dtype": "bfloat16"} | settings
+    return LLM(params, **values)
 
 
 @pytest.mark.parametrize("zeros", [False, True])
@@ -94,9 +96,7 @@ def test_what_is_made_to_be_served_is(form: Any) -> None:
     assert not any(forms_of(rows).values()), "what a caller holds stays as it lies"
     for ours, theirs in zip(llm.score(whole), rows.score(whole), strict=True):
         assert np.abs(np.subtract(ours, theirs)).max() < 0.02
-    again = served(
-        llm.session.served.params, quantized_activations="int16", **{"quantization": form}
-    )
+    again = served(llm.session.served.params, quantized_activations="int16", quantization=form)
     assert [ids for ids, _ in answers(again)] == [ids for ids, _ in found]
 
 
@@ -130,6 +130,6 @@ def test_one_that_others_made_is_put_in_rows_where_none_takes_it() -> None:
     for interleaved in (True, False):
         weight = Weight(spec=spec, source=made, interleaved=interleaved)
         assert placer.is_placed(weight) == interleaved
-        placed = placer(weight)
+        placed: Any = placer(weight)
         assert placed.form.interleaved == interleaved and (placed is made) == interleaved
         assert np.array_equal(placed.whole(), rows.whole())

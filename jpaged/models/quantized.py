@@ -278,7 +278,7 @@ class QuantizedWeight:
             self,
             values=together(values, self.values.shape),
             scales=together(flat.scales, self.scales.shape),
-            zeros=None if self.zeros is None else together(flat.zeros, self.zeros.shape),
+            zeros=None if flat.zeros is None else together(flat.zeros, self.scales.shape),
             form=form,
         )
 

@@ -547,7 +547,8 @@ class PeerRunner(Runner):
     def _compile_tower(self, batch: Batch) -> None:
         """Compile what encodes the images of a step, as long as it takes."""
         assert self.images is not None and self.params is not None
-        assert (tower := self.params.vision) is not None
+        tower = self.params.vision
+        assert tower is not None
         for part in batch.each:
             self.images.compile(part.embedded, tower, self.weight_version)
 

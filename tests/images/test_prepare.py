@@ -84,8 +84,8 @@ def test_patches_are_those_of_transformers(
     kind = CLASSES.get("qwen" if name.startswith("qwen") else name, Gemma4ImageProcessorPil)
     options = {"do_pan_and_scan": False} if name == "gemma3" else {}
     if name == "gemma4_unified":
-        size = tuple(6 * n for n in prepared.grid[1:])
-        pixels, options = resized(pixels, *size), {"do_resize": False}
+        _, rows, columns = prepared.grid
+        pixels, options = resized(pixels, 6 * rows, 6 * columns), {"do_resize": False}
     theirs = kind.from_pretrained(folder)(
         images=[Image.fromarray(pixels)], return_tensors="np", **options
     )

@@ -37,11 +37,21 @@ class Recorder:
     def multiplies(self, form: str, width: int) -> bool:
         return form == "int8"
 
+    def interleaves(self, form: str, outputs: int) -> bool:
+        return False
+
     def quantized(
-        self, x: jax.Array, values: jax.Array, scales: jax.Array, zeros: Any, form: str, count: Any
+        self,
+        x: jax.Array,
+        values: jax.Array,
+        scales: jax.Array,
+        zeros: Any,
+        form: str,
+        count: Any,
+        interleaved: bool = False,
     ) -> jax.Array:
         self.counts.append(count)
-        assert form == "int8" and zeros is None
+        assert form == "int8" and zeros is None and not interleaved
         return self.linear(x, values.astype(x.dtype), count, jnp.float32) * scales[:, 0][None]
 
     def adds(self, x: jax.Array, a: jax.Array) -> bool:
