@@ -557,7 +557,7 @@ def _weights(
     mesh = serving_mesh(config, mesh)
     quantization = None if mesh else config.quantization
 
-    def interleaves(dtype: Any) -> bool:
+    def interleaves(dtype: np.dtype) -> bool:
         return mesh is None and interleaves_on(jax.devices()[0], dtype, config)
 
     params = read_params(

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jpaged.checkpoint.eagle import is_head, read_head
@@ -74,7 +75,7 @@ def read_params(
     images: bool = False,
     each: Callable[[ParamSpec, Any, ModelConfig], Any] | None = None,
     quantization: str | None = None,
-    interleaves: Callable[[Any], bool] = lambda _: False,
+    interleaves: Callable[[np.dtype], bool] = lambda _: False,
 ) -> Params:
     """Like load_params. quantization: plain parameters become what one device serves under this
     setting, one after another, so that no two plain ones are held; only without a mesh.

@@ -186,8 +186,9 @@ class Runner:
                         self._set_counts(replica, row, token_ids, prompt_len)
                     for slot, adapter in part.loads:
                         self.adapters.load(replica, slot, adapter.data)
-                for replica, pieces in self._encoded(batch):
-                    self.embeddings.write(replica, pieces)
+                if [part for part in batch.each if part.embedded]:
+                    for replica, pieces in self._encoded(batch):
+                        self.embeddings.write(replica, pieces)
                 if batch.copies is not None:
                     self._copy_blocks(self.transfers.put(batch.copies))
                 packed, state = self.transfers.put(batch.packed), self._state
@@ -263,7 +264,7 @@ class Runner:
         those of all replicas are encoded together.
         """
         parts = [(i, part.embedded) for i, part in enumerate(batch.each) if part.embedded]
-        if not parts or self.images is None or self.params is None or self.params.vision is None:
+        if self.images is None or self.params is None or self.params.vision is None:
             return parts
         pieces = tuple(itertools.chain.from_iterable(part for _, part in parts))
         made = iter(self.images.encoded(pieces, self.params.vision, self.weight_version))
