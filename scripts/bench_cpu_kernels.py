@@ -5,14 +5,15 @@ their ratio.
 
 Every call has another weight, or another layer of the pool, so that what a step reads from memory
 is read from memory here. Products are bf16 [M, K] . [N, K]; attention is of rows alike, blocks of
-64 tokens, in bf16. Products with weights in 8 and 4 bits are beside the native one in bf16: GB/s
-are of their values and scales, and of a plain read. A layer of experts (8 of 64) is computed for
-all of them (dense), in XLA's tiles and natively; its GB/s are of the weights of those that were
-drawn. The gated delta rule is that of a layer of Qwen3.5-35B-A3B, Mamba-2's scan that of one of
-Nemotron 3 Nano; their GB/s are of the states that are read and written, and of a plain read of as
-many bytes.
+64 tokens, in bf16. Products with weights in 8 and 4 bits, interleaved where they are served so, are
+beside the native one in bf16: GB/s are of their values and scales, and of a plain read. A layer of
+experts (8 of 64) is computed for all of them (dense), in XLA's tiles and natively; its GB/s are of
+the weights of those that were drawn. The gated delta rule is that of a layer of Qwen3.5-35B-A3B,
+Mamba-2's scan that of one of Nemotron 3 Nano; their GB/s are of the states that are read and
+written, and of a plain read of as many bytes.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -28,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpaged.models.layers.mlp import gated
-from jpaged.models.quantized import QuantizedWeight, quantized
+from jpaged.models.quantized import FORMS, QuantizedWeight, quantized
 from kernels_cpu import experts as native_experts
 from kernels_cpu import gated_delta as native_delta
 from kernels_cpu import mamba2 as native_scan
@@ -89,8 +90,8 @@ def quantized_product(x: jax.Array, w: QuantizedWeight) -> jax.Array:
     """Multiply by the arithmetic that the processor is fastest with."""
     best = level()
     assert best is not None
-    parts = (w.values, w.scales, w.form.name, x.shape[0], w.zeros)
-    return native_quantized.linear(x, *parts, best.activations)
+    parts = (w.values, w.scales, w.form.name, x.shape[0], w.zeros, best.activations)
+    return native_quantized.linear(x, *parts, interleaved=w.form.interleaved)
 
 
 def chain(multiply: Callable[..., jax.Array], x: jax.Array, weights: list[Any]) -> jax.Array:
@@ -131,7 +132,11 @@ def quantized_products(rng: np.random.Generator, rounds: int) -> Iterator[dict[s
         plain = [jnp.asarray(draw, jnp.bfloat16) for draw in draws]
         forms: dict[str, tuple[Any, list[Any]]] = {"bf16": (native_product, plain)}
         for form in QUANTIZED:
-            made = jax.jit(functools.partial(quantized, form=form, num_outputs=1))
+            best = level()
+            assert best is not None
+            interleaved = native_quantized.interleaves(form, N, best.activations)
+            chosen = dataclasses.replace(FORMS[form], interleaved=interleaved)
+            made = jax.jit(functools.partial(quantized, form=chosen, num_outputs=1))
             forms[form] = (quantized_product, [made(weight) for weight in plain])
         for M in QUANTIZED_ROWS:
             x = jnp.asarray(rng.standard_normal((M, K)), jnp.bfloat16)

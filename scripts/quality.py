@@ -28,7 +28,7 @@ from jpaged.models.forward import bind
 from jpaged.models.layers.linear import StepContext
 from jpaged.models.params import Params
 from jpaged.models.served import quantized_tree
-from jpaged.runtime.choices import choose_products
+from jpaged.runtime.choices import choose_products, interleaves_on
 
 FORMS = ("int8", "fp8", "int4")
 
@@ -61,8 +61,12 @@ def measured(config: ModelConfig, ours: Any, other: Any, tokens_BT: jax.Array) -
 def quality(params: Params, tokens: np.ndarray, forms: list[str]) -> Iterator[dict[str, Any]]:
     """Yield a row for the weights as they are, and one for each form."""
     ours, count = dict(params), tokens.shape[0] * (tokens.shape[1] - 1)
+    dtype, served = params["embed"]["weight"].dtype, jpaged.EngineConfig()
+    interleaved = interleaves_on(jax.devices()[0], dtype, served)
     for form in (None, *forms):
-        other: Any = ours if form is None else quantized_tree(params, form)
+        other: Any = ours
+        if form is not None:
+            other = quantized_tree(params, form, interleaved=interleaved)
         sums = np.sum([measured(params.config, ours, other, row[None]) for row in tokens], 0, float)
         yield {
             "weights": form or str(params["embed"]["weight"].dtype),

@@ -135,11 +135,15 @@ def stored_shapes(
     )
 
 
-def quantized_tree(params: Params, quantization: str) -> dict[str, Any]:
-    """Return the canonical tree with its weights in the forms that one device serves them in."""
+def quantized_tree(
+    params: Params, quantization: str, *, interleaved: bool = False
+) -> dict[str, Any]:
+    """Return the canonical tree with its weights in the forms that one device serves them in.
+    interleaved: as of `in_order`.
+    """
 
     def one(spec: ParamSpec, leaf: Any) -> Any:
-        form = served_form(spec, params.config, quantization)
+        form = served_form(spec, params.config, quantization, interleaved=interleaved)
         return leaf if form is None else quantized(jnp.asarray(leaf), form, len(spec.sides[0]))
 
     return jax.tree.map(one, nest(param_table(params.config)), dict(params))
