@@ -372,6 +372,8 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
                         read = text_bytes(params) / common.read_bandwidth() / 1e6
                         record["reads_ms"] = read
                         records[f"{name} {dtype} {side}"] = record
+                        told = (f"{key} {common.number(value)}" for key, value in record.items())
+                        print(name, dtype, side, *told, sep=", ", file=sys.stderr)  # one by one
                 llm.close()
                 del llm, params
     return records
