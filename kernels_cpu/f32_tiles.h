@@ -1,6 +1,7 @@
 // The products of attention in f32, on any level whose Lanes hold 8 f32; see attend.h. A tile's keys and values become f32
-// once for all queries of an item and head. Head dimensions lie as L::EvenOdd splits them: of each 16 the even ones, then the
-// odd ones.
+// once for all queries of an item and head; where they are few, as in decode, they do in registers, as they are needed: a tile
+// of f32 would not stay in the L1 cache. Both sum in one order. Head dimensions lie as L::EvenOdd splits them: of each 16 the
+// even ones, then the odd ones.
 #pragma once
 
 #include "attend.h"
@@ -16,9 +17,11 @@ class F32Tiles {
   static constexpr int64_t kSlots = 8;
   static constexpr bool kAllHeads = false, kFetches = true;
 
-  F32Tiles(const Problem& p, const Item& item) : p_(p), item_(item), D_(p.D), V_(p.V), rows_(item.count * p.G) {
+  F32Tiles(const Problem& p, const Item& item)
+      : p_(p), item_(item), D_(p.D), V_(p.V), rows_(item.count * p.G), in_place_(kIsBf16 && !p.latent && rows_ <= kFew) {
     static thread_local Memory q, k, v;
     q_ = Scratch<float>(q, item.heads * rows_ * D_);
+    if (in_place_) return;
     k_ = Scratch<float>(k, kTile * D_), v_ = p.latent ? k_ : Scratch<float>(v, kTile * V_);
   }
 
@@ -35,8 +38,16 @@ class F32Tiles {
   }
 
   void Score(const Tile<Slot>& tile, int64_t head, float* scores) {
-    WidenTile(tile, head);
     const float* q = q_ + head * rows_ * D_;
+    if constexpr (kIsBf16) {
+      if (in_place_) {
+        static constexpr decltype(&F32Tiles::template ScoreSlots<1, 8>) kBySize[] = {
+            &F32Tiles::template ScoreSlots<1, 8>, &F32Tiles::template ScoreSlots<2, 4>, &F32Tiles::template ScoreSlots<3, 4>,
+            &F32Tiles::template ScoreSlots<4, 2>};
+        return (this->*kBySize[rows_ - 1])(tile, head, q, scores);
+      }
+    }
+    WidenTile(tile, head);
     for (int64_t r = 0, n; r < rows_; r += n) {
       n = std::min<int64_t>(3, rows_ - r);
       auto score = n == 3 ? &ScoreRows<3, 4> : n == 2 ? &ScoreRows<2, 4> : &ScoreRows<1, 8>;
@@ -44,7 +55,18 @@ class F32Tiles {
     }
   }
 
-  void Weigh(const Tile<Slot>& tile, int64_t, const float* weights, const float* alpha, float* o) {
+  void Weigh(const Tile<Slot>& tile, int64_t head, const float* weights, const float* alpha, float* o) {
+    if constexpr (kIsBf16) {
+      if (in_place_) {
+        static constexpr decltype(&WeighSlots<1, 2>) kBySlots[] = {&WeighSlots<1, 2>, &WeighSlots<2, 2>, &WeighSlots<3, 1>,
+                                                                   &WeighSlots<4, 1>};
+        int64_t value = head * p_.Apart() + p_.ValueAt();
+        for (int64_t d = 0, width = rows_ <= 2 ? 4 * L::kCount : 2 * L::kCount; d < V_; d += width) {
+          kBySlots[rows_ - 1](weights, tile.keys, value + d, tile.slots, o + d, V_, alpha);
+        }
+        return;
+      }
+    }
     static constexpr decltype(&WeighRows<1, 4>) kBySize[] = {&WeighRows<1, 4>, &WeighRows<2, 4>, &WeighRows<3, 2>,
                                                              &WeighRows<4, 2>, &WeighRows<5, 2>, &WeighRows<6, 2>};
     for (int64_t r = 0, n; r < rows_; r += n) {
@@ -64,6 +86,8 @@ class F32Tiles {
 
  private:
   using Floats = typename L::Floats;
+  static constexpr bool kIsBf16 = sizeof(Slot) == sizeof(bf16);
+  static constexpr int64_t kFew = 4;  // query rows of a head that share what registers hold of a slot
 
   void Widen(const bf16* from, int64_t count, float* to) {
     for (int64_t d = 0; d < count; d += 2 * L::kCount) {
@@ -92,14 +116,29 @@ class F32Tiles {
     }
   }
 
-  // Makes f32 of the keys and values of a head, slot by slot, while the lines of what is needed next come into the cache: the
-  // next head of the same slots, or the next tile.
+  // What is needed after a head of a tile: the next head of the same slots, or the next tile.
+  class Next {
+   public:
+    Next(const F32Tiles& tiles, const Tile<Slot>& tile, int64_t head) : size_(tiles.p_.Width()) {
+      bool is_last = head + 1 == tiles.item_.heads;
+      slots_ = is_last ? tile.next : tile.keys, offset_ = is_last ? 0 : (head + 1) * tiles.p_.Apart();
+    }
+    // Brings the lines of a slot into the cache.
+    void Fetch(int64_t slot) const {
+      for (int64_t i = 0; i < size_; i += kCacheLine / sizeof(Slot)) PrefetchL2(slots_[slot] + offset_ + i);
+    }
+
+   private:
+    const Slot* const* slots_;
+    int64_t size_, offset_;
+  };
+
+  // Makes f32 of the keys and values of a head, slot by slot, while what is needed next comes into the cache.
   void WidenTile(const Tile<Slot>& tile, int64_t head) {
-    bool is_last = head + 1 == item_.heads;
-    const Slot* const* next = is_last ? tile.next : tile.keys;
-    int64_t size = p_.Width(), offset = head * p_.Apart(), next_offset = is_last ? 0 : (head + 1) * p_.Apart();
+    Next next(*this, tile, head);
+    int64_t offset = head * p_.Apart();
     for (int64_t slot = 0; slot < tile.slots; ++slot) {
-      for (int64_t i = 0; i < size; i += kCacheLine / sizeof(Slot)) PrefetchL2(next[slot] + next_offset + i);
+      next.Fetch(slot);
       const Slot* key = tile.keys[slot] + offset;
       if constexpr (sizeof(Slot) == 1) {
         const float *of_slot = scales_[slot], zero[2] = {0.0f, 0.0f}, *pair = of_slot == nullptr ? zero : of_slot;
@@ -144,6 +183,64 @@ class F32Tiles {
     }
   }
 
+  // As WidenTile and ScoreRows.
+  template <int R, int C>
+  void ScoreSlots(const Tile<Slot>& tile, int64_t head, const float* q, float* scores) {
+    static_assert(R * C % 4 == 0);
+    Next next(*this, tile, head);
+    int64_t offset = head * p_.Apart();
+    for (int64_t slot = 0; slot < tile.slots; slot += C) {
+      Floats acc[R * C];
+#pragma GCC unroll 12
+      for (int i = 0; i < R * C; ++i) acc[i] = L::Zero();
+      for (int c = 0; c < C; ++c) next.Fetch(slot + c);
+      for (int64_t d = 0; d < D_; d += 2 * L::kCount) {
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c) {
+          Floats even, odd;
+          L::EvenOdd(tile.keys[slot + c] + offset + d, even, odd);
+#pragma GCC unroll 4
+          for (int r = 0; r < R; ++r) {
+            acc[r * C + c] = L::Fma(L::Load(q + r * D_ + d), even, acc[r * C + c]);
+            acc[r * C + c] = L::Fma(L::Load(q + r * D_ + d + L::kCount), odd, acc[r * C + c]);
+          }
+        }
+      }
+      float sums[R * C];
+#pragma GCC unroll 3
+      for (int i = 0; i < R * C; i += 4) L::PutSums(sums + i, acc[i], acc[i + 1], acc[i + 2], acc[i + 3]);
+      for (int r = 0; r < R; ++r) std::memcpy(scores + r * kTile + slot, sums + r * C, C * sizeof(float));
+    }
+  }
+
+  // As WeighRows, of R rows and 16 C dimensions, where a slot's value is `value` after its keys.
+  template <int R, int C>
+  static void WeighSlots(const float* weights, const Slot* const* keys, int64_t value, int64_t slots, float* o, int64_t V,
+                         const float* alpha) {
+    Floats acc[R][2 * C];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+      for (int i = 0; i < 2 * C; ++i) acc[r][i] = L::Mul(L::Load(o + r * V + L::kCount * i), L::Set(alpha[r]));
+    }
+    for (int64_t slot = 0; slot < slots; ++slot) {
+      Floats values[2 * C];
+#pragma GCC unroll 2
+      for (int i = 0; i < C; ++i) L::EvenOdd(keys[slot] + value + 2 * L::kCount * i, values[2 * i], values[2 * i + 1]);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        Floats weight = L::Set(weights[r * kTile + slot]);
+#pragma GCC unroll 4
+        for (int i = 0; i < 2 * C; ++i) acc[r][i] = L::Fma(weight, values[i], acc[r][i]);
+      }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+      for (int i = 0; i < 2 * C; ++i) L::Store(o + r * V + L::kCount * i, acc[r][i]);
+    }
+  }
+
   // o[R][8 C] = alpha * o + weights . v over the first `slots` slots of a tile, whose values are `apart` numbers apart. V: the
   // width of a value.
   template <int R, int C>
@@ -176,6 +273,7 @@ class F32Tiles {
   const Problem& p_;
   const Item& item_;
   int64_t D_, V_, rows_;  // rows: of a head
+  bool in_place_;         // keys and values become f32 in registers
   float *q_, *k_, *v_;
   const float* scales_[kTile];  // of a slot's keys and values, in turn
 };
