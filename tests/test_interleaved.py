@@ -19,7 +19,7 @@ from jpaged.runtime.choices import interleaves_on
 from jpaged.runtime.placing import Placer
 from kernels_cpu import library
 from kernels_cpu.quantized import interleaves
-from tests.tiny import ENGINE, config, make_params, make_prompts
+from tests.tiny import ENGINE, compiles, config, make_params, make_prompts
 
 MODEL = config(head_dim=32, intermediate_size=64, tie_word_embeddings=True, vocab_size=96)
 PROMPTS = make_prompts(5, 23)
@@ -98,6 +98,30 @@ def test_what_is_made_to_be_served_is(form: Any) -> None:
         assert np.abs(np.subtract(ours, theirs)).max() < 0.02
     again = served(llm.session.served.params, quantized_activations="int16", quantization=form)
     assert [ids for ids, _ in answers(again)] == [ids for ids, _ in found]
+
+
+@native
+@pytest.mark.parametrize("is_first", [True, False])
+def test_new_weights_take_the_order_of_the_first(is_first: bool) -> None:
+    """Compiled steps take no other. is_first: the first ones are made interleaved."""
+    plain, newer = (make_params(seed, MODEL, jnp.bfloat16) for seed in (0, 1))
+    made, rows = (
+        Params(quantized_tree(newer, "int8", interleaved=order), MODEL) for order in (True, False)
+    )
+    held = Params(quantized_tree(plain, "int8"), MODEL)
+    settings: dict[str, Any] = {"quantized_activations": "int16"}
+    llm = served(plain, quantization="int8", **settings) if is_first else served(held, **settings)
+    before = answers(llm)
+    found = []
+    with compiles() as names:
+        for params in (made, rows):
+            llm.update_params(params)
+            assert set(forms_of(llm).values()) == {is_first}
+            found.append(answers(llm))
+    assert set(names) == {"jit(interleaved)" if is_first else "jit(in_rows)"}, "no step"
+    for (ours, logprobs), (theirs, expected) in zip(*found, strict=True):
+        assert ours == theirs and np.array_equal(logprobs, expected)
+    assert [ids for ids, _ in found[0]] != [ids for ids, _ in before]
 
 
 @native

@@ -251,7 +251,7 @@ class QuantizedWeight:
     @property
     def structure(self) -> Any:
         """What compiled steps depend on: the form, the shape of scales, whether there are zeros."""
-        return self.form.name, self.form.interleaved, self.scales.shape, self.zeros is not None
+        return self.form.name, self.scales.shape, self.zeros is not None
 
     def is_finite(self) -> bool:
         """Return whether a weight of numpy arrays is finite; e4m3 has NaN and no infinity."""

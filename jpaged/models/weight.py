@@ -112,8 +112,8 @@ class Weight:
     stands for; None: the source's. form: what plain values are quantised to; None: they stay plain.
     keeps_form: values that a file holds in 8 or 4 bits stay so where they can. split: how it lies
     on a mesh. folder: where its pieces are, for messages. is_buffer: `read` made the source, so
-    that nobody else will change or delete it. interleaved: what files hold in 8 or 4 bits is kept
-    so (see models.served.in_order), and a QuantizedWeight that is may stay.
+    that nobody else will change or delete it. interleaved: how it is to lie in 8 or 4 bits (see
+    models.served.in_order). keeps_order: a QuantizedWeight that lies in rows stays so all the same.
     """
 
     spec: ParamSpec
@@ -126,6 +126,7 @@ class Weight:
     folder: Path | None = None
     is_buffer: bool = False
     interleaved: bool = False
+    keeps_order: bool = True
 
     @property
     def name(self) -> str:
@@ -189,7 +190,7 @@ class Weight:
                     f"{self.folder}: {self.name} holds a value in {kept.form.name} that is not "
                     "finite"
                 )
-            return dataclasses.replace(self, source=kept, is_buffer=True)
+            return dataclasses.replace(self, source=kept, is_buffer=True, keeps_order=False)
         buffer = aligned(self.spec.shape, self.wanted_dtype)
         for piece in self.source:
             piece.read(buffer[piece.fills])

@@ -20,7 +20,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from jpaged.combinations import Facts, check_combination
 from jpaged.errors import ConfigError
-from jpaged.models.quantized import QuantizedWeight, is_quantized, partition, quantized
+from jpaged.models.quantized import (
+    QuantizedWeight,
+    WeightForm,
+    is_quantized,
+    partition,
+    quantized,
+)
 from jpaged.models.served import in_order
 from jpaged.models.weight import Change, Weight
 from jpaged.runtime.processes import put
@@ -41,10 +47,9 @@ class Placer:
         """Return whether the source is already what is served."""
         source = weight.source
         if is_quantized(source):
-            if source.form.interleaved and not weight.interleaved:
-                return False
-            has_dtype = source.dtype == weight.wanted_dtype
-            return has_dtype and all(_lies(x, to) for x, to in self._parts(weight))
+            is_ready = source.dtype == weight.wanted_dtype
+            is_ready &= source.form.interleaved == _is_interleaved(weight)
+            return is_ready and all(_lies(x, to) for x, to in self._parts(weight))
         if weight.is_stored or weight.form is not None or weight.change.is_needed(source):
             return False
         return _lies(source, self._sharding(weight.split))
@@ -58,8 +63,8 @@ class Placer:
         """
         if self.is_placed(weight):
             return weight.source
-        target, is_stored = self._sharding(weight.split), weight.is_stored
-        if is_stored:
+        target = self._sharding(weight.split)
+        if weight.is_stored:
             if target is not None and not target.is_fully_addressable:
                 # Each process reads its own shares, one time for all devices that hold the same.
                 read = functools.cache(weight.read_share)
@@ -69,12 +74,11 @@ class Placer:
                 weight = weight.read()
         weight.check()
         if is_quantized(weight.source):
-            if weight.source.form.interleaved and not weight.interleaved:
+            interleaved = _is_interleaved(weight)
+            if weight.source.form.interleaved and not interleaved:
                 weight = dataclasses.replace(weight, source=_in_rows(weight.source))
             kept = self._kept(weight)
-            # What a caller holds stays as it lies: interleaved, it would be there twice.
-            form = in_order(kept.form, weight.spec, weight.interleaved and is_stored)
-            return _interleaved(kept) if form.interleaved else kept
+            return _interleaved(kept) if interleaved and not kept.form.interleaved else kept
         plain = self._plain(weight, target)
         return plain if weight.form is None else self._quantized(plain, weight)
 
@@ -175,6 +179,14 @@ class Placer:
         if key not in self._functions:
             self._functions[key] = jax.jit(change or _identity, out_shardings=target)
         return self._functions[key]
+
+
+def _is_interleaved(weight: Weight) -> bool:
+    """Return whether a quantised source is to lie interleaved."""
+    form: WeightForm = weight.source.form
+    if weight.keeps_order:
+        return form.interleaved and weight.interleaved
+    return in_order(form, weight.spec, weight.interleaved).interleaved
 
 
 _interleaved, _in_rows = jax.jit(QuantizedWeight.interleaved), jax.jit(QuantizedWeight.in_rows)

@@ -195,6 +195,9 @@ class ServingWeights:
         # What the steps are compiled for, of every leaf as it is served.
         self._dtypes: list[str] | None = None
         self._structures: list[Any] | None = None
+        # Whether each leaf lies interleaved since the first version: compiled steps take no other
+        # order. What a caller holds in rows then stays so, since a copy would be there beside it.
+        self._orders: list[bool] | None = None
         self._refs: list[weakref.ref[jax.Array] | None] = []
         self._form: Any = None  # the structure of the params that these are the leaves of
         # The modules' leaves, for each our copy or the number of the caller's array that serves,
@@ -302,21 +305,21 @@ class ServingWeights:
         """Return each leaf with what it is to become. ConfigError for one that cannot be served."""
         model, devices = params.config, self.placement.axis_size
         served = self.placement.served(model)
-        splits = jax.tree.leaves(self.placement.specs(served))
+        splits, leaves = jax.tree.leaves(self.placement.specs(served)), _leaves(params)
+        orders = [self.interleaved] * len(leaves) if self._orders is None else self._orders
         weights = [
             Weight(
                 spec=spec,
                 source=leaf,
                 served=ours,
                 dtype=self.dtype,
-                form=served_form(
-                    ours, served, self.quantization, devices, interleaved=self.interleaved
-                ),
+                form=served_form(ours, served, self.quantization, devices, interleaved=order),
                 split=split,
-                interleaved=self.interleaved,
+                interleaved=order,
+                keeps_order=self._orders is None,
             )
-            for leaf, spec, ours, split in zip(
-                _leaves(params), _specs(model), _specs(served), splits, strict=True
+            for leaf, spec, ours, split, order in zip(
+                leaves, _specs(model), _specs(served), splits, orders, strict=True
             )
         ]
         for weight in weights:
@@ -330,6 +333,7 @@ class ServingWeights:
         began = time.perf_counter()
         placed = [self._placer(weight) for weight in weights]
         self._placer.check_finite(weights, placed)
+        self._orders = [is_quantized(x) and x.form.interleaved for x in placed]
         derived = [
             None if ours is weight.source else ours
             for ours, weight in zip(placed, weights, strict=True)
