@@ -333,7 +333,7 @@ class ServingWeights:
         began = time.perf_counter()
         placed = [self._placer(weight) for weight in weights]
         self._placer.check_finite(weights, placed)
-        self._orders = [is_quantized(x) and x.form.interleaved for x in placed]
+        self._orders = [isinstance(x, QuantizedWeight) and x.form.interleaved for x in placed]
         derived = [
             None if ours is weight.source else ours
             for ours, weight in zip(placed, weights, strict=True)
