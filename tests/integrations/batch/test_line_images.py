@@ -241,14 +241,14 @@ def test_images_are_decoded_when_their_line_is_admitted(
     decoded, most = 0, 0
     threads = set[str]()
 
-    def counted(pixels: np.ndarray) -> Any:
+    def counted(pixels: np.ndarray, digest: bytes | None = None) -> Any:
         nonlocal decoded, most
         with lock:
             decoded += 1
             threads.add(threading.current_thread().name)
             done = out.read_text().count("\n") if out.exists() else 0
             most = max(most, decoded - done)
-        return prepare(pixels)
+        return prepare(pixels, digest)
 
     monkeypatch.setattr(reader._preparer, "prepare", counted)
     window = 4 * ENGINE["max_num_seqs"]
