@@ -90,13 +90,7 @@ class Int16Products {
     alignas(kCacheLine) int16_t some[kChunk] = {};
     for (int64_t first = 0; first < E; first += kBlock) {
       int64_t end = std::min(E, first + kBlock);
-      Words most = L::ZeroWords();
-      for (int64_t e = first; e < end; e += kWords) {  // bits without a sign are in the order of numbers, NaN the largest
-        most = L::MaxUnsigned(most, L::And(L::LoadWords(x + e), L::SetWords(0x7fff)));
-      }
-      alignas(kCacheLine) bf16 sizes[kWords];
-      L::StoreWords(sizes, most);
-      float largest = FromBf16(*std::max_element(sizes, sizes + kWords));
+      float largest = LargestOf<L>(x + first, end - first);
       bool is_zero = largest < kNothing;
       *scale++ = is_zero ? 0.0f : largest / kMost;
       Floats inverse = L::Set(is_zero ? 0.0f : kMost / largest);

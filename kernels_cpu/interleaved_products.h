@@ -68,13 +68,7 @@ class InterleavedProducts {
     constexpr int64_t kWords = 2 * L::kCount;
     for (int64_t first = 0, part = 0; first < to.E; first += kBlock) {
       int64_t end = std::min(to.E, first + kBlock);
-      Words most = L::ZeroWords();
-      for (int64_t e = first; e < end; e += kWords) {  // bits without a sign are in the order of numbers, NaN the largest
-        most = L::MaxUnsigned(most, L::And(L::LoadWords(x + e), L::SetWords(0x7fff)));
-      }
-      alignas(kCacheLine) bf16 sizes[kWords];
-      L::StoreWords(sizes, most);
-      float largest = FromBf16(*std::max_element(sizes, sizes + kWords));
+      float largest = LargestOf<L>(x + first, end - first);
       bool is_zero = largest < kNothing;
       to.scales[first / kBlock] = is_zero ? 0.0f : largest / kMost;
       Floats inverse = L::Set(is_zero ? 0.0f : kMost / largest);

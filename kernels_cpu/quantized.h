@@ -31,6 +31,19 @@ constexpr int64_t kInterleaved = 16;  // outputs
 
 constexpr float kNothing = 1e-30f;  // an x of integers is zero below: its scale would have no inverse
 
+// Returns the largest absolute value of `count` numbers, whole 16s, where 16 words fill a register of L; NaN if there is one.
+template <typename L>
+float LargestOf(const bf16* x, int64_t count) {
+  constexpr int64_t kWords = 2 * L::kCount;
+  typename L::Words most = L::ZeroWords();
+  for (int64_t i = 0; i < count; i += kWords) {  // bits without a sign are in the order of numbers, NaN the largest
+    most = L::MaxUnsigned(most, L::And(L::LoadWords(x + i), L::SetWords(0x7fff)));
+  }
+  alignas(kCacheLine) bf16 sizes[kWords];
+  L::StoreWords(sizes, most);
+  return FromBf16(*std::max_element(sizes, sizes + kWords));
+}
+
 // One scale a row, which comes after the sum; or scales of groups, from each of whose values a zero may be taken.
 enum class Scales { kRow, kGroups, kZeros };
 

@@ -336,11 +336,11 @@ class QuantizedWeight:
         as well where the product is large.
         """
         assert self.num_outputs == 1 and self.ndim == 2
+        if self.form.interleaved:  # which XLA multiplies by as rows
+            return self.in_rows().linear(x)
         if self.products is not None:
             parts = (self.values, self.scales, self.zeros, self.form.name)
-            return self.products.quantized(x, *parts, x.shape[0], self.form.interleaved)
-        if self.form.interleaved:
-            return self.in_rows().linear(x)
+            return self.products.quantized(x, *parts, x.shape[0])
         in_fp8 = in_fp8 and self.form.is_float8 and self.by_output and x.dtype == jnp.bfloat16
         if in_fp8 and math.prod(x.shape) * self.shape[0] >= ROUNDED_FROM:
             return fp8_product(x, self)

@@ -16,6 +16,7 @@ import pytest
 
 from jpaged import LLM, SamplingParams
 from jpaged.errors import ConfigError
+from tests.clients.local_ray import local_ray
 from tests.openai.live import PATIENCE_S, Live, serving
 from tests.text_model import write_folder
 from tests.tiny import ENGINE
@@ -63,14 +64,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def live(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    ray.init(
-        address="local",
-        num_cpus=4,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=80 << 20,
-    )
-    try:
+    with local_ray(num_cpus=4, object_store_memory=80 << 20):
         store = str(tmp_path_factory.mktemp("prefixes"))
         llm = start_fleet(
             folders[0],
@@ -84,8 +78,6 @@ def live(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Itera
         with serving(llm, enable_control=True, max_waiting=64, ping_s=None) as live:
             live.patience_s = 4 * PATIENCE_S
             yield live
-    finally:
-        ray.shutdown()
 
 
 def body(i: int, seed: int) -> dict[str, Any]:

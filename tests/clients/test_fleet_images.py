@@ -12,17 +12,18 @@ from typing import Any
 import pytest
 
 from jpaged import LLM, SamplingParams
+from tests.clients.local_ray import local_ray
 from tests.openai.live import PATIENCE_S, Live, serving
 from tests.vision_folder import ENGINE, data_url, picture, png, seen, write_vision_folder
 
-ray: Any = pytest.importorskip("ray", reason="the extra 'ray' is not installed")
+pytest.importorskip("ray", reason="the extra 'ray' is not installed")
 pytest.importorskip("grpc", reason="ray[serve] is not installed")
 pytest.importorskip("starlette", reason="pip install 'jpaged[server]'")
 pytest.importorskip("uvicorn", reason="pip install 'jpaged[server]'")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray Serve's own, of pydantic
     from jpaged.fleet.on_ray import start_fleet
-from tests.clients import test_fleet as fleet  # noqa: E402
+from tests.clients import test_fleet as fleet
 
 pytestmark = fleet.pytestmark
 CHAT = "/v1/chat/completions"
@@ -38,21 +39,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def live(folder: Path) -> Iterator[Live]:
-    ray.init(
-        address="local",
-        num_cpus=4,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=80 << 20,
-    )
-    try:
+    with local_ray(num_cpus=4, object_store_memory=80 << 20):
         llm = start_fleet(folder, replicas=2, max_retries=20, drain_s=2.0, **ENGINE)
         with serving(llm, max_images=3, ping_s=None) as live:
             live.patience_s = 4 * PATIENCE_S
             yield live
             assert live.server._generation.images._room.used == 0
-    finally:
-        ray.shutdown()
 
 
 def ask(live: Live, shade: int) -> Any:

@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
+from tests.clients.local_ray import local_ray
 from tests.clients.test_fleet import SETTINGS, answer, metric, pytestmark, tokens_of  # noqa: F401
 from tests.openai.live import PATIENCE_S, Live, serving
 from tests.text_model import write_folder
 
-ray: Any = pytest.importorskip("ray", reason="the extra 'ray' is not installed")
-from jpaged.fleet import on_ray  # noqa: E402
+pytest.importorskip("ray", reason="the extra 'ray' is not installed")
+from jpaged.fleet import on_ray
 
 ROWS = SETTINGS["max_num_seqs"]
 COUNT = 40
@@ -38,14 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def live(folder: Path) -> Iterator[Live]:
-    ray.init(
-        address="local",
-        num_cpus=4,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=80 << 20,
-    )
-    try:
+    with local_ray(num_cpus=4, object_store_memory=80 << 20):
         with pytest.MonkeyPatch.context() as patch:
             # Of this module's names alone: Ray sends the real class to other processes by its name.
             names = vars(on_ray.serve_config)
@@ -59,8 +53,6 @@ def live(folder: Path) -> Iterator[Live]:
         with serving(llm, max_waiting=64, ping_s=None) as live:
             live.patience_s = 4 * PATIENCE_S
             yield live
-    finally:
-        ray.shutdown()
 
 
 class Load:

@@ -13,6 +13,7 @@ import jpaged
 from jpaged import ConfigError, SamplingParams
 from jpaged.demo import MODEL_PATH
 from jpaged.integrations.batch import BatchRequest, Settings
+from tests.clients.local_ray import local_ray
 
 ray: Any = pytest.importorskip("ray", reason="the extra 'ray' is not installed")
 pa: Any = pytest.importorskip("pyarrow", reason="the extra 'ray' is not installed")
@@ -204,10 +205,9 @@ def test_what_is_wrong_with_every_row_raises() -> None:
 
 @pytest.fixture(scope="module")
 def cluster() -> Any:
-    ray.init(address="local", num_cpus=3, include_dashboard=False, log_to_driver=False)
-    ray.data.DataContext.get_current().enable_progress_bars = False
-    yield
-    ray.shutdown()
+    with local_ray(num_cpus=3):
+        ray.data.DataContext.get_current().enable_progress_bars = False
+        yield
 
 
 def test_a_dataset_whose_actor_is_killed_loses_nothing(

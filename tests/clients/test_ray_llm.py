@@ -5,6 +5,7 @@ twice.
 import dataclasses
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,6 +20,7 @@ from jpaged.demo import MODEL_PATH
 from jpaged.errors import ReplicaError
 from jpaged.integrations.batch import BatchRequest, Settings
 from jpaged.request.inputs import Chat
+from tests.clients.local_ray import local_ray
 
 ray: Any = pytest.importorskip("ray", reason="the extra 'ray' is not installed")
 from jpaged.integrations import ray_replica  # noqa: E402
@@ -55,17 +57,10 @@ def cluster() -> Iterator[None]:
         "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
     }
-    with mock.patch.dict(os.environ, own):
-        for left in (2, 1, 0):
-            try:
-                ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
-                break
-            except Exception as e:  # Ray gives its own start 30 seconds, which a busy machine takes
-                if not left or "timed out during startup" not in str(e):
-                    raise
-                ray.shutdown()
-    yield
-    ray.shutdown()
+    with ExitStack() as stack:
+        with mock.patch.dict(os.environ, own):
+            stack.enter_context(local_ray(num_cpus=4))
+        yield
 
 
 def finish(llm: RayLLM) -> dict[str, jpaged.RequestOutput]:
