@@ -128,10 +128,21 @@ class Raw:
         with contextlib.suppress(OSError):
             while True:
                 self.taken.append(self.listener.accept()[0])
-                self.taken[-1].recv(1 << 16)
+                self._read(self.taken[-1])
                 self.taken[-1].sendall(self.answer)
                 if not self.hangs:
                     self.taken[-1].close()
+
+    def _read(self, sock: socket.socket) -> None:
+        """Take the whole of a request: closing before that would reset the connection, which the
+        client may see in place of the answer.
+        """
+        with sock.makefile("rb") as request:
+            length = 0
+            while (line := request.readline().strip().lower()) != b"":
+                name, _, value = line.partition(b":")
+                length = int(value) if name == b"content-length" else length
+            request.read(length)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
