@@ -14,12 +14,21 @@ from typing import Any
 
 import pytest
 
-from jpaged import LLM, SamplingParams
 from jpaged.errors import ConfigError
+from tests.clients.fleets import (
+    FLEET_MARKS,
+    GENERATE,
+    SETTINGS,
+    answer,
+    body,
+    kill_one,
+    metric,
+    tokens_of,
+    wait_without,
+)
 from tests.clients.local_ray import local_ray
 from tests.openai.live import PATIENCE_S, Live, serving
 from tests.text_model import write_folder
-from tests.tiny import ENGINE
 
 ray: Any = pytest.importorskip("ray", reason="the extra 'ray' is not installed")
 pytest.importorskip("grpc", reason="ray[serve] is not installed")
@@ -31,24 +40,7 @@ with warnings.catch_warnings():
 from jpaged.fleet.registry import FLEETS  # noqa: E402
 from jpaged.fleet.router import Router  # noqa: E402
 
-pytestmark = [
-    pytest.mark.filterwarnings(f"ignore::{kind}")
-    for kind in (
-        "DeprecationWarning",
-        "FutureWarning",
-        "ResourceWarning",
-        "UserWarning",
-        "pytest.PytestUnraisableExceptionWarning",
-        "pytest.PytestUnhandledThreadExceptionWarning",
-    )
-]
-SIZES = (
-    *("block_size", "max_num_seqs", "max_num_batched_tokens", "token_buckets", "seq_buckets"),
-    *("num_blocks", "max_logprobs", "max_logit_bias", "max_stop_ids"),
-)
-SETTINGS: dict[str, Any] = {name: getattr(ENGINE, name) for name in SIZES} | {"dtype": "float32"}
-GENERATE = "/inference/v1/generate"
-LENGTH = 24
+pytestmark = FLEET_MARKS
 
 
 @pytest.fixture(scope="module")
@@ -78,62 +70,6 @@ def live(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Itera
         with serving(llm, enable_control=True, max_waiting=64, ping_s=None) as live:
             live.patience_s = 4 * PATIENCE_S
             yield live
-
-
-def body(i: int, seed: int) -> dict[str, Any]:
-    asked = {"max_tokens": LENGTH, "temperature": 0.8, "ignore_eos": True, "seed": seed}
-    return {"token_ids": prompt(i), "sampling_params": asked, "user": f"user {i % 3}"}
-
-
-def prompt(i: int) -> list[int]:
-    return [*range(10 + i % 3, 30 + i % 3), 40 + i]
-
-
-def tokens_of(folder: Path, count: int) -> list[list[int]]:
-    """What one engine draws for each of so many requests."""
-    llm = LLM(folder, **SETTINGS)
-    asked = [
-        SamplingParams(max_tokens=LENGTH, temperature=0.8, ignore_eos=True, seed=i)
-        for i in range(count)
-    ]
-    outs = llm.generate([prompt(i) for i in range(count)], asked, use_tqdm=False)
-    llm.close()
-    return [out.outputs[0].token_ids for out in outs]
-
-
-def answer(live: Live, i: int) -> list[int]:
-    """The tokens of one request; of every other one as a stream."""
-    if i % 2:
-        whole = live.post(GENERATE, body(i, i))
-        return whole["choices"][0]["token_ids"]
-    events = live.events(GENERATE, body(i, i))
-    return [t for e in events for c in e["choices"] for t in c["token_ids"]]
-
-
-def kill_one(rng: random.Random) -> str:
-    """Kill a replica as kill -9 does; return the name that the router knows it by."""
-    named = ray.util.list_named_actors(all_namespaces=True)
-    names = [a["name"] for a in named if a["name"].startswith(f"SERVE_REPLICA::{NAME}#")]
-    name = rng.choice(sorted(names))
-    ray.kill(ray.get_actor(name, namespace="serve"), no_restart=True)
-    return name.rpartition("#")[2]
-
-
-def wait_without(live: Live, dead: str) -> float:
-    """The seconds until two replicas are sent to, of which none is this one."""
-    began = time.monotonic()
-    llm: Any = live.server.llm
-    while len(set(llm.router.replicas) - {dead}) < 2:
-        assert time.monotonic() - began < 4 * PATIENCE_S
-        time.sleep(0.05)
-    return time.monotonic() - began
-
-
-def metric(live: Live, name: str) -> float:
-    _, text, _ = live.request("/metrics")
-    lines = [line for line in text.splitlines() if line.partition(" ")[0] == name]
-    assert len(lines) == 1, (name, lines)
-    return float(lines[0].rpartition(" ")[2])
 
 
 def test_answers_are_those_of_one_engine(live: Live, folders: list[Path]) -> None:

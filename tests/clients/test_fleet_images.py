@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from jpaged import LLM, SamplingParams
+from tests.clients.fleets import FLEET_MARKS, kill_one, wait_without
 from tests.clients.local_ray import local_ray
 from tests.openai.live import PATIENCE_S, Live, serving
 from tests.vision_folder import ENGINE, data_url, picture, png, seen, write_vision_folder
@@ -23,9 +24,8 @@ pytest.importorskip("uvicorn", reason="pip install 'jpaged[server]'")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray Serve's own, of pydantic
     from jpaged.fleet.on_ray import start_fleet
-from tests.clients import test_fleet as fleet
 
-pytestmark = fleet.pytestmark
+pytestmark = FLEET_MARKS
 CHAT = "/v1/chat/completions"
 DRAWN: dict[str, Any] = {"max_tokens": 5, "temperature": 1, "logprobs": True, "seed": 5}
 LONG = "a long question about it"
@@ -79,7 +79,7 @@ def test_images_are_seen_by_every_replica(live: Live, folder: Path) -> None:
     assert cached == [40, 40, 0]
     status = live.request("/status")[1]["images"]
     assert status["refused"] is None and status["max_images"] == 3
-    fleet.wait_without(live, fleet.kill_one(random.Random(0)))
+    wait_without(live, kill_one(random.Random(0)))
     for i, output in enumerate(expected):
         assert logprobs(ask(live, i)) == pytest.approx(output.outputs[0].token_logprobs, abs=1e-5)
 

@@ -6,6 +6,7 @@ import functools
 import itertools
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,14 +14,20 @@ from typing import Any
 
 import pytest
 
+from tests.clients.fleets import FLEET_MARKS, SETTINGS, answer, metric, tokens_of
 from tests.clients.local_ray import local_ray
-from tests.clients.test_fleet import SETTINGS, answer, metric, pytestmark, tokens_of  # noqa: F401
 from tests.openai.live import PATIENCE_S, Live, serving
 from tests.text_model import write_folder
 
 pytest.importorskip("ray", reason="the extra 'ray' is not installed")
-from jpaged.fleet import on_ray
+pytest.importorskip("grpc", reason="ray[serve] is not installed")
+pytest.importorskip("starlette", reason="pip install 'jpaged[server]'")
+pytest.importorskip("uvicorn", reason="pip install 'jpaged[server]'")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # Ray Serve's own, of pydantic
+    from jpaged.fleet import on_ray
 
+pytestmark = FLEET_MARKS
 ROWS = SETTINGS["max_num_seqs"]
 COUNT = 40
 # By Serve's own settings half a minute and ten minutes pass before it believes a load.

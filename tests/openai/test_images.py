@@ -330,10 +330,10 @@ def test_the_event_loop_goes_on_while_an_image_is_decoded(live: Live) -> None:
     preparer = images._preparer
     prepare = preparer.prepare
 
-    def slow(pixels: np.ndarray) -> Any:
+    def slow(pixels: np.ndarray, digest: bytes) -> Any:
         began.set()
         assert ended.wait(60)
-        return prepare(pixels)
+        return prepare(pixels, digest)
 
     preparer.prepare = slow
     try:
