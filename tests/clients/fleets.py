@@ -2,6 +2,7 @@
 Nothing here imports Ray before it is called, so that a machine without it can skip.
 """
 
+import importlib
 import random
 import time
 from pathlib import Path
