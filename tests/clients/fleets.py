@@ -66,7 +66,7 @@ def answer(live: Live, i: int) -> list[int]:
 
 def kill_one(rng: random.Random) -> str:
     """Kill a replica as kill -9 does; return the name that the router knows it by."""
-    import ray
+    ray: Any = importlib.import_module("ray")
 
     from jpaged.fleet.on_ray import NAME
 
