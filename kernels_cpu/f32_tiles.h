@@ -88,6 +88,7 @@ class F32Tiles {
  private:
   using Floats = typename L::Floats;
   static constexpr bool kIsBf16 = sizeof(Slot) == sizeof(bf16);
+  static constexpr int64_t kGroup = 16;  // slots whose values are added up before those of the next head
   static constexpr int64_t kFew = 4;  // query rows of a head that share what registers hold of a slot
 
   void Widen(const bf16* from, int64_t count, float* to) {
@@ -184,18 +185,22 @@ class F32Tiles {
     }
   }
 
-  // Brings what the next tile has of a slot into the cache, of all heads.
-  void FetchNext(const Tile<Slot>& tile, int64_t slot) const {
-    const Slot* from = tile.next[slot];
-    for (int64_t i = 0, size = item_.heads * p_.Width(); i < size; i += kCacheLine / sizeof(Slot)) PrefetchL2(from + i);
+  // Brings half of the next tile's slots into the cache, of all heads: as large a part of them as `done` is of this tile's. It
+  // is the first half or the second one. fetched: how many have been.
+  void FetchNext(const Tile<Slot>& tile, int64_t half, int64_t done, int64_t& fetched) const {
+    constexpr int64_t kHalf = kTile / 2;
+    for (int64_t size = item_.heads * p_.Width(); fetched * tile.slots < done * kHalf; ++fetched) {
+      const Slot* from = tile.next[half * kHalf + fetched];
+      for (int64_t i = 0; i < size; i += kCacheLine / sizeof(Slot)) PrefetchL2(from + i);
+    }
   }
 
   // As WidenTile and ScoreRows, C slots at a time of all heads, which lie side by side.
   template <int R, int C>
   void ScoreSlots(const Tile<Slot>& tile, float* scores) {
     static_assert(R * C % 4 == 0);
-    for (int64_t slot = 0; slot < tile.slots; slot += C) {
-      for (int c = 0; c < C; c += 2) FetchNext(tile, (slot + c) / 2);
+    for (int64_t slot = 0, fetched = 0; slot < tile.slots; slot += C) {
+      FetchNext(tile, 0, slot + C, fetched);
       const Slot* keys[C];
       for (int c = 0; c < C; ++c) keys[c] = tile.keys[slot + c];
       const float* q = q_;
@@ -225,11 +230,12 @@ class F32Tiles {
     }
   }
 
-  // As WeighRows, kSlots slots at a time of all heads, 16 C dimensions after the other.
+  // As WeighRows, kGroup slots at a time of all heads, 16 C dimensions after the other.
   template <int R, int C>
   void WeighSlots(const Tile<Slot>& tile, const float* weights, const float* alpha, float* o) {
-    for (int64_t slot = 0; slot < tile.slots; slot += kSlots) {
-      for (int64_t i = 0; i < kSlots; i += 2) FetchNext(tile, (kTile + slot + i) / 2);
+    for (int64_t slot = 0, fetched = 0, end; slot < tile.slots; slot = end) {
+      end = std::min(slot + kGroup, tile.slots);
+      FetchNext(tile, 1, end, fetched);
       int64_t value = p_.ValueAt();
       for (int64_t row = 0; row < item_.heads * R; row += R, value += p_.Apart()) {
         for (int64_t d = 0; d < V_; d += 2 * C * L::kCount) {
@@ -242,8 +248,8 @@ class F32Tiles {
               if (slot == 0) acc[r][i] = L::Mul(acc[r][i], L::Set(alpha[row + r]));
             }
           }
-#pragma GCC unroll 8
-          for (int64_t s = slot; s < slot + kSlots; ++s) {
+#pragma GCC unroll 4
+          for (int64_t s = slot; s < end; ++s) {
             Floats values[2 * C];
 #pragma GCC unroll 2
             for (int i = 0; i < C; ++i) {
