@@ -46,7 +46,8 @@ class F32Tiles {
         static constexpr decltype(&F32Tiles::template ScoreSlots<1, 8>) kBySize[] = {
             &F32Tiles::template ScoreSlots<1, 8>, &F32Tiles::template ScoreSlots<2, 4>, &F32Tiles::template ScoreSlots<3, 4>,
             &F32Tiles::template ScoreSlots<4, 2>};
-        return (this->*kBySize[rows_ - 1])(tile, scores);
+        auto score = kBySize[rows_ - 1];
+        return (this->*score)(tile, scores);
       }
     }
     const float* q = q_ + head * rows_ * D_;
@@ -58,14 +59,14 @@ class F32Tiles {
     }
   }
 
-  void Weigh(const Tile<Slot>& tile, int64_t head, const float* weights, const float* alpha, float* o) {
+  void Weigh(const Tile<Slot>& tile, int64_t, const float* weights, const float* alpha, float* o) {
     if constexpr (kIsBf16) {
       if (in_place_) {
         static constexpr decltype(&F32Tiles::template WeighSlots<1, 2>) kBySize[] = {
             &F32Tiles::template WeighSlots<1, 2>, &F32Tiles::template WeighSlots<2, 2>, &F32Tiles::template WeighSlots<3, 1>,
             &F32Tiles::template WeighSlots<4, 1>};
-        (this->*kBySize[rows_ - 1])(tile, weights, alpha, o);
-        return;
+        auto weigh = kBySize[rows_ - 1];
+        return (this->*weigh)(tile, weights, alpha, o);
       }
     }
     static constexpr decltype(&WeighRows<1, 4>) kBySize[] = {&WeighRows<1, 4>, &WeighRows<2, 4>, &WeighRows<3, 2>,
