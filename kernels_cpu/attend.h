@@ -1,13 +1,15 @@
 // Paged attention of one item, for every level of processors and every kind of pool; see paged_attention.h. Prefill and
-// decode sum in one order: the same query over the same context has the same bits in both.
+// decode sum in one order: the same query over the same context has the same bits in both. Within a span of kSpan slots, which
+// begins at a multiple of that, a query's sums run on from tile to tile; those of spans are added up one after the other. So
+// threads can share the context of one query, and what each of them reads lies together.
 //
 // `Tiles` multiplies: queries with the keys of a tile, weights with its values. It says in which form they lie, f32_tiles.h
 // in f32 on any level, avx512/bf16_tiles.h in bf16. It has
 //   Lanes: the level's registers, from its lanes.h
 //   Slot: what the pool holds; Weight: what a weight is rounded to, float or bf16
-//   kSlots: how many slots are multiplied at a time; kAllHeads: whether an item's heads are scored together, or one after
-//     the other; kFetches: whether it brings the slots of the next tile into the cache
+//   kSlots: how many slots are multiplied at a time; kFetches: whether it brings the slots of the next tile into the cache
 //   Tiles(p, item): with memory for this item
+//   Together(): how many of the item's heads are scored and weighed at a time: one, or all
 //   SetQuery(row, q): takes a query row of the item, [heads, count, G]
 //   Enter(tile): begins a tile
 //   Score(tile, head, scores): scores[row][slot] of rows from `head` on
@@ -86,31 +88,58 @@ float UpdateSoftmax(const Problem& p, float* scores, Weight* weights, int64_t lo
   return alpha;
 }
 
-// One thread's state of an item: per query row the scores and weights of a tile, the factor, the running maximum and sum, and
-// what is accumulated; and one slot of zeros of all of the item's heads.
+// Adds the sums of a span to those of the spans before it, each of V numbers.
+template <typename L>
+void AddSpan(float top, float total, const float* o, int64_t V, float* all_top, float* all_total, float* all_o) {
+  if (total == 0.0f) return;
+  if (*all_total == 0.0f) {
+    *all_top = top, *all_total = total;
+    std::memcpy(all_o, o, V * sizeof(float));
+    return;
+  }
+  float most = std::max(*all_top, top);
+  float before = *all_top == most ? 1.0f : std::exp(*all_top - most), now = top == most ? 1.0f : std::exp(top - most);
+  *all_top = most, *all_total = std::fma(*all_total, before, total * now);
+  for (int64_t d = 0; d < V; d += L::kCount) {
+    typename L::Floats added = L::Mul(L::Load(o + d), L::Set(now));
+    L::Store(all_o + d, L::Fma(L::Load(all_o + d), L::Set(before), added));
+  }
+}
+
+// One thread's state of an item: per query row the scores and weights of a tile, the factor, and the sums of a span and of all
+// spans until now; and one slot of zeros of all of the item's heads.
 template <typename Tiles>
 struct ItemState {
-  float *scores, *alpha, *top, *total, *o;
+  float *scores, *alpha, *top, *total, *o, *all_top, *all_total, *all_o;
   typename Tiles::Weight* weights;
   typename Tiles::Slot* zeros;
 
   void Reset(int64_t rows, int64_t V, int64_t zeros_size) {
+    rows_ = rows, V_ = V;
     int64_t padded = (rows + 3) / 4 * 4;  // whole register tiles of rows may be scored
-    scores = Scratch<float>(memory[0], padded * kTile), alpha = Scratch<float>(memory[1], rows);
-    top = Scratch<float>(memory[2], rows), total = Scratch<float>(memory[3], rows);
-    o = Scratch<float>(memory[4], rows * V);
-    zeros = Scratch<typename Tiles::Slot>(memory[5], zeros_size);
+    scores = Scratch<float>(memory_[0], padded * kTile), alpha = Scratch<float>(memory_[1], rows);
+    top = Scratch<float>(memory_[2], rows), total = Scratch<float>(memory_[3], rows);
+    o = Scratch<float>(memory_[4], rows * V);
+    zeros = Scratch<typename Tiles::Slot>(memory_[5], zeros_size);
+    all_top = Scratch<float>(memory_[7], rows), all_total = Scratch<float>(memory_[8], rows);
+    all_o = Scratch<float>(memory_[9], rows * V);
     if constexpr (std::is_same_v<typename Tiles::Weight, float>) {
       weights = scores;  // in place
     } else {
-      weights = Scratch<typename Tiles::Weight>(memory[6], rows * kTile);
+      weights = Scratch<typename Tiles::Weight>(memory_[6], rows * kTile);
     }
-    std::memset(zeros, 0, zeros_size * sizeof(*zeros)), std::fill(o, o + rows * V, 0.0f);
-    std::fill(top, top + rows, kMasked), std::fill(total, total + rows, 0.0f);
+    std::memset(zeros, 0, zeros_size * sizeof(*zeros));
+    std::fill(all_top, all_top + rows, kMasked), std::fill(all_total, all_total + rows, 0.0f);
+  }
+
+  void BeginSpan() {
+    std::fill(o, o + rows_ * V_, 0.0f);
+    std::fill(top, top + rows_, kMasked), std::fill(total, total + rows_, 0.0f);
   }
 
  private:
-  Memory memory[7];
+  Memory memory_[10];
+  int64_t rows_, V_;
 };
 
 template <typename Tiles>
@@ -129,7 +158,8 @@ void AttendBy(const Problem& p, const Item& item, const Item* after) {
       for (int64_t g = 0; g < p.G; ++g, ++row) {
         tiles.SetQuery(row, p.q + place(head, token, g) * p.D);
         if (p.sinks != nullptr) {  // a score before any other
-          state.top[row] = p.sinks[(item.head + head) * p.G + g], state.total[row] = 1.0f;
+          state.all_top[row] = p.sinks[(item.head + head) * p.G + g], state.all_total[row] = 1.0f;
+          std::fill(state.all_o + row * V, state.all_o + (row + 1) * V, 0.0f);
         }
       }
     }
@@ -138,6 +168,7 @@ void AttendBy(const Problem& p, const Item& item, const Item* after) {
   tile.zeros = state.zeros;
   int64_t first = item.begin / kTile * kTile;
   Locate(p, item, item.head, first, tile.zeros, tile.keys);
+  state.BeginSpan();
   for (; first < item.end; first += kTile) {
     if (first + kTile < item.end) {
       Locate(p, item, item.head, first + kTile, tile.zeros, tile.next);
@@ -148,7 +179,7 @@ void AttendBy(const Problem& p, const Item& item, const Item* after) {
     }
     tile.slots = std::min(kTile, (item.end - first + Tiles::kSlots - 1) / Tiles::kSlots * Tiles::kSlots);
     tiles.Enter(tile);
-    int64_t together = Tiles::kAllHeads ? item.heads : 1;
+    int64_t together = tiles.Together();
     for (int64_t head = 0; head < item.heads; head += together) {
       int64_t begin = head * of_head, row = begin;
       tiles.Score(tile, head, state.scores + begin * kTile);
@@ -165,11 +196,33 @@ void AttendBy(const Problem& p, const Item& item, const Item* after) {
       tiles.Weigh(tile, head, state.weights + begin * kTile, state.alpha + begin, state.o + begin * V);
     }
     std::memcpy(tile.keys, tile.next, sizeof(tile.keys));
+    if ((first + kTile) % kSpan != 0 && first + kTile < item.end) continue;
+    if (item.spans != nullptr) break;  // the only span
+    for (int64_t row = 0; row < rows; ++row) {
+      AddSpan<L>(state.top[row], state.total[row], state.o + row * V, V, state.all_top + row, state.all_total + row,
+                 state.all_o + row * V);
+    }
+    if (first + kTile < item.end) state.BeginSpan();
+  }
+  if (item.spans != nullptr) {
+    int64_t size = kSumsBefore + V;
+    float* sums = item.spans->sums + item.span * rows * size;
+    for (int64_t row = 0; row < rows; ++row, sums += size) {
+      sums[0] = state.top[row], sums[1] = state.total[row];
+      std::memcpy(sums + kSumsBefore, state.o + row * V, V * sizeof(float));
+    }
+    if (item.spans->left.fetch_sub(1, std::memory_order_acq_rel) > 1) return;
+    sums = item.spans->sums;
+    for (int64_t span = 0; span < item.spans->count; ++span) {
+      for (int64_t row = 0; row < rows; ++row, sums += size) {
+        AddSpan<L>(sums[0], sums[1], sums + kSumsBefore, V, state.all_top + row, state.all_total + row, state.all_o + row * V);
+      }
+    }
   }
   for (int64_t head = 0, row = 0; head < item.heads; ++head) {
     for (int64_t token = 0; token < item.count; ++token) {
       for (int64_t g = 0; g < p.G; ++g, ++row) {
-        tiles.Write(state.o + row * V, state.total[row], p.o + place(head, token, g) * V);
+        tiles.Write(state.all_o + row * V, state.all_total[row], p.o + place(head, token, g) * V);
       }
     }
   }

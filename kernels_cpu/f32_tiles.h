@@ -15,7 +15,7 @@ class F32Tiles {
   using Slot = Slot_;
   using Weight = float;
   static constexpr int64_t kSlots = 8;
-  static constexpr bool kAllHeads = false, kFetches = true;
+  static constexpr bool kFetches = true;
 
   F32Tiles(const Problem& p, const Item& item)
       : p_(p), item_(item), D_(p.D), V_(p.V), rows_(item.count * p.G), in_place_(kIsBf16 && !p.latent && rows_ <= kFew) {
@@ -24,6 +24,9 @@ class F32Tiles {
     if (in_place_) return;
     k_ = Scratch<float>(k, kTile * D_), v_ = p.latent ? k_ : Scratch<float>(v, kTile * V_);
   }
+
+  // Where keys and values become f32 in registers, all heads: what lies together is read together.
+  int64_t Together() const { return in_place_ ? item_.heads : 1; }
 
   void SetQuery(int64_t row, const bf16* q) { Widen(q, D_, q_ + row * D_); }
 
@@ -38,15 +41,16 @@ class F32Tiles {
   }
 
   void Score(const Tile<Slot>& tile, int64_t head, float* scores) {
-    const float* q = q_ + head * rows_ * D_;
     if constexpr (kIsBf16) {
       if (in_place_) {
         static constexpr decltype(&F32Tiles::template ScoreSlots<1, 8>) kBySize[] = {
             &F32Tiles::template ScoreSlots<1, 8>, &F32Tiles::template ScoreSlots<2, 4>, &F32Tiles::template ScoreSlots<3, 4>,
             &F32Tiles::template ScoreSlots<4, 2>};
-        return (this->*kBySize[rows_ - 1])(tile, head, q, scores);
+        auto score = kBySize[rows_ - 1];
+        return (this->*score)(tile, scores);
       }
     }
+    const float* q = q_ + head * rows_ * D_;
     WidenTile(tile, head);
     for (int64_t r = 0, n; r < rows_; r += n) {
       n = std::min<int64_t>(3, rows_ - r);
@@ -55,16 +59,14 @@ class F32Tiles {
     }
   }
 
-  void Weigh(const Tile<Slot>& tile, int64_t head, const float* weights, const float* alpha, float* o) {
+  void Weigh(const Tile<Slot>& tile, int64_t, const float* weights, const float* alpha, float* o) {
     if constexpr (kIsBf16) {
       if (in_place_) {
-        static constexpr decltype(&WeighSlots<1, 2>) kBySlots[] = {&WeighSlots<1, 2>, &WeighSlots<2, 2>, &WeighSlots<3, 1>,
-                                                                   &WeighSlots<4, 1>};
-        int64_t value = head * p_.Apart() + p_.ValueAt();
-        for (int64_t d = 0, width = rows_ <= 2 ? 4 * L::kCount : 2 * L::kCount; d < V_; d += width) {
-          kBySlots[rows_ - 1](weights, tile.keys, value + d, tile.slots, o + d, V_, alpha);
-        }
-        return;
+        static constexpr decltype(&F32Tiles::template WeighSlots<1, 2>) kBySize[] = {
+            &F32Tiles::template WeighSlots<1, 2>, &F32Tiles::template WeighSlots<2, 2>, &F32Tiles::template WeighSlots<3, 1>,
+            &F32Tiles::template WeighSlots<4, 1>};
+        auto weigh = kBySize[rows_ - 1];
+        return (this->*weigh)(tile, weights, alpha, o);
       }
     }
     static constexpr decltype(&WeighRows<1, 4>) kBySize[] = {&WeighRows<1, 4>, &WeighRows<2, 4>, &WeighRows<3, 2>,
@@ -87,6 +89,7 @@ class F32Tiles {
  private:
   using Floats = typename L::Floats;
   static constexpr bool kIsBf16 = sizeof(Slot) == sizeof(bf16);
+  static constexpr int64_t kGroup = 16;  // slots whose values are added up before those of the next head
   static constexpr int64_t kFew = 4;  // query rows of a head that share what registers hold of a slot
 
   void Widen(const bf16* from, int64_t count, float* to) {
@@ -183,61 +186,90 @@ class F32Tiles {
     }
   }
 
-  // As WidenTile and ScoreRows.
-  template <int R, int C>
-  void ScoreSlots(const Tile<Slot>& tile, int64_t head, const float* q, float* scores) {
-    static_assert(R * C % 4 == 0);
-    Next next(*this, tile, head);
-    int64_t offset = head * p_.Apart();
-    for (int64_t slot = 0; slot < tile.slots; slot += C) {
-      Floats acc[R * C];
-#pragma GCC unroll 12
-      for (int i = 0; i < R * C; ++i) acc[i] = L::Zero();
-      for (int c = 0; c < C; ++c) next.Fetch(slot + c);
-      for (int64_t d = 0; d < D_; d += 2 * L::kCount) {
-#pragma GCC unroll 8
-        for (int c = 0; c < C; ++c) {
-          Floats even, odd;
-          L::EvenOdd(tile.keys[slot + c] + offset + d, even, odd);
-#pragma GCC unroll 4
-          for (int r = 0; r < R; ++r) {
-            acc[r * C + c] = L::Fma(L::Load(q + r * D_ + d), even, acc[r * C + c]);
-            acc[r * C + c] = L::Fma(L::Load(q + r * D_ + d + L::kCount), odd, acc[r * C + c]);
-          }
-        }
-      }
-      float sums[R * C];
-#pragma GCC unroll 3
-      for (int i = 0; i < R * C; i += 4) L::PutSums(sums + i, acc[i], acc[i + 1], acc[i + 2], acc[i + 3]);
-      for (int r = 0; r < R; ++r) std::memcpy(scores + r * kTile + slot, sums + r * C, C * sizeof(float));
+  // Brings half of the next tile's slots into the cache, of all heads: as large a part of them as `done` is of this tile's. It
+  // is the first half or the second one. fetched: how many have been.
+  void FetchNext(const Tile<Slot>& tile, int64_t half, int64_t done, int64_t& fetched) const {
+    constexpr int64_t kHalf = kTile / 2;
+    for (int64_t size = item_.heads * p_.Width(); fetched * tile.slots < done * kHalf; ++fetched) {
+      const Slot* from = tile.next[half * kHalf + fetched];
+      for (int64_t i = 0; i < size; i += kCacheLine / sizeof(Slot)) PrefetchL2(from + i);
     }
   }
 
-  // As WeighRows, of R rows and 16 C dimensions, where a slot's value is `value` after its keys.
+  // As WidenTile and ScoreRows, C slots at a time of all heads, which lie side by side.
   template <int R, int C>
-  static void WeighSlots(const float* weights, const Slot* const* keys, int64_t value, int64_t slots, float* o, int64_t V,
-                         const float* alpha) {
-    Floats acc[R][2 * C];
+  void ScoreSlots(const Tile<Slot>& tile, float* scores) {
+    static_assert(R * C % 4 == 0);
+    for (int64_t slot = 0, fetched = 0; slot < tile.slots; slot += C) {
+      FetchNext(tile, 0, slot + C, fetched);
+      const Slot* keys[C];
+      for (int c = 0; c < C; ++c) keys[c] = tile.keys[slot + c];
+      const float* q = q_;
+      float* to = scores + slot;
+      for (int64_t head = 0; head < item_.heads; ++head, q += R * D_, to += R * kTile) {
+        Floats acc[R * C];
+#pragma GCC unroll 12
+        for (int i = 0; i < R * C; ++i) acc[i] = L::Zero();
+        for (int64_t d = 0; d < D_; d += 2 * L::kCount) {
+#pragma GCC unroll 8
+          for (int c = 0; c < C; ++c) {
+            Floats even, odd;
+            L::EvenOdd(keys[c] + d, even, odd);
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-      for (int i = 0; i < 2 * C; ++i) acc[r][i] = L::Mul(L::Load(o + r * V + L::kCount * i), L::Set(alpha[r]));
-    }
-    for (int64_t slot = 0; slot < slots; ++slot) {
-      Floats values[2 * C];
-#pragma GCC unroll 2
-      for (int i = 0; i < C; ++i) L::EvenOdd(keys[slot] + value + 2 * L::kCount * i, values[2 * i], values[2 * i + 1]);
-#pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) {
-        Floats weight = L::Set(weights[r * kTile + slot]);
-#pragma GCC unroll 4
-        for (int i = 0; i < 2 * C; ++i) acc[r][i] = L::Fma(weight, values[i], acc[r][i]);
+            for (int r = 0; r < R; ++r) {
+              acc[r * C + c] = L::Fma(L::Load(q + r * D_ + d), even, acc[r * C + c]);
+              acc[r * C + c] = L::Fma(L::Load(q + r * D_ + d + L::kCount), odd, acc[r * C + c]);
+            }
+          }
+        }
+        float sums[R * C];
+#pragma GCC unroll 3
+        for (int i = 0; i < R * C; i += 4) L::PutSums(sums + i, acc[i], acc[i + 1], acc[i + 2], acc[i + 3]);
+        for (int r = 0; r < R; ++r) std::memcpy(to + r * kTile, sums + r * C, C * sizeof(float));
+        for (int c = 0; c < C; ++c) keys[c] += p_.Apart();
       }
     }
+  }
+
+  // As WeighRows, kGroup slots at a time of all heads, 16 C dimensions after the other.
+  template <int R, int C>
+  void WeighSlots(const Tile<Slot>& tile, const float* weights, const float* alpha, float* o) {
+    for (int64_t slot = 0, fetched = 0, end; slot < tile.slots; slot = end) {
+      end = std::min(slot + kGroup, tile.slots);
+      FetchNext(tile, 1, end, fetched);
+      int64_t value = p_.ValueAt();
+      for (int64_t row = 0; row < item_.heads * R; row += R, value += p_.Apart()) {
+        for (int64_t d = 0; d < V_; d += 2 * C * L::kCount) {
+          Floats acc[R][2 * C];
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
+          for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-      for (int i = 0; i < 2 * C; ++i) L::Store(o + r * V + L::kCount * i, acc[r][i]);
+            for (int i = 0; i < 2 * C; ++i) {
+              acc[r][i] = L::Load(o + (row + r) * V_ + d + L::kCount * i);
+              if (slot == 0) acc[r][i] = L::Mul(acc[r][i], L::Set(alpha[row + r]));
+            }
+          }
+#pragma GCC unroll 4
+          for (int64_t s = slot; s < end; ++s) {
+            Floats values[2 * C];
+#pragma GCC unroll 2
+            for (int i = 0; i < C; ++i) {
+              L::EvenOdd(tile.keys[s] + value + d + 2 * L::kCount * i, values[2 * i], values[2 * i + 1]);
+            }
+#pragma GCC unroll 4
+            for (int r = 0; r < R; ++r) {
+              Floats weight = L::Set(weights[(row + r) * kTile + s]);
+#pragma GCC unroll 4
+              for (int i = 0; i < 2 * C; ++i) acc[r][i] = L::Fma(weight, values[i], acc[r][i]);
+            }
+          }
+#pragma GCC unroll 4
+          for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+            for (int i = 0; i < 2 * C; ++i) L::Store(o + (row + r) * V_ + d + L::kCount * i, acc[r][i]);
+          }
+        }
+      }
     }
   }
 

@@ -15,6 +15,12 @@ int64_t Parts(int64_t H, int64_t least) {
   return parts;
 }
 
+// Returns into how many parts to cut pieces of up to `largest` slots, of `total`, so that no thread works for long alone: for
+// up to 0.6 of its share.
+int64_t PartsOf(int64_t largest, int64_t total, int64_t threads) {
+  return std::max<int64_t>(1, (5 * largest * (threads - 1) + 3 * total - 1) / std::max<int64_t>(1, 3 * total));
+}
+
 ffi::Error PagedAttention(ffi::ThreadPool pool, Bf16<3> q, ffi::AnyBuffer kv, Float32<3> scales, Int32<0> layer, Int32<2> table,
                           Int32<1> contexts, Int32<1> starts, Float32<1> sinks, Int32<1> ends, ffi::Result<Bf16<3>> o,
                           int64_t num_layers, float scale, int64_t window, float soft_cap, bool decode, bool latent) {
@@ -29,15 +35,33 @@ ffi::Error PagedAttention(ffi::ThreadPool pool, Bf16<3> q, ffi::AnyBuffer kv, Fl
   p.first_block = layer.typed_data()[0] * (kv_shape[0] / num_layers);
   p.window = window, p.scale = scale, p.soft_cap = soft_cap, p.decode = decode;
 
-  int64_t rows = 0, served = 0, threads = pool.num_threads();
-  for (int64_t s = 0; s < p.S; ++s) rows += p.contexts[s] > 0;
-  p.K = latent ? Parts(p.H, decode ? 2 * threads / std::max<int64_t>(1, rows) : 1)
-               : kv_shape[2] * kv_shape[3] / (p.D + p.V);
+  int64_t served = 0, threads = pool.num_threads(), total = 0, longest = 0, rows = 0;
+  auto first_seen = [&](int64_t position) { return window > 0 ? std::max<int64_t>(0, position + 1 - window) : 0; };
+  for (int64_t s = 0; s < p.S; ++s) {
+    int64_t length = std::max<int64_t>(0, p.contexts[s]) - (decode ? first_seen(p.contexts[s] - 1) : 0);
+    total += std::max<int64_t>(0, length), longest = std::max(longest, length), rows += length > 0;
+  }
+  // Decode takes all heads of a row together, which lie together, and cuts the contexts of few rows into spans; where these are
+  // too few as well, their heads into parts.
+  bool is_cut = decode && PartsOf(longest, total, threads) > 1;
+  int64_t parts = decode ? PartsOf(std::min(longest, is_cut ? kSpan : longest), total, threads) : 1;
+  p.K = latent ? Parts(p.H, parts) : kv_shape[2] * kv_shape[3] / (p.D + p.V);
   p.G = p.H / p.K;
-  // Decode takes heads of a row together, which lie together, as long as each thread has four items; of one row two.
   int64_t most = std::max<int64_t>(1, kQueries / p.G);
-  int64_t parts = rows <= 1 ? 2 * threads : (4 * threads + rows - 1) / rows;
   int64_t heads = decode && !latent ? std::max<int64_t>(1, p.K / parts) : 1;
+  int64_t groups = (p.K + heads - 1) / heads;  // of heads
+  auto spans_of = [&](int64_t begin, int64_t end) { return (end + kSpan - 1) / kSpan - begin / kSpan; };
+  static thread_local Memory memory;
+  std::vector<Spans> spans(is_cut ? rows * groups : 0);
+  float* sums = nullptr;
+  if (is_cut) {
+    int64_t count = 0;
+    for (int64_t s = 0; s < p.S; ++s) {
+      if (p.contexts[s] > 0) count += spans_of(first_seen(p.contexts[s] - 1), p.contexts[s]);
+    }
+    sums = Scratch<float>(memory, count * p.H * (kSumsBefore + p.V));
+  }
+  int64_t cut = 0;  // of `spans`, how many are in use
   std::vector<Item> items;
   for (int64_t s = 0; s < p.S; ++s) {
     int64_t token = p.starts[s], count = p.starts[s + 1] - token;
@@ -46,20 +70,30 @@ ffi::Error PagedAttention(ffi::ThreadPool pool, Bf16<3> q, ffi::AnyBuffer kv, Fl
     served = token + count;
     for (int64_t i = 0; i < count; i += most) {
       int64_t n = std::min(most, count - i), position = p.contexts[s] - count + i;
-      int64_t begin = window > 0 ? std::max<int64_t>(0, position + 1 - window) : 0, past = position + n;
+      int64_t begin = first_seen(position), past = position + n;
       for (int64_t j = 0; p.ends != nullptr && j < n; ++j) past = std::max(past, Past(p, token + i + j, position + j));
       for (int64_t h = 0; h < p.K; h += heads) {
-        items.push_back({s, token + i, n, position, begin, past, h, std::min(heads, p.K - h)});
+        Item item{s, token + i, n, position, begin, past, h, std::min(heads, p.K - h)};
+        if (!is_cut || spans_of(begin, past) <= 1) {
+          items.push_back(item);
+          continue;
+        }
+        Spans& all = spans[cut++];
+        all.sums = sums, all.count = spans_of(begin, past), all.left = all.count;
+        sums += all.count * item.heads * p.G * (kSumsBefore + p.V);
+        item.spans = &all;
+        for (int64_t to; item.begin < past; item.begin = to, ++item.span) {
+          to = item.end = std::min(past, (item.begin / kSpan + 1) * kSpan);
+          items.push_back(item);
+        }
       }
     }
   }
   std::memset(p.o + served * p.H * p.V, 0, (p.T - served) * p.H * p.V * sizeof(bf16));
   int64_t all = items.size(), runs = decode ? std::min(all, 8 * pool.num_threads()) : all;
   ParallelFor(pool, runs, [&](int64_t run) {
-    auto begin = [&](int64_t run) { return all * run / runs; };
-    for (int64_t i = begin(run), end = begin(run + 1); i < end; ++i) {
-      int64_t after = i + 1 < end ? i + 1 : begin(std::min(runs, run + threads));
-      attend(p, items[i], after < all ? &items[after] : nullptr);
+    for (int64_t i = all * run / runs, end = all * (run + 1) / runs; i < end; ++i) {
+      attend(p, items[i], i + 1 < all ? &items[i + 1] : nullptr);
     }
   });
   return ffi::Error::Success();

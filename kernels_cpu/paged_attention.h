@@ -14,6 +14,7 @@
 namespace jpaged {
 
 constexpr int64_t kTile = 64;      // slots of a KV tile
+constexpr int64_t kSpan = 256;     // slots after which a query's sums begin anew; whole tiles
 constexpr int64_t kQueries = 48;   // query rows (tokens times heads of a group) of an item, at most
 constexpr float kMasked = -1e30f;  // finite, so that a query that has seen nothing yet has a state without NaN
 
@@ -43,10 +44,23 @@ inline int64_t Past(const Problem& p, int64_t token, int64_t position) {
   return p.ends == nullptr ? position + 1 : std::max<int64_t>(position + 1, p.ends[token]);
 }
 
+// What a query row has of some slots: the largest score, the sum of the weights relative to it, and the sum of the values by
+// these weights. A total of 0: it has seen nothing. They are numbers in a row: top, total, o.
+constexpr int64_t kSumsBefore = 2;  // numbers before o
+
+// The sums of items that are spans of one query, each by another thread perhaps. Who comes last adds them up.
+struct Spans {
+  float* sums;                // [count][query rows of the item][kSumsBefore + V]
+  int64_t count;
+  std::atomic<int64_t> left;  // items that are not done yet
+};
+
 // Consecutive queries of a row, the slots [begin, end) that any of them sees, and the KV heads that one thread works
-// through for them.
+// through for them. spans: where the slots are the span number `span` of those that the query sees; null: they are all.
 struct Item {
   int64_t row, token, count, position, begin, end, head, heads;
+  Spans* spans = nullptr;
+  int64_t span = 0;
 };
 
 // Works through one item. `after`: what this thread probably does next, or null. Each level of processors defines these in its

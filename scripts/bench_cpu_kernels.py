@@ -54,6 +54,8 @@ HEADS = {"60m": (8, 4, 64), "0.6b": (16, 8, 128)}  # H, K, D
 # Model, rows, context, and queries a row, where it is a prefill.
 ATTENTION = [
     ("60m", 32, 200, None),
+    ("60m", 1, 512, None),
+    ("60m", 1, 16384, None),
     ("0.6b", 16, 300, None),
     ("0.6b", 1, 4000, None),
     ("60m", 8, 128, 128),

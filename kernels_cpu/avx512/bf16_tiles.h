@@ -14,12 +14,14 @@ class PackedTiles {
   using Slot = bf16;
   using Weight = bf16;
   static constexpr int64_t kSlots = kTile;
-  static constexpr bool kAllHeads = false, kFetches = false;
+  static constexpr bool kFetches = false;
 
   PackedTiles(const Problem& p, const Item& item) : D_(p.D), V_(p.V), value_(p.ValueAt()), rows_(item.count * p.G) {
     static thread_local Memory q, v;
     q_ = Scratch<bf16>(q, (rows_ + 3) / 4 * 4 * D_), v_ = Scratch<bf16>(v, kTile * V_);
   }
+
+  int64_t Together() const { return 1; }
 
   void SetQuery(int64_t row, const bf16* q) { std::memcpy(q_ + row * D_, q, D_ * sizeof(bf16)); }
 
@@ -128,7 +130,7 @@ class SlotTiles {
   using Slot = bf16;
   using Weight = bf16;
   static constexpr int64_t kSlots = 16;
-  static constexpr bool kAllHeads = true, kFetches = true;
+  static constexpr bool kFetches = true;
 
   SlotTiles(const Problem& p, const Item& item)
       : q_(p.q + (item.token * p.H + item.head * p.G) * p.D),
@@ -139,6 +141,8 @@ class SlotTiles {
         width_(p.Width()),
         apart_(p.Apart()),
         value_(p.ValueAt()) {}
+
+  int64_t Together() const { return heads_; }
 
   void SetQuery(int64_t, const bf16*) {}  // the item's query rows lie together, from q_ on
 

@@ -444,6 +444,17 @@ void Attention(const char* pool_name, const AttentionCase& c, bool decode) {
     Item item{0, 0, c.queries, position, begin, c.context, head, decode ? c.K : 1}, next = item;
     attend(p, item, &next);
   }
+  if (decode && c.context - begin > kSpan) {  // the same in spans, the last one first
+    std::vector<bf16> whole = o;
+    int64_t first = begin / kSpan, count = (c.context + kSpan - 1) / kSpan - first;
+    std::vector<float> sums(count * c.H * (kSumsBefore + c.V));
+    Spans spans{sums.data(), count, {count}};
+    for (int64_t span = count - 1; span >= 0; --span) {
+      int64_t from = std::max(begin, (first + span) * kSpan), to = std::min(c.context, (first + span + 1) * kSpan);
+      attend(p, {0, 0, 1, position, from, to, 0, c.K, &spans, span}, nullptr);
+    }
+    if (o != whole) ++failures, std::printf("FAILED attention in spans\n");
+  }
   std::vector<double> wanted(o.size()), allowed(o.size());
   for (int64_t t = 0; t < c.queries; ++t) {
     for (int64_t h = 0; h < c.H; ++h) {
@@ -482,6 +493,8 @@ void AttentionCases() {
                                  {70, 9, 16, 4, 2, 64, 64, 0, 0, true},     {140, 16, 32, 6, 2, 96, 96, 50, 3, false},
                                  {150, 1, 16, 6, 3, 192, 128, 0, 0, true},  {90, 11, 16, 6, 3, 192, 128, 40, 0, true},
                                  {70, 1, 16, 4, 2, 32, 96, 0, 0, false},    {70, 5, 16, 4, 2, 32, 96, 0, 0, false},
+                                 {600, 1, 16, 4, 2, 64, 64, 0, 0, true},    {700, 1, 64, 8, 2, 96, 96, 330, 0, false},
+                                 {520, 9, 16, 6, 2, 64, 64, 260, 0, true},  {530, 1, 16, 10, 2, 96, 64, 0, 0, false, true},
                                  {150, 1, 16, 10, 2, 96, 64, 0, 0, false, true}, {90, 3, 16, 10, 2, 96, 64, 0, 0, false, true}};
   for (const AttentionCase& c : cases) {
     for (bool decode : {false, true}) {

@@ -123,6 +123,33 @@ def test_decode_has_the_bits_of_prefill(case: Case) -> None:
     assert np.array_equal(one, many)
 
 
+LONG = {
+    "plain": {"H": 4, "K": 2},
+    "many_heads": {"H": 20, "K": 2},
+    "window": {"H": 4, "K": 2, "sliding_window": 400},
+    "sinks": {"H": 4, "K": 2, "sinks": True},
+    "latent": {"H": 20, "K": 1, "D": 96, "V": 64, "latent": True},
+    "int8": {"H": 4, "K": 2, "kv_dtype": "int8"},
+}
+
+
+@pytest.mark.parametrize("kind", LONG)
+def test_a_long_row_has_its_bits_alone(kind: str) -> None:
+    """Threads share its context where it is alone, and take rows where there are many."""
+    contexts = (700, 300, 640, 1, 513, 512, 257, 90)
+    case = Case(name=kind, contexts=contexts, P=16, dtype="bfloat16", **({"D": 64} | LONG[kind]))
+    inputs = build(case)
+    together = call(paged_attention, case, inputs)
+    for row in (0, 4, 5):
+        only = {
+            name: getattr(inputs, name)[row : row + 1]
+            for name in ("q", "block_table", "context_lens")
+        }
+        alone = dataclasses.replace(case, contexts=contexts[row : row + 1])
+        result = call(paged_attention, alone, dataclasses.replace(inputs, **only))
+        assert np.array_equal(result[0], together[row])
+
+
 @pytest.mark.parametrize(
     "case", [c for c in CASES if c.name in ("decode_bf16", "prefill_bf16")], ids=str
 )
