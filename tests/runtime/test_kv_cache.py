@@ -374,11 +374,12 @@ def resident(array: jax.Array) -> int:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux's mincore")
-@pytest.mark.skipif(library.unavailable() is not None, reason=str(library.unavailable()))
 def test_a_pool_takes_no_memory_before_it_is_used() -> None:
     """Also where memory that held something else is used again, and after steps it was donated
     to.
     """
+    if reason := library.unavailable():
+        pytest.skip(reason)
     place = SingleDeviceSharding(jax.devices()[0])
     shape, huge = (2 * kv_cache.LAZY_BYTES // 4, 1), 2 << 20
     pool = kv_cache.zeros(shape, jnp.float32, place)
