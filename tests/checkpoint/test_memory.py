@@ -94,6 +94,7 @@ def test_pieces_of_a_matrix_are_as_the_whole(
 ) -> None:
     """Bit by bit, also where the last piece begins within the one before it."""
     raw = SMALL | {"vocab_size": 16 * 7, "num_hidden_layers": 1, "hidden_size": 64, "head_dim": 32}
+    raw |= {"intermediate_size": 64}
     rng = np.random.default_rng(0)
     shapes = tensor_shapes(raw).items()
     tensors = {n: rng.standard_normal(x).astype(ml_dtypes.bfloat16) for n, x in shapes}
