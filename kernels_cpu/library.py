@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-ffp-contract=off", "-Wall", "-Wextra")
 HANDLERS = (
     *("jpaged_experts", "jpaged_gated_delta", "jpaged_linear", "jpaged_low_rank"),
-    *("jpaged_mamba2", "jpaged_paged_attention", "jpaged_quantized"),
+    *("jpaged_mamba2", "jpaged_paged_attention", "jpaged_quantized", "jpaged_zeros"),
 )
 SECONDS = 600  # a compile takes about 3, more on a machine that is busy
 SWITCH = "JPAGED_NATIVE"

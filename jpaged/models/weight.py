@@ -6,8 +6,10 @@ runtime.weights of a caller's tree. runtime.placing turns each into its array on
 after another: nothing of a file is read before that.
 """
 
+import contextlib
 import dataclasses
 import math
+import mmap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -24,6 +26,7 @@ from jpaged.models.quantized import FORMS, QuantizedWeight, WeightForm, is_quant
 
 type Index = tuple[slice, ...]
 
+CACHE_LINE, HUGE_PAGE = 64, 2 << 20  # bytes
 WHOLE = PartitionSpec()  # on every device
 
 
@@ -262,10 +265,20 @@ def store(name: str, block: np.ndarray, out: np.ndarray) -> None:
 
 
 def aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return an uninitialised array that starts on a cache line, which jax on CPU takes over
-    without a copy.
+    """Return an array without values of its own that starts on a cache line, which jax on CPU takes
+    over without a copy. A large one lies on huge pages where the kernel gives any.
     """
     nbytes = math.prod(shape) * dtype.itemsize
-    raw = np.empty(nbytes + 64, np.uint8)
-    start = -raw.ctypes.data % 64
+    is_large = nbytes >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE")
+    line = HUGE_PAGE if is_large else CACHE_LINE
+    raw = _huge(nbytes + line) if is_large else np.empty(nbytes + line, np.uint8)
+    start = -raw.ctypes.data % line
     return raw[start : start + nbytes].view(dtype).reshape(shape)
+
+
+def _huge(nbytes: int) -> np.ndarray:
+    """Return memory that the kernel may give huge pages for, unmapped once nothing refers to it."""
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(pages, np.uint8)

@@ -31,7 +31,11 @@ from jpaged.models.record import CHOSEN_EXPERTS, PAIRS, Field, Record
 from jpaged.runtime.attention import Kernel
 from jpaged.runtime.memory import GroupCost, window_share
 from jpaged.runtime.mesh import Placement
+from kernels_cpu import library
+from kernels_cpu.zeros import zeros as lazy_zeros
 from kernels_pallas.paged_attention.pool_layout import ScaledPool
+
+LAZY_BYTES = 64 << 20  # of the least pool whose pages are not there before they are used
 
 type Pool = dict[str, Any]  # arrays (or what stands for them) by the names of fields
 
@@ -353,10 +357,22 @@ def joined(blocks: Sequence[Any], num_layers: int, count: int) -> Any:
     return jax.tree.map(join, *blocks)
 
 
+def _is_lazy(nbytes: int, placement: Sharding) -> bool:
+    """Return whether zeros of this size take no memory before they are written to. Small ones are
+    not worth a compile of the CPU kernels where nothing else needs those.
+    """
+    if nbytes < LAZY_BYTES or len(placement.device_set) > 1:
+        return False
+    (device,) = placement.device_set
+    return device.platform == "cpu" and library.unavailable() is None
+
+
 @functools.cache
 def _zeros(shape: tuple[int, ...], dtype: jnp.dtype, placement: Sharding) -> Any:
+    is_lazy = _is_lazy(math.prod(shape) * dtype.itemsize, placement)
+
     def zeros() -> Array:
-        return jnp.zeros(shape, dtype)
+        return lazy_zeros(shape, dtype, huge=True) if is_lazy else jnp.zeros(shape, dtype)
 
     return jax.jit(zeros, out_shardings=placement).lower().compile()
 

@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from jpaged.combinations import Facts, check_combination
 from jpaged.errors import ConfigError
 from jpaged.models.quantized import (
+    INTERLEAVED,
     QuantizedWeight,
     WeightForm,
     is_quantized,
@@ -28,8 +29,10 @@ from jpaged.models.quantized import (
     quantized,
 )
 from jpaged.models.served import in_order
-from jpaged.models.weight import Change, Weight
+from jpaged.models.weight import HUGE_PAGE, Change, Weight, aligned
 from jpaged.runtime.processes import put
+
+PIECE_BYTES = 16 << 20  # of plain rows that are read and quantised at a time
 
 
 class Placer:
@@ -65,6 +68,8 @@ class Placer:
             return weight.source
         target = self._sharding(weight.split)
         if weight.is_stored:
+            if _is_large(weight, target):
+                return self._quantized_in_pieces(weight, target)
             if target is not None and not target.is_fully_addressable:
                 # Each process reads its own shares, one time for all devices that hold the same.
                 read = functools.cache(weight.read_share)
@@ -80,7 +85,12 @@ class Placer:
             kept = self._kept(weight)
             return _interleaved(kept) if interleaved and not kept.form.interleaved else kept
         plain = self._plain(weight, target)
-        return plain if weight.form is None else self._quantized(plain, weight)
+        if weight.form is None:
+            return plain
+        made = self._quantized(plain, weight)
+        del plain
+        is_ours = weight.is_buffer and _is_one_cpu(target)
+        return jax.tree.map(_on_huge_pages, made) if is_ours else made
 
     def check_finite(self, weights: Iterable[Weight], placed: Iterable[Any]) -> None:
         """ConfigError that names the first quantised weight with a value that is not finite."""
@@ -137,6 +147,30 @@ class Placer:
             self._functions[key] = jax.jit(make, out_shardings=targets)
         return jax.block_until_ready(self._functions[key](plain))
 
+    def _quantized_in_pieces(self, weight: Weight, target: Sharding | None) -> QuantizedWeight:
+        """Read a matrix some rows at a time and return it in its form: it is never held plain.
+
+        XLA's f32 copies of an embedding would be the peak of a whole start. The last piece begins
+        where it is as long as the others, so that one function serves all.
+        """
+        form, spec, dtype = weight.form, weight.spec, weight.wanted_dtype
+        assert form is not None
+        (N, E), rows = spec.shape, _rows_of_a_piece(weight)
+        make = functools.partial(quantized, form=form, num_outputs=1)
+        whole = jax.eval_shape(make, jax.ShapeDtypeStruct((N, E), dtype))
+        parts, structure = jax.tree.flatten(whole)
+        buffers = [aligned(part.shape, part.dtype) for part in parts]
+        key = (rows, E, dtype, form)
+        if key not in self._functions:
+            self._functions[key] = jax.jit(make)
+        for first in [*range(0, N - rows, rows), N - rows]:
+            plain = weight.read_share((slice(first, first + rows), slice(0, E)))
+            made = self._functions[key](plain)
+            for buffer, part in zip(buffers, jax.tree.leaves(made), strict=True):
+                buffer[first : first + rows] = np.asarray(part)
+        placed = jax.block_until_ready(jax.device_put(buffers, target))
+        return jax.tree.unflatten(structure, placed)
+
     def _moved(self, source: Any, change: Change | None, target: Sharding | None) -> Any:
         """Return an array changed, with this sharding."""
         if not isinstance(source, jax.Array):
@@ -179,6 +213,37 @@ class Placer:
         if key not in self._functions:
             self._functions[key] = jax.jit(change or _identity, out_shardings=target)
         return self._functions[key]
+
+
+def _is_large(weight: Weight, target: Sharding | None) -> bool:
+    """Return whether a stored matrix is quantised in pieces: one that is plain in its files, goes
+    to one CPU and takes several pieces.
+    """
+    if weight.form is None or len(weight.spec.shape) != 2 or weight.num_outputs != 1:
+        return False
+    is_plain = all(piece.quantized is None for piece in weight.source)
+    return _is_one_cpu(target) and is_plain and _rows_of_a_piece(weight) < weight.spec.shape[0]
+
+
+def _is_one_cpu(target: Sharding | None) -> bool:
+    """Return whether arrays with this sharding lie on one CPU."""
+    devices = jax.devices()[:1] if target is None else list(target.device_set)
+    return len(devices) == 1 and devices[0].platform == "cpu"
+
+
+def _on_huge_pages(array: Array) -> Array:
+    """Return an array of a CPU, a large one in memory of huge pages: XLA's own has small ones."""
+    if array.nbytes < HUGE_PAGE:
+        return array
+    buffer = aligned(array.shape, array.dtype)
+    buffer[...] = np.asarray(array)
+    return jax.block_until_ready(jax.device_put(buffer, array.sharding))
+
+
+def _rows_of_a_piece(weight: Weight) -> int:
+    """Return how many rows are quantised at a time: whole groups of interleaved ones."""
+    row = weight.spec.shape[1] * weight.wanted_dtype.itemsize
+    return max(PIECE_BYTES // row // INTERLEAVED, 1) * INTERLEAVED
 
 
 def _is_interleaved(weight: Weight) -> bool:

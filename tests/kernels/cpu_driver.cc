@@ -16,6 +16,7 @@
 #include "mamba2.h"
 #include "paged_attention.h"
 #include "quantized.h"
+#include "zeros.h"
 
 namespace jpaged {
 namespace {
@@ -146,6 +147,18 @@ void Linear(ffi::ThreadPool& pool) {
     if (T > 1) experts.push_back({w.data(), (T + 1) / 2, T / 2});
     MultiplyExperts(pool, pairs, experts, N, E);
     Check("experts " + name, of_experts, exact.y, exact.allowed);
+  }
+}
+
+// What lies on both sides of the zeros stays; the longer ones have whole pages in them, which are not written.
+void Zeros() {
+  for (int64_t count : {1, 1500, 100001}) {
+    std::vector<float> y(count + 2000, 7);
+    std::vector<double> wanted(y.begin(), y.end()), allowed(y.size(), 0);
+    std::fill_n(wanted.begin() + 1001, count, 0);
+    char* begin = reinterpret_cast<char*>(&y[1001]);
+    MakeZeros(begin, begin + count * sizeof(float), true);
+    Check("zeros " + std::to_string(count), y, wanted, allowed);
   }
 }
 
@@ -507,6 +520,7 @@ void AttentionCases() {
 }  // namespace jpaged
 
 int main() {
+  jpaged::Zeros();
   {
     jpaged::Pool pool;
     jpaged::Linear(*pool), jpaged::QuantizedProducts(*pool), jpaged::InterleavedProducts(*pool);

@@ -2,16 +2,19 @@
 it in place.
 """
 
+import ctypes
 import dataclasses
 import functools
 import math
+import mmap
+import sys
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from jpaged.engine.shapes import DecodeShape
 from jpaged.models.forward import bind
@@ -21,6 +24,7 @@ from jpaged.runtime import kv_cache
 from jpaged.runtime.kv_cache import PoolSpec
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.runner import Runner
+from kernels_cpu import library
 from tests.hlo import forbid_donation, in_place, pool_copies, whole
 from tests.tiny import CONFIG, config, engine, make_params
 
@@ -356,3 +360,38 @@ def test_without_donation_the_decode_step_copies_the_pool(monkeypatch: pytest.Mo
     runner = make_runner(MANY)
     copies, is_small = in_place(runner.compiled.lower(DECODE).compile(), runner.pools)
     assert copies and " copy(" in copies[0] and not is_small
+
+
+def resident(array: jax.Array) -> int:
+    """Bytes of an array's whole pages that are in memory."""
+    page = mmap.PAGESIZE
+    begin = -(-array.unsafe_buffer_pointer() // page) * page
+    count = (array.unsafe_buffer_pointer() + array.nbytes - begin) // page
+    pages = (ctypes.c_ubyte * count)()
+    mincore = ctypes.CDLL(None, use_errno=True).mincore
+    assert mincore(ctypes.c_void_p(begin), ctypes.c_size_t(count * page), pages) == 0
+    return page * sum(x & 1 for x in pages)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux's mincore")
+def test_a_pool_takes_no_memory_before_it_is_used() -> None:
+    """Also where memory that held something else is used again, and after steps it was donated
+    to.
+    """
+    if reason := library.unavailable():
+        pytest.skip(reason)
+    place = SingleDeviceSharding(jax.devices()[0])
+    shape, huge = (2 * kv_cache.LAZY_BYTES // 4, 1), 2 << 20
+    pool = kv_cache.zeros(shape, jnp.float32, place)
+    assert resident(pool) < huge
+    here = pool.unsafe_buffer_pointer()
+    write = jax.jit(lambda x, i: x.at[i].set(3.0), donate_argnums=0)
+    for i in range(3):
+        pool = write(pool, i)
+    assert pool.unsafe_buffer_pointer() == here, "it was copied"
+    assert 0 < resident(pool) <= huge
+    assert float(pool.sum()) == 9.0
+    plain = jnp.zeros(shape, jnp.float32).block_until_ready()  # the control
+    assert resident(plain) > plain.nbytes - huge
+    small = kv_cache.zeros((1000,), jnp.bfloat16, place)
+    assert not np.asarray(small, np.float32).any()
