@@ -2,6 +2,8 @@
 
 import base64
 import io
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,8 +27,8 @@ def video(
     sound: bool = False,
 ) -> bytes:
     """The file of a video of `count` frames of a size, of its own for each shade."""
-    out = io.BytesIO()
-    with av.open(out, "w", format=container, options=options or {}) as file:
+    out = tempfile.NamedTemporaryFile(suffix=".video")  # some options read what was written
+    with out, av.open(out.name, "w", format=container, options=options or {}) as file:
         stream = file.add_stream(codec, rate=fps)
         stream.height, stream.width = size
         stream.pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
@@ -42,7 +44,8 @@ def video(
             heard.sample_rate = 16_000
             file.mux(talk.encode(heard))
             file.mux(talk.encode())
-    return out.getvalue()
+        file.close()
+        return Path(out.name).read_bytes()
 
 
 def frames_of(file: bytes) -> list[np.ndarray]:
