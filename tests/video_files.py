@@ -27,8 +27,10 @@ def video(
     sound: bool = False,
 ) -> bytes:
     """The file of a video of `count` frames of a size, of its own for each shade."""
-    out = tempfile.NamedTemporaryFile(suffix=".video")  # some options read what was written
-    with out, av.open(out.name, "w", format=container, options=options or {}) as file:
+    with (
+        tempfile.NamedTemporaryFile() as out,  # some options read what was written
+        av.open(out.name, "w", format=container, options=options or {}) as file,
+    ):
         stream = file.add_stream(codec, rate=fps)
         stream.height, stream.width = size
         stream.pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"

@@ -45,9 +45,7 @@ def _fetched(url: str, limits: ImageLimits, kind: Kind) -> bytes:
             url = urljoin(url, location)
         except ValueError as e:
             raise RequestError(f"redirected to what is no URL ({e})") from e
-    raise RequestError(
-        f"redirected more than max_redirects={limits.max_redirects} times"
-    )
+    raise RequestError(f"redirected more than max_redirects={limits.max_redirects} times")
 
 
 def _checked(url: str, limits: ImageLimits) -> SplitResult:
@@ -64,9 +62,7 @@ def _checked(url: str, limits: ImageLimits) -> SplitResult:
     if not url.isascii() or any(c <= " " or c == "\x7f" for c in url):
         raise RequestError("must be ASCII without spaces (percent-encode the rest)")
     if not limits.hosts:
-        raise RequestError(
-            "none are fetched unless hosts lists theirs; send it as a data: URL"
-        )
+        raise RequestError("none are fetched unless hosts lists theirs; send it as a data: URL")
     if not any(_is_listed(host, port, parts.scheme, entry) for entry in limits.hosts):
         raise RequestError(f"the host {parts.netloc[:80]!r} is not one of hosts")
     return parts
@@ -97,8 +93,7 @@ def _addresses(host: str, port: int, limits: ImageLimits, ends: float) -> list[t
     for _, address in addresses:
         if not limits.private_addresses and not is_public(str(address[0])):
             raise RequestError(
-                f"the host {host!r} has an address that is not public "
-                "(private_addresses=False)"
+                f"the host {host!r} has an address that is not public (private_addresses=False)"
             )
     return addresses
 
@@ -162,7 +157,9 @@ def _get(
             used.do_handshake()
         connection = _Pinned(host, port, parts.scheme, used)
         path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        connection.request("GET", path, headers={"Accept": f"{kind.name}/*", "User-Agent": "jpaged"})
+        connection.request(
+            "GET", path, headers={"Accept": f"{kind.name}/*", "User-Agent": "jpaged"}
+        )
         with connection.getresponse() as response:
             answer = _read(response, limits, kind)
         if is_late.is_set():  # what looked like the end was ours
@@ -225,9 +222,7 @@ def _read(
         if len(body) > most:
             raise too_long
     if length.isdecimal() and len(body) < int(length):
-        raise RequestError(
-            f"the answer ended after {len(body):,} of {int(length):,} bytes"
-        )
+        raise RequestError(f"the answer ended after {len(body):,} of {int(length):,} bytes")
     return bytes(body), None
 
 

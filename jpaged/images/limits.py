@@ -8,7 +8,6 @@ from jpaged.checks import parsed_settings, positive, settings_of
 from jpaged.errors import ConfigError
 
 
-
 class Kind(NamedTuple):
     """What a source holds, for messages. bytes_limit: the field of ImageLimits that bounds it."""
 

@@ -111,7 +111,9 @@ class VideoFile:
                 f"is no video of video_formats {formats}, or a damaged one ({e})"
             ) from e
         streams = self._container.streams.video
-        moving = [s for s in streams if not s.disposition & self._av.stream.Disposition.attached_pic]
+        moving = [
+            s for s in streams if not s.disposition & self._av.stream.Disposition.attached_pic
+        ]
         if not moving:
             what = "a picture that is attached" if streams else "no pictures"
             raise self._refused(f"holds {what}, and no video")

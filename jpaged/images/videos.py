@@ -22,7 +22,7 @@ from jpaged.errors import ConfigError, RequestError, UnsupportedError
 from jpaged.images.limits import VIDEO, ImageLimits
 from jpaged.images.prepare import IMAGE_FILES, VIDEO_FILE, ImagePreparer
 from jpaged.images.resize import resized
-from jpaged.images.sources import ImageSource, load_file, load_image
+from jpaged.images.sources import load_file, load_image
 from jpaged.images.spans import Prepared
 from jpaged.images.video_files import VideoFile
 from jpaged.models.vision.qwen import Qwen25VisionConfig, QwenVisionConfig
@@ -35,7 +35,9 @@ MOST_TOKENS = {True: 128_000, False: 768}  # max_video_tokens; of Qwen2.5-VL: of
 OPTIONS = ("fps", "num_frames", "do_sample_frames", "video_metadata")
 METADATA = ("fps", "frames_indices", "total_num_frames")
 
-type VideoSource = Any  # a file as of an image, or frames: an array [n, h, w, 3] or a list of images
+type VideoSource = (
+    Any  # a file as of an image, or frames: an array [n, h, w, 3] or a list of images
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -287,7 +289,9 @@ class VideoPreparer:
             content.update(repr(plan.interval).encode())
             digest = content.digest()
 
-            def make(part: np.ndarray = part, grid: Grid = grid, digest: bytes = digest) -> Prepared:
+            def make(
+                part: np.ndarray = part, grid: Grid = grid, digest: bytes = digest
+            ) -> Prepared:
                 return Prepared(
                     patches=self._patches(part),
                     grid=grid,
@@ -379,7 +383,9 @@ class VideoPreparer:
                 most = max(share, int(least * 1.05)) * count
         if (rows := self._preparer.max_rows) is not None:
             pairs = -(-count // self.vision.frames)
-            most = min(most, rows // (pairs if on_axis else 1) * factor**2 * (1 if on_axis else count))
+            most = min(
+                most, rows // (pairs if on_axis else 1) * factor**2 * (1 if on_axis else count)
+            )
             least = min(least, most)
         return least, most
 

@@ -3,7 +3,6 @@ is wrong.
 """
 
 import re
-from collections.abc import Sequence
 from typing import NoReturn
 
 from jpaged.config import EngineConfig
@@ -66,9 +65,7 @@ def why_no_images(model: ModelConfig, config: EngineConfig) -> str | None:
     )
 
 
-def check_takes_sources(
-    model: ModelConfig, config: EngineConfig, body: GenerationRequest
-) -> None:
+def check_takes_sources(model: ModelConfig, config: EngineConfig, body: GenerationRequest) -> None:
     """Raise BodyError where prompts of a model cannot have the images or the videos of a body."""
     why = why_no_images(model, config)
     if why is None and body.video_sources:

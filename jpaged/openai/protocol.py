@@ -570,7 +570,9 @@ class Conversation(ChosenLogprobs):
         for message in messages:
             if isinstance(message["content"], list):
                 message["content"] = [
-                    part if part["type"] == "text" else part | {part["type"]: next(left[part["type"]])}
+                    part
+                    if part["type"] == "text"
+                    else part | {part["type"]: next(left[part["type"]])}
                     for part in message["content"]
                 ]
         return messages

@@ -146,7 +146,12 @@ def test_damaged_files_are_errors_of_requests() -> None:
     """At random: whatever is read is an image of the right size, and nothing else is raised."""
     rng = np.random.default_rng(0)
     limits = ImageLimits(video_timeout_s=5.0)
-    whole = [video(), faststart(), video(container="matroska"), video(container="avi", codec="mjpeg")]
+    whole = [
+        video(),
+        faststart(),
+        video(container="matroska"),
+        video(container="avi", codec="mjpeg"),
+    ]
     refused = 0
     for turn in range(40):
         data = bytearray(whole[turn % len(whole)])

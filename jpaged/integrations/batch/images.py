@@ -1,5 +1,5 @@
-"""LineImages: which images and videos the lines of a run may name, and how they are read when a line is
-admitted.
+"""LineImages: which images and videos the lines of a run may name, and how they are read when a
+line is admitted.
 """
 
 import dataclasses
@@ -25,8 +25,8 @@ from jpaged.openai.protocol import GenerationRequest
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LineImages:
-    """Where the images and videos of lines may be. limits: of each. folder: the one that paths are below;
-    None: no path is read.
+    """Where the images and videos of lines may be. limits: of each. folder: the one that paths are
+    below; None: no path is read.
     """
 
     limits: ImageLimits

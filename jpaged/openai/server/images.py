@@ -1,5 +1,5 @@
-"""The images and videos of requests to a server: fetched from hosts that are listed, decoded in the threads of
-the engine's prompts, a few requests at a time, and bounded in what they take while they wait.
+"""The images and videos of requests to a server: fetched from hosts that are listed, decoded in the
+threads of the engine's prompts, a few requests at a time, and bounded in what they take while they wait.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from jpaged.async_llm import AsyncLLM
 from jpaged.errors import RequestError
 from jpaged.fleet.face import FleetLLM
 from jpaged.images.fetch import fetch
-from jpaged.images.limits import IMAGE, VIDEO, DEFAULT_LIMITS, Kind
+from jpaged.images.limits import DEFAULT_LIMITS, IMAGE, VIDEO, Kind
 from jpaged.openai.images import (
     check_sources,
     check_takes_sources,
@@ -57,9 +57,9 @@ class Images:
 
     @contextlib.asynccontextmanager
     async def loaded(self, body: Served, held: Held) -> AsyncIterator[None]:
-        """Have a body's images and videos fetched, and let few requests at a time into the block, in which
-        the prompt is made of them. held: takes the bytes that are fetched, as if they had been
-        sent. Raises BodyError.
+        """Have a body's images and videos fetched, and let few requests at a time into the block,
+        in which the prompt is made of them. held: takes the bytes that are fetched, as if they had
+        been sent. Raises BodyError.
         """
         if not body.has_sources:
             yield

@@ -12,8 +12,8 @@ from jpaged.async_llm import AsyncLLM
 from jpaged.engine.sequence import Request
 from jpaged.fleet.face import FleetLLM, FrontModel
 from jpaged.fleet.facts import fixed_facts
-from jpaged.llm import LLM
 from jpaged.images.videos import why_no_videos
+from jpaged.llm import LLM
 from jpaged.openai.images import why_no_images
 from jpaged.openai.parts import Format
 from jpaged.openai.server.settings import ServerSettings
