@@ -518,8 +518,8 @@ def _content(prompt: Mapping[str, object]) -> tuple[str | None, Any]:
     has_sources = prompt.get("images") is not None or prompt.get("videos") is not None
     if prompt.get("embeddings") is not None and has_sources:
         raise RequestError(
-            "images or videos beside embeddings: places of embeddings are those of all tokens; pass "
-            "all of them as images and videos, or all of them as embeddings"
+            "images or videos beside embeddings: places of embeddings are those of all tokens; "
+            "pass all of them as images and videos, or all of them as embeddings"
         )
     keys -= {"embeddings", "images", "videos"}
     text = prompt.get("prompt")

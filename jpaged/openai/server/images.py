@@ -1,5 +1,6 @@
 """The images and videos of requests to a server: fetched from hosts that are listed, decoded in the
-threads of the engine's prompts, a few requests at a time, and bounded in what they take while they wait.
+threads of the engine's prompts, a few requests at a time, and bounded in what they take while
+they wait.
 """
 
 import asyncio
