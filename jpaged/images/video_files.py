@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jpaged.errors import RequestError, UnsupportedError
+from jpaged.errors import RequestError
 from jpaged.images.limits import ImageLimits
 
 DECODERS = (
@@ -33,11 +33,11 @@ THREADS = 4  # of a decoder
 
 
 def pyav() -> Any:
-    """Return the package av; UnsupportedError where it is not installed."""
+    """Return the package av; RequestError where it is not installed: others need it not."""
     try:
         return importlib.import_module("av")
     except ImportError as e:
-        raise UnsupportedError(
+        raise RequestError(
             "files of videos need PyAV, which is not installed: pip install 'jpaged[videos]'"
         ) from e
 

@@ -129,7 +129,7 @@ class VideoPart(TypedDict):
     video_url: VideoURL
 
 
-type Part = TextPart | ImagePart | VideoPart
+Part = TextPart | ImagePart | VideoPart
 FULL_DETAIL = (None, "auto", "high", "original")
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from jpaged.checkpoint.kept_tokenizer import whole
 from jpaged.config import EngineConfig
-from jpaged.errors import CapacityError, ConfigError, RequestError
+from jpaged.errors import CapacityError, CheckpointError, ConfigError, RequestError
 from jpaged.images.limits import DEFAULT_LIMITS, ImageLimits
 from jpaged.images.placeholders import (
     Marks,
@@ -200,7 +200,10 @@ class PromptImages:
 
     @functools.cached_property
     def _videos(self) -> VideoPreparer:
-        return VideoPreparer(self._preparer)
+        try:
+            return VideoPreparer(self._preparer)
+        except (ConfigError, CheckpointError) as e:  # requests without videos are unaffected
+            raise RequestError(f"this model's videos: {e}") from e
 
     def rows(self, image: Prepared) -> int:
         """Return how many tokens an image takes."""

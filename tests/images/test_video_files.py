@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jpaged import ConfigError, ImageLimits, RequestError, UnsupportedError
+from jpaged import ConfigError, ImageLimits, RequestError
 from jpaged.images import video_files
 from jpaged.images.limits import DEFAULT_LIMITS
 from jpaged.images.video_files import VideoFile
@@ -190,7 +190,7 @@ def test_without_pyav_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         raise ImportError(name)
 
     monkeypatch.setattr(video_files.importlib, "import_module", missing)
-    with pytest.raises(UnsupportedError, match=r"pip install 'jpaged\[videos\]'"):
+    with pytest.raises(RequestError, match=r"pip install 'jpaged\[videos\]'"):
         VideoFile(data, DEFAULT_LIMITS, "it")
 
 
