@@ -31,6 +31,7 @@ from jpaged.models.vision.tower import Grid, VisionConfig
 MOST_RATIO = 200  # of the longer to the shorter side
 USUAL_FPS = 24  # of frames that nobody has told the rate of, as in transformers
 LEAST_FRAMES, MOST_FRAMES = 4, 768  # that are taken, where the folder does not say
+MOST_ASKED = 2**16  # of num_frames
 MOST_TOKENS = {True: 128_000, False: 768}  # max_video_tokens; of Qwen2.5-VL: of all frames
 OPTIONS = ("fps", "num_frames", "do_sample_frames", "video_metadata")
 METADATA = ("fps", "frames_indices", "total_num_frames")
@@ -63,8 +64,8 @@ class Video:
         count = self.num_frames
         if count is not None and (isinstance(count, bool) or not isinstance(count, int)):
             raise RequestError(f"num_frames={count!r}: must be an integer")
-        if count is not None and count < 1:
-            raise RequestError(f"num_frames={count}: must be at least 1")
+        if count is not None and not 1 <= count <= MOST_ASKED:
+            raise RequestError(f"num_frames={count}: must be from 1 to {MOST_ASKED}")
         if count is not None and self.fps is not None:
             raise RequestError(f"fps={self.fps} and num_frames={count}: pass one of them")
         if not isinstance(self.do_sample_frames, bool | None):

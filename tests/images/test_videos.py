@@ -249,7 +249,7 @@ def test_what_cannot_be_taken_is_named(tmp_path: Path, tokenizer: PreTrainedToke
         refused("fps=.*: must be a number of frames a second", fps=fps)
         refused("fps of video_metadata=.*: must be a number", video_metadata={"fps": fps})
     refused("pass one of them", fps=1.0, num_frames=2)
-    refused("num_frames=0: must be at least 1", num_frames=0)
+    refused("num_frames=0: must be from 1 to 65536", num_frames=0)
     refused("1 frames: a video has at least 2", source=FRAMES[:1])
     refused("a video of no frames", source=[])
     refused("a video of type int: pass a file", source=5)

@@ -39,5 +39,5 @@ def test_parts_without_a_source() -> None:
         split_sources(messages)
     with pytest.raises(RequestError, match="has video, url: pass one of them"):
         split_sources(of_parts({"type": "video", "video": "a", "url": "b"}))
-    with pytest.raises(RequestError, match=r"videos\[0\]: num_frames=0: must be at least 1"):
+    with pytest.raises(RequestError, match=r"videos\[0\]: num_frames=0: must be from 1"):
         split_sources(of_parts({"type": "video", "video": "a", "num_frames": 0}))
