@@ -113,7 +113,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "another container": (lambda: video(container="mpegts"), {}, "is no video of video_formats"),
     "sound alone": (sound_alone, {}, "holds no pictures, and no video"),
     "a cover": (lambda: sound_alone(True), {}, "holds a picture that is attached, and no video"),
-    "cut before its table": (lambda: video()[:-700], {}, "or a damaged one"),
+    "cut before its table": (lambda: video()[:-700], {}, "holds no pictures"),
     "cut behind its table": (lambda: faststart()[:-900], {}, "truncated"),
     "large frames": (video, {"max_video_pixels": 1000}, "the limit is max_video_pixels=1,000"),
     "a long side": (video, {"max_side": 20}, "the limit is max_side=20"),
