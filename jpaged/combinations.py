@@ -784,9 +784,12 @@ def images_need_a_tower(config: EngineConfig, model: ModelConfig) -> str | None:
 
 @_rule("images", error=RequestError)
 def images_need_the_setting(config: EngineConfig, num_images: int) -> str | None:
-    """Prompts with images take an engine with `images`."""
+    """Prompts with images or videos take an engine with `images`."""
     if num_images and not config.images:
-        return f"{num_images} images in a prompt: images=False; pass images=True of EngineConfig"
+        return (
+            f"{num_images} images or videos in a prompt: images=False; pass images=True of "
+            "EngineConfig"
+        )
     return None
 
 

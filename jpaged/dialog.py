@@ -16,7 +16,7 @@ from jpaged.openai.parts import Format, folded
 from jpaged.request.arrays import mask_arrays, route_arrays
 from jpaged.request.detokenizer import decode
 from jpaged.request.embeddings import EmbeddingSpan, spans_of
-from jpaged.request.images import split_images
+from jpaged.request.images import split_sources
 from jpaged.request.inputs import Chat
 from jpaged.request.outputs import FinishReason, RequestOutput, WeightSpan
 from jpaged.request.renderer import Renderer, bridged, renderer_of
@@ -105,7 +105,7 @@ class Dialog:
         self._inputs = llm.session.inputs
         self._format = Format.of(llm.tokenizer)
         chat = Chat(messages=told(self._messages), template_kwargs=self._variables)
-        self.token_ids, images = self._inputs.conversation(chat, needs_images=False)
+        self.token_ids, images = self._inputs.conversation(chat, needs_sources=False)
         self.embeddings: dict[int, EmbeddingSpan] = images or {}
 
     @property
@@ -187,7 +187,7 @@ class Dialog:
             self.embeddings = before | after
         else:
             chat = Chat(messages=told(all_of_them), template_kwargs=self._variables)
-            self.token_ids, images = self._inputs.conversation(chat, needs_images=False)
+            self.token_ids, images = self._inputs.conversation(chat, needs_sources=False)
             self.embeddings = images or {}
         self._messages = all_of_them
 
@@ -195,7 +195,7 @@ class Dialog:
         """Return what the renderer writes behind the last turn, None where the template is to, as
         of images, whose rows a renderer does not count.
         """
-        if self._renderer is None or split_images(messages, needs_images=False)[1]:
+        if self._renderer is None or split_sources(messages, needs_sources=False)[1]:
             return None
         before, tools = self.token_ids[: last.start], self._variables.get("tools")
         return bridged(self._renderer, before, last.token_ids, told(messages), tools)

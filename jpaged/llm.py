@@ -418,7 +418,7 @@ class LLM:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
-        return self.session.inputs.conversation(chat, needs_images=False)[0]
+        return self.session.inputs.conversation(chat, needs_sources=False)[0]
 
     def update_params(
         self,

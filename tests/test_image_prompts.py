@@ -471,7 +471,10 @@ BAD: list[tuple[Any, str]] = [
     (prompt_of(PIXELS) | {"images": PIXELS}, "images of type ndarray: pass a list"),
     (prompt_of(PIXELS) | {"images": []}, "has 1 of the placeholder 17, and 0 images"),
     (prompt_of(PIXELS) | {"images": [PIXELS] * 2}, "has 1 of the placeholder 17, and 2 images"),
-    (prompt_of(PIXELS) | {"embeddings": {0: np.zeros((1, 24))}}, "images beside embeddings"),
+    (
+        prompt_of(PIXELS) | {"embeddings": {0: np.zeros((1, 24))}},
+        "images or videos beside embeddings",
+    ),
     (prompt_of(*[LARGE] * 6), "images of 72 tokens and more leave no room in max_model_len=64"),
     (prompt_of(*[LARGE] * 5), "prompt of 80 tokens leaves no room"),
 ]

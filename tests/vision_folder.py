@@ -24,6 +24,7 @@ TEMPLATE = (
     "{% for t in tools or [] %}{{ t.function.name }},{% endfor %}"
     "{% for m in messages %}{{ m.role[0] }}:{% if m.content is string %}{{ m.content }}{% else %}"
     "{% for part in m.content %}{% if part.type == 'image' %}<vis><image></vis>"
+    "{% elif part.type == 'video' %}<vis><vid></vis>"
     "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
     "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}</tool_call>{% endfor %};"
     "{% endfor %}{% if add_generation_prompt %}a:{% endif %}"

@@ -1,4 +1,4 @@
-"""Images by URL, from hosts that are listed and from public addresses alone.
+"""Images and videos by URL, from hosts that are listed and from public addresses alone.
 
 A name is resolved once, all addresses that it has are looked at, and the connection goes to one of
 these, so that a name cannot point elsewhere in between. A redirect is a URL like any other.
@@ -16,30 +16,36 @@ from typing import Any
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 from jpaged.errors import RequestError
-from jpaged.images.limits import ImageLimits
+from jpaged.images.limits import IMAGE, ImageLimits, Kind
 
 PORTS = {"http": 80, "https": 443}
 REDIRECTS = (301, 302, 303, 307, 308)
 BLOCK = 2**16
 
 
-def fetch(url: str, limits: ImageLimits) -> bytes:
-    """Return what a URL holds, at most limits.max_bytes and within limits.timeout_s. RequestError
-    where its host is not listed, has an address that is not public, or does not answer.
+def fetch(url: str, limits: ImageLimits, kind: Kind = IMAGE) -> bytes:
+    """Return what a URL holds, within limits.timeout_s and the bytes that its kind may have.
+    RequestError where its host is not listed, has an address that is not public, or does not
+    answer.
     """
+    try:
+        return _fetched(url, limits, kind)
+    except RequestError as e:
+        raise type(e)(f"{kind.name} URL: {e}") from e
+
+
+def _fetched(url: str, limits: ImageLimits, kind: Kind) -> bytes:
     ends = time.monotonic() + limits.timeout_s
     for _ in range(limits.max_redirects + 1):
         parts = _checked(url, limits)
-        body, location = _get(parts, limits, ends)
+        body, location = _get(parts, limits, kind, ends)
         if location is None:
             return body
         try:
             url = urljoin(url, location)
         except ValueError as e:
-            raise RequestError(f"image URL: redirected to what is no URL ({e})") from e
-    raise RequestError(
-        f"image URL: redirected more than max_redirects={limits.max_redirects} times"
-    )
+            raise RequestError(f"redirected to what is no URL ({e})") from e
+    raise RequestError(f"redirected more than max_redirects={limits.max_redirects} times")
 
 
 def _checked(url: str, limits: ImageLimits) -> SplitResult:
@@ -48,19 +54,17 @@ def _checked(url: str, limits: ImageLimits) -> SplitResult:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port
     except ValueError as e:
-        raise RequestError(f"image URL: {e}") from e
+        raise RequestError(f"{e}") from e
     if parts.scheme not in PORTS or not host:
-        raise RequestError(f"image URL of scheme {parts.scheme!r}: must be http or https")
+        raise RequestError(f"scheme {parts.scheme!r}: must be http or https")
     if parts.username is not None or parts.password is not None:
-        raise RequestError("image URL: must hold no user and no password")
+        raise RequestError("must hold no user and no password")
     if not url.isascii() or any(c <= " " or c == "\x7f" for c in url):
-        raise RequestError("image URL: must be ASCII without spaces (percent-encode the rest)")
+        raise RequestError("must be ASCII without spaces (percent-encode the rest)")
     if not limits.hosts:
-        raise RequestError(
-            "image URL: none are fetched unless hosts lists theirs; send the image as a data: URL"
-        )
+        raise RequestError("none are fetched unless hosts lists theirs; send it as a data: URL")
     if not any(_is_listed(host, port, parts.scheme, entry) for entry in limits.hosts):
-        raise RequestError(f"image URL: the host {parts.netloc[:80]!r} is not one of hosts")
+        raise RequestError(f"the host {parts.netloc[:80]!r} is not one of hosts")
     return parts
 
 
@@ -84,13 +88,12 @@ def _addresses(host: str, port: int, limits: ImageLimits, ends: float) -> list[t
     except concurrent.futures.TimeoutError as e:
         raise _late(limits) from e
     except (OSError, UnicodeError) as e:
-        raise RequestError(f"image URL: the host {host!r} has no address ({e})") from e
+        raise RequestError(f"the host {host!r} has no address ({e})") from e
     addresses = [(family, address) for family, _, _, _, address in answers]
     for _, address in addresses:
         if not limits.private_addresses and not is_public(str(address[0])):
             raise RequestError(
-                f"image URL: the host {host!r} has an address that is not public "
-                "(private_addresses=False)"
+                f"the host {host!r} has an address that is not public (private_addresses=False)"
             )
     return addresses
 
@@ -126,7 +129,9 @@ class _Pinned(http.client.HTTPConnection):
         raise http.client.NotConnected("the connection ended")
 
 
-def _get(parts: SplitResult, limits: ImageLimits, ends: float) -> tuple[bytes, str | None]:
+def _get(
+    parts: SplitResult, limits: ImageLimits, kind: Kind, ends: float
+) -> tuple[bytes, str | None]:
     """Return the body of an answer, or where it redirects to."""
     host, port = parts.hostname or "", parts.port or PORTS[parts.scheme]
     used = _connected(_addresses(host, port, limits, ends), limits, ends)
@@ -152,9 +157,11 @@ def _get(parts: SplitResult, limits: ImageLimits, ends: float) -> tuple[bytes, s
             used.do_handshake()
         connection = _Pinned(host, port, parts.scheme, used)
         path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        connection.request("GET", path, headers={"Accept": "image/*", "User-Agent": "jpaged"})
+        connection.request(
+            "GET", path, headers={"Accept": f"{kind.name}/*", "User-Agent": "jpaged"}
+        )
         with connection.getresponse() as response:
-            answer = _read(response, limits)
+            answer = _read(response, limits, kind)
         if is_late.is_set():  # what looked like the end was ours
             raise _late(limits)
         return answer
@@ -165,7 +172,7 @@ def _get(parts: SplitResult, limits: ImageLimits, ends: float) -> tuple[bytes, s
             raise _late(limits) from e
         if isinstance(e, RequestError):
             raise
-        raise RequestError(f"image URL: {host!r} gave no image ({type(e).__name__}: {e})") from e
+        raise RequestError(f"{host!r} gave no {kind.name} ({type(e).__name__}: {e})") from e
     finally:
         timer.cancel()
         used.close()
@@ -189,34 +196,35 @@ def _connected(addresses: list[tuple[Any, ...]], limits: ImageLimits, ends: floa
                 made.close()
     if isinstance(last, TimeoutError):
         raise _late(limits) from last
-    raise RequestError(f"image URL: cannot connect ({last})") from last
+    raise RequestError(f"cannot connect ({last})") from last
 
 
-def _read(answer: http.client.HTTPResponse, limits: ImageLimits) -> tuple[bytes, str | None]:
+def _read(
+    answer: http.client.HTTPResponse, limits: ImageLimits, kind: Kind
+) -> tuple[bytes, str | None]:
     if answer.status in REDIRECTS:
         location = answer.getheader("Location")
         if not location:
-            raise RequestError(f"image URL: an answer of status {answer.status} without Location")
+            raise RequestError(f"an answer of status {answer.status} without Location")
         return b"", location
     if answer.status != 200:
-        raise RequestError(f"image URL: an answer of status {answer.status}")
+        raise RequestError(f"an answer of status {answer.status}")
     if answer.getheader("Content-Encoding", "identity").lower() not in ("identity", ""):
-        raise RequestError("image URL: an answer that is compressed, which was not asked for")
-    too_long = RequestError(f"image URL: more bytes than max_bytes={limits.max_bytes:,}")
+        raise RequestError("an answer that is compressed, which was not asked for")
+    most = limits.most_bytes(kind)
+    too_long = RequestError(f"more bytes than {kind.bytes_limit}={most:,}")
     length = answer.getheader("Content-Length", "0")
-    if length.isdecimal() and int(length) > limits.max_bytes:
+    if length.isdecimal() and int(length) > most:
         raise too_long
     body = bytearray()
     while block := answer.read(BLOCK):
         body += block
-        if len(body) > limits.max_bytes:
+        if len(body) > most:
             raise too_long
     if length.isdecimal() and len(body) < int(length):
-        raise RequestError(
-            f"image URL: the answer ended after {len(body):,} of {int(length):,} bytes"
-        )
+        raise RequestError(f"the answer ended after {len(body):,} of {int(length):,} bytes")
     return bytes(body), None
 
 
 def _late(limits: ImageLimits) -> RequestError:
-    return RequestError(f"image URL: no whole answer within timeout_s={limits.timeout_s:g}")
+    return RequestError(f"no whole answer within timeout_s={limits.timeout_s:g}")

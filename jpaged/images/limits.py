@@ -1,13 +1,23 @@
-"""ImageLimits: what an image may be, and where it may come from."""
+"""ImageLimits: what an image or a video may be, and where it may come from."""
 
 import dataclasses
 import re
-from typing import Self
+from typing import NamedTuple, Self
 
 from jpaged.checks import parsed_settings, positive, settings_of
 from jpaged.errors import ConfigError
 
+
+class Kind(NamedTuple):
+    """What a source holds, for messages. bytes_limit: the field of ImageLimits that bounds it."""
+
+    name: str
+    bytes_limit: str
+
+
+IMAGE, VIDEO = Kind("image", "max_bytes"), Kind("video", "max_video_bytes")
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+VIDEO_FORMATS = ("mov", "matroska", "avi")
 MIB = 2**20
 # A name or an IPv4 address, perhaps with a port; or an IPv6 address, without brackets.
 HOST = re.compile(
@@ -17,7 +27,8 @@ HOST = re.compile(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageLimits:
-    """The bounds that a caller sets for images; what is beyond one is that request's error.
+    """The bounds that a caller sets for images and videos; what is beyond one is that request's
+    error.
 
     max_bytes: of a file, or of what a data: URL holds. max_pixels: width times height, which is
     looked at before anything is decoded. max_side: of width and height. max_frames: of an animated
@@ -26,7 +37,12 @@ class ImageLimits:
     with :PORT where it is not the usual one; "*.example.com" is any host below it. None are
     fetched from by default. private_addresses: whether these hosts may have addresses that are not
     public. timeout_s: of all of a fetch. max_redirects: to hosts that are listed, too. max_images:
-    of one prompt.
+    of one prompt, videos counted with them.
+
+    Of a video: max_video_bytes: of its file. max_video_seconds: that it lasts. max_video_frames:
+    that it has, before some are picked. max_video_pixels: of a frame, width times height.
+    video_timeout_s: of all of its decoding. video_formats: containers that are read at all, by
+    FFmpeg's names; "mov" is MP4 and its kin, "matroska" WebM too.
     """
 
     max_bytes: int = 32 * MIB
@@ -40,9 +56,15 @@ class ImageLimits:
     timeout_s: float = 10.0
     max_redirects: int = 3
     max_images: int = 1024
+    max_video_bytes: int = 128 * MIB
+    max_video_seconds: float = 3600.0
+    max_video_frames: int = 250_000
+    max_video_pixels: int = 4096 * 2160
+    video_timeout_s: float = 60.0
+    video_formats: tuple[str, ...] = VIDEO_FORMATS
 
     def __post_init__(self) -> None:
-        for name in ("formats", "hosts"):
+        for name in ("formats", "hosts", "video_formats"):
             value = getattr(self, name)
             if isinstance(value, str) or not all(isinstance(x, str) for x in value):
                 raise ConfigError(f"ImageLimits: {name}={value!r}: must be several str")
@@ -50,19 +72,22 @@ class ImageLimits:
         for name in ("local_paths", "private_addresses"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ConfigError(f"ImageLimits: {name}={value!r}: must be True or False")
-        for name in ("max_bytes", "max_pixels", "max_side", "max_frames", "max_images"):
+        counts = ("max_bytes", "max_pixels", "max_side", "max_frames", "max_images")
+        of_videos = ("max_video_bytes", "max_video_frames", "max_video_pixels")
+        for name in (*counts, *of_videos):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(
                     f"ImageLimits: {name}={value!r}: must be an integer of at least 1"
                 )
         positive(timeout_s=self.timeout_s)
+        positive(max_video_seconds=self.max_video_seconds, video_timeout_s=self.video_timeout_s)
         redirects = self.max_redirects
         if isinstance(redirects, bool) or not isinstance(redirects, int) or redirects < 0:
             raise ConfigError(
                 f"ImageLimits: max_redirects={redirects!r}: must be an integer of 0 or more"
             )
-        for name in ("formats", "hosts"):
+        for name in ("formats", "hosts", "video_formats"):
             value = getattr(self, name)
             if not isinstance(value, tuple | list) or not all(isinstance(x, str) for x in value):
                 raise ConfigError(f"ImageLimits: {name}={value!r}: must be a tuple of strings")
@@ -72,6 +97,10 @@ class ImageLimits:
                     f"ImageLimits: hosts has {host!r}: must be names in lower case such as "
                     "'images.example.com', 'example.com:8080' or '*.example.com'"
                 )
+
+    def most_bytes(self, kind: Kind) -> int:
+        """Return how many bytes a file may have."""
+        return getattr(self, kind.bytes_limit)
 
     @classmethod
     def parse(cls, text: str) -> Self | None:

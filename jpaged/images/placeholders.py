@@ -95,6 +95,23 @@ def expanded_ids(
     return Expanded(token_ids=out, starts=starts)
 
 
+def with_pieces[T: (str, list[int])](
+    around: Sequence[T], pieces: Sequence[T], placeholder: str
+) -> list[T]:
+    """Return what stands around the placeholders of videos with these pieces in their places.
+    RequestError where they are not as many.
+    """
+    if (count := len(around) - 1) != len(pieces):
+        raise RequestError(
+            f"the prompt has {count} of the placeholder {placeholder}, and {len(pieces)} videos "
+            "were passed: there must be one for each video, in order"
+        )
+    made = [around[0]]
+    for piece, part in zip(pieces, around[1:], strict=True):
+        made += [piece, part]
+    return made
+
+
 def starts_of(ids: list[int], image: int, rows: Sequence[int]) -> list[int] | None:
     """Return where the rows of each image begin, if these ids are those of all rows; None if there
     are others.

@@ -49,7 +49,7 @@ class ImagePreparer:
         max_rows: int | None = None,
     ):
         pillow()
-        self.config, self.folder = config, Path(folder)
+        self.config, self.folder, self.max_rows = config, Path(folder), max_rows
         if not any((self.folder / name).is_file() for name in IMAGE_FILES):
             raise CheckpointError(
                 f"{self.folder}: has no {' and no '.join(IMAGE_FILES)}, which say how images are "

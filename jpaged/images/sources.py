@@ -14,13 +14,13 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jpaged.errors import RequestError, UnsupportedError
 from jpaged.images.fetch import fetch
-from jpaged.images.limits import DEFAULT_LIMITS, ImageLimits
+from jpaged.images.limits import DEFAULT_LIMITS, IMAGE, ImageLimits, Kind
 
 type ImageSource = Any  # bytes, str, Path, numpy or jax array, PIL.Image.Image
 
@@ -44,22 +44,8 @@ def load_image(source: ImageSource, limits: ImageLimits = DEFAULT_LIMITS) -> np.
     """Return the pixels of an image, uint8 [height, width, 3], with the turn that its EXIF says and
     without transparency. RequestError says what is wrong with the source and which limit it breaks.
     """
-    if isinstance(source, bytes | bytearray | memoryview):
-        return _decoded(bytes(source), limits, "image of bytes")
-    if isinstance(source, str) and (data := DATA.match(source)):
-        return _decoded(_of_data_url(source, data, limits), limits, "data: URL")
-    if isinstance(source, str) and source.lower().startswith(("http://", "https://")):
-        return _decoded(fetch(source, limits), limits, shortened(source))
-    if isinstance(source, str) and source[:5].lower() == "data:" and not os.path.exists(source):
-        raise RequestError(
-            f"image {shortened(source)!r}: must be data:image/TYPE;base64, and then the image"
-        )
-    if isinstance(source, str) and URL.match(source) and not os.path.exists(source):
-        raise RequestError(
-            f"image {shortened(source)!r}: a URL must begin with data:, http:// or https://"
-        )
-    if isinstance(source, str | os.PathLike):
-        return _decoded(_of_file(Path(source), limits), limits, str(source))
+    if (file := load_file(source, limits)) is not None:
+        return _decoded(file.data, limits, file.label)
     if hasattr(source, "convert") and hasattr(source, "size") and hasattr(source, "mode"):
         _check_size(source.size, limits, "image")
         return _in_rgb(source, "image")
@@ -69,6 +55,43 @@ def load_image(source: ImageSource, limits: ImageLimits = DEFAULT_LIMITS) -> np.
         f"an image of type {type(source).__name__}: pass bytes, a path, a data: URL, a numpy array "
         "[height, width, 3] or an image of Pillow's"
     )
+
+
+class File(NamedTuple):
+    """What a file holds, and what it is called in messages."""
+
+    data: bytes
+    label: str
+
+
+def load_file(source: ImageSource, limits: ImageLimits, kind: Kind = IMAGE) -> File | None:
+    """Return the file that a source is or names, None where it is something else: pixels. Raises
+    RequestError.
+    """
+    name = kind.name
+    if isinstance(source, bytes | bytearray | memoryview):
+        file = File(bytes(source), f"{name} of bytes")
+    elif isinstance(source, str) and (data := DATA.match(source)):
+        file = File(_of_data_url(source, data, limits, kind), "data: URL")
+    elif isinstance(source, str) and source.lower().startswith(("http://", "https://")):
+        file = File(fetch(source, limits, kind), shortened(source))
+    elif isinstance(source, str) and source[:5].lower() == "data:" and not os.path.exists(source):
+        raise RequestError(
+            f"{name} {shortened(source)!r}: must be data:{name}/TYPE;base64, and then the {name}"
+        )
+    elif isinstance(source, str) and URL.match(source) and not os.path.exists(source):
+        raise RequestError(
+            f"{name} {shortened(source)!r}: a URL must begin with data:, http:// or https://"
+        )
+    elif isinstance(source, str | os.PathLike):
+        file = File(_of_file(Path(source), limits, kind), str(source))
+    else:
+        return None
+    if len(file.data) > (most := limits.most_bytes(kind)):
+        raise RequestError(f"{file.label}: more bytes than {kind.bytes_limit}={most:,}")
+    if not file.data:
+        raise RequestError(f"{file.label}: holds no bytes")
+    return file
 
 
 class ImageLoader:
@@ -108,16 +131,17 @@ def shortened(source: str) -> str:
     return source if len(source) <= 80 else source[:77] + "..."
 
 
-def _of_data_url(source: str, match: re.Match[str], limits: ImageLimits) -> bytes:
-    kind, options = match["type"].lower(), match["options"].lower().split(";")
-    if kind and not kind.startswith("image/"):
-        raise RequestError(f"data: URL of type {kind!r}: must be of an image")
+def _of_data_url(source: str, match: re.Match[str], limits: ImageLimits, kind: Kind) -> bytes:
+    media_type, options = match["type"].lower(), match["options"].lower().split(";")
+    if media_type and not media_type.startswith(f"{kind.name}/"):
+        a = "an" if kind is IMAGE else "a"
+        raise RequestError(f"data: URL of type {media_type!r}: must be of {a} {kind.name}")
     if "base64" not in options:
         raise RequestError("data: URL: must have ;base64 before the comma")
-    if (len(source) - match.end()) * 3 // 4 > limits.max_bytes + 2:
+    count, most = (len(source) - match.end()) * 3 // 4, limits.most_bytes(kind)
+    if count > most + 2:
         raise RequestError(
-            f"data: URL of {(len(source) - match.end()) * 3 // 4:,} bytes: the limit is "
-            f"max_bytes={limits.max_bytes:,}"
+            f"data: URL of {count:,} bytes: the limit is {kind.bytes_limit}={most:,}"
         )
     try:
         return base64.b64decode(source[match.end() :], validate=True)
@@ -125,26 +149,22 @@ def _of_data_url(source: str, match: re.Match[str], limits: ImageLimits) -> byte
         raise RequestError(f"data: URL: not base64 ({e})") from e
 
 
-def _of_file(path: Path, limits: ImageLimits) -> bytes:
+def _of_file(path: Path, limits: ImageLimits, kind: Kind) -> bytes:
     if not limits.local_paths:
         raise RequestError(
-            f"image {shortened(str(path))!r}: paths of this machine are not read "
-            "(local_paths=False); send the image as a data: URL"
+            f"{kind.name} {shortened(str(path))!r}: paths of this machine are not read "
+            f"(local_paths=False); send the {kind.name} as a data: URL"
         )
     try:
         with path.open("rb") as file:
-            data = file.read(limits.max_bytes + 1)
+            data = file.read(limits.most_bytes(kind) + 1)
     except (OSError, ValueError) as e:
-        raise RequestError(f"image {path}: {getattr(e, 'strerror', None) or e}") from e
+        raise RequestError(f"{kind.name} {path}: {getattr(e, 'strerror', None) or e}") from e
     return data
 
 
 def _decoded(data: bytes, limits: ImageLimits, label: str) -> np.ndarray:
     """Return the pixels of a file's bytes."""
-    if len(data) > limits.max_bytes:
-        raise RequestError(f"{label}: more bytes than max_bytes={limits.max_bytes:,}")
-    if not data:
-        raise RequestError(f"{label}: holds no bytes")
     with _opened(data, limits, label) as image:
         _check_size(image.size, limits, label)
         if not _is_animated(image, label):

@@ -18,7 +18,7 @@ from jpaged.llm import LLM
 from jpaged.openai.parts import Format, folded
 from jpaged.request.detokenizer import decode
 from jpaged.request.embeddings import EmbeddingSpan
-from jpaged.request.images import split_images
+from jpaged.request.images import split_sources
 from jpaged.request.inputs import Chat, may_have_images
 from jpaged.request.served_turns import tokens_behind, told
 from jpaged.sampling_params import SamplingParams
@@ -115,15 +115,15 @@ class RolloutModel:
         inputs, index = self.llm.session.inputs, request.assistant_message_index
         if index is None:
             chat = Chat(messages=told(request.messages), template_kwargs=variables)
-            return inputs.conversation(chat, needs_images=False)
+            return inputs.conversation(chat, needs_sources=False)
         served = list(request.prefix_token_ids)
         last_id = served[-1] if served else None
         try:
             behind, images = tokens_behind(inputs, request.messages, index, last_id, variables)
             placed = {len(served) + place: image for place, image in (images or {}).items()}
-            _, sources = split_images(request.messages[:index], needs_images=False)
+            _, sources = split_sources(request.messages[:index], needs_sources=False)
             if sources:
-                ids, before = inputs.with_images(served, sources, must_fit=False)
+                ids, before = inputs.with_sources(served, sources, must_fit=False)
                 if ids != served:
                     raise RequestError("the served tokens have not those of the messages' images")
                 placed = before | placed

@@ -116,6 +116,20 @@ class ImagePart(TypedDict):
     image_url: ImageURL
 
 
+class VideoURL(TypedDict):
+    """Where a video is, as an image."""
+
+    url: str
+
+
+class VideoPart(TypedDict):
+    """A part that is a video."""
+
+    type: Literal["video_url"]
+    video_url: VideoURL
+
+
+Part = TextPart | ImagePart | VideoPart
 FULL_DETAIL = (None, "auto", "high", "original")
 
 
@@ -133,38 +147,48 @@ def image_part(url: Any, detail: Any = None) -> ImagePart:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
+def video_part(url: Any) -> VideoPart:
+    """Return the part of a message for a video at a URL. Raises ValueError for what is no text."""
+    if not isinstance(url, str) or not url:
+        raise ValueError(f"has a video whose URL is {short(url)}: must be a text")
+    return {"type": "video_url", "video_url": {"url": url}}
+
+
 def _joined(content: Any) -> Any:
     """Return the content of a message that is a list of parts: their text, where they are text
     alone, a refusal counted as text; else the parts.
     """
     if not isinstance(content, list):
         return content
-    parts: list[TextPart | ImagePart] = []
+    parts: list[Part] = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind == "image_url":
-            image = part.get("image_url")
-            place = image if isinstance(image, dict) else {"url": image}
-            parts.append(image_part(place.get("url"), place.get("detail")))
+        if kind in ("image_url", "video_url"):
+            value = part.get(kind)
+            place = value if isinstance(value, dict) else {"url": value}
+            url = place.get("url")
+            is_image = kind == "image_url"
+            parts.append(image_part(url, place.get("detail")) if is_image else video_part(url))
             continue
         text = part.get(kind) if kind in ("text", "refusal") else None
         if not isinstance(text, str):
-            raise ValueError("has a part that is neither text nor an image_url")
+            raise ValueError("has a part that is neither text nor an image_url or a video_url")
         parts.append({"type": "text", "text": text})
     return merged(parts)
 
 
-def merged(parts: Sequence[TextPart | ImagePart]) -> Any:
+def merged(parts: Sequence[Part]) -> Any:
     """Return the text of parts that are text alone, a line break between two; else the parts."""
     texts = [part["text"] for part in parts if part["type"] == "text"]
     return "\n".join(texts) if len(texts) == len(parts) else list(parts)
 
 
 def content_text(content: Any) -> str:
-    """Return the text of a message's content, which has "[image]" where an image is."""
+    """Return the text of a message's content, which has "[image]" or "[video]" where one is."""
     if not isinstance(content, list):
         return content or ""
-    return "\n".join(p["text"] if p["type"] == "text" else "[image]" for p in content)
+    kinds = {"image_url": "[image]", "video_url": "[video]"}
+    return "\n".join(p["text"] if p["type"] == "text" else kinds[p["type"]] for p in content)
 
 
 def _arguments(value: Any) -> Any:
@@ -216,6 +240,6 @@ Arguments = Annotated[
 ]
 Content = Annotated[
     str | list[dict[str, Any]],
-    BeforeValidator(_joined, json_schema_input_type=str | list[TextPart | RefusalPart | ImagePart]),
+    BeforeValidator(_joined, json_schema_input_type=str | list[RefusalPart | Part]),
 ]
 Variables = Annotated[dict[str, Any], AfterValidator(_variables)]

@@ -98,7 +98,7 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
 }
 MOST_FIELDS = 256
 MOST_NAMES = 8  # unknown fields that an error lists at most
-INVALID_IMAGE = "invalid_image"
+INVALID_IMAGE, INVALID_VIDEO = "invalid_image", "invalid_video"
 # Of errors; others are an invalid value.
 CODES = ("unsupported_field", "unsupported_url", "unknown_field")
 
@@ -311,6 +311,7 @@ class GenerationRequest(SamplingFields, FormFields):
     reasoning_effort: str | None = None
 
     _images: Sequence[Any] | None = PrivateAttr(default=None)
+    _videos: Sequence[Any] | None = PrivateAttr(default=None)
 
     def sampling(self) -> dict[str, Any]:
         return super().sampling() | _unless_none(structured=next(iter(self.forms.values()), None))
@@ -332,19 +333,29 @@ class GenerationRequest(SamplingFields, FormFields):
         """Where the images of the prompt are, in order: data: URLs, URLs, or paths."""
         return []
 
-    def put_images(self, images: Sequence[Any] | None) -> None:
-        """Take the images that the sources stand for, in order and in any form that a prompt takes;
-        None: give them up again.
+    @property
+    def video_sources(self) -> list[str]:
+        """Where the videos of the prompt are, as images."""
+        return []
+
+    @property
+    def has_sources(self) -> bool:
+        """Whether the prompt has images or videos."""
+        return bool(self.image_sources or self.video_sources)
+
+    def put_sources(self, images: Sequence[Any] | None, videos: Sequence[Any] | None) -> None:
+        """Take the images and videos that the sources stand for, in order and in any form that a
+        prompt takes; None: give them up again.
         """
-        self._images = images
+        self._images, self._videos = images, videos
 
     def forget_sources(self) -> None:
-        """Give up where the images are, which may be megabytes, once the prompt is made."""
+        """Give up where images and videos are, which may be megabytes, once the prompt is made."""
 
     def given_prompt(self, llm: Any) -> Any:
         """Return the prompt as text or token ids; a conversation is rendered by the model's chat
-        template. Where there are images, it is a dict of token ids and what stands in the places of
-        images.
+        template. Where there are images or videos, it is a dict of token ids and what stands in
+        their places.
         """
         raise NotImplementedError
 
@@ -356,8 +367,11 @@ class GenerationRequest(SamplingFields, FormFields):
 
     def fitted(self, prompt: Any, llm: Any, params: SamplingParams) -> Any:
         """Return a prompt after truncation, and with its salt, as the body asks."""
-        if self.truncate_prompt_tokens is not None and self.image_sources:
-            said = "truncate_prompt_tokens does not work with images, whose places it would cut"
+        if self.truncate_prompt_tokens is not None and self.has_sources:
+            said = (
+                "truncate_prompt_tokens does not work with images and videos, whose places it "
+                "would cut"
+            )
             raise BodyError(said, param="truncate_prompt_tokens", code="unsupported_field")
         if self.truncate_prompt_tokens is not None:
             ids = llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
@@ -438,7 +452,7 @@ class Message(Body):
             raise ValueError("has no content")
         if isinstance(self.content, list):
             if self.role == "assistant":
-                raise ValueError("an assistant's message cannot have an image")
+                raise ValueError("an assistant's message cannot have an image or a video")
         else:
             self.content = "\n".join(filter(None, (self.content, self.refusal)))
         if self.reasoning is not None:
@@ -494,7 +508,9 @@ class Conversation(ChosenLogprobs):
 
     @property
     def conversation(self) -> list[dict[str, Any]]:
-        """The messages for the chat template, which writes a placeholder for {"type": "image"}."""
+        """The messages for the chat template, which writes a placeholder for {"type": "image"} and
+        for {"type": "video"}.
+        """
         return [
             message.model_dump(exclude_none=True, exclude={"content"})
             | {"content": _for_template(message.content)}
@@ -503,21 +519,24 @@ class Conversation(ChosenLogprobs):
 
     @property
     def image_sources(self) -> list[str]:
-        return [part["image_url"]["url"] for part in self._image_parts]
-
-    def forget_sources(self) -> None:
-        for part in self._image_parts:
-            part["image_url"] = {"url": ""}
+        return self._urls("image_url")
 
     @property
-    def _image_parts(self) -> list[dict[str, Any]]:
-        return [
-            part
-            for message in self.messages
-            if isinstance(message.content, list)
-            for part in message.content
-            if part["type"] == "image_url"
-        ]
+    def video_sources(self) -> list[str]:
+        return self._urls("video_url")
+
+    def forget_sources(self) -> None:
+        for part in self._parts:
+            if part["type"] in PLACEHOLDERS:
+                part[part["type"]] = {"url": ""}
+
+    def _urls(self, kind: str) -> list[str]:
+        return [part[kind]["url"] for part in self._parts if part["type"] == kind]
+
+    @property
+    def _parts(self) -> list[dict[str, Any]]:
+        contents = [message.content for message in self.messages]
+        return [part for content in contents if isinstance(content, list) for part in content]
 
     @property
     def template(self) -> dict[str, Any]:
@@ -534,24 +553,26 @@ class Conversation(ChosenLogprobs):
         return super().sampling() | _unless_none(max_tokens=self.max_completion_tokens)
 
     def given_prompt(self, llm: Any) -> Any:
-        if not self.image_sources:
+        if not self.has_sources:
             return llm.render_chat(self.conversation, **self.template)
         options = dict(self.template)
         chat = Chat(
-            messages=self._with_their_images(),
+            messages=self._with_their_sources(),
             template_kwargs=options.pop("chat_template_kwargs"),
             **options,
         )
         return placed(llm, chat)
 
-    def _with_their_images(self) -> list[dict[str, Any]]:
-        """Return the conversation with the images that `put_images` has taken."""
-        images = iter(self._images or ())
+    def _with_their_sources(self) -> list[dict[str, Any]]:
+        """Return the conversation with the images and videos that `put_sources` has taken."""
+        left = {"image": iter(self._images or ()), "video": iter(self._videos or ())}
         messages = self.conversation
         for message in messages:
             if isinstance(message["content"], list):
                 message["content"] = [
-                    {"type": "image", "image": next(images)} if part["type"] == "image" else part
+                    part
+                    if part["type"] == "text"
+                    else part | {part["type"]: next(left[part["type"]])}
                     for part in message["content"]
                 ]
         return messages
@@ -574,26 +595,35 @@ URLS: dict[str, type[GenerationRequest]] = {
 }
 
 
+PLACEHOLDERS = {"image_url": "image", "video_url": "video"}  # as a chat template knows them
+
+
 def placed(llm: Any, prompt: Chat | dict[str, Any]) -> dict[str, Any]:
-    """Return a prompt with images as its token ids and what stands in the places of images, which
-    have their final size then. Raises RequestError; BodyError for an image that cannot be taken.
+    """Return a prompt with images or videos as its token ids and what stands in their places, which
+    have their final size then. Raises RequestError; BodyError for an image or a video that cannot
+    be taken.
     """
     try:
         made = llm.session.inputs.prompt(prompt, must_fit=False)
     except CapacityError:
         raise
     except RequestError as e:
-        if str(e).startswith("images["):
-            raise BodyError(str(e), param="messages", code=INVALID_IMAGE) from e
+        for begin, code in (("images[", INVALID_IMAGE), ("videos[", INVALID_VIDEO)):
+            if str(e).startswith(begin):
+                raise BodyError(str(e), param="messages", code=code) from e
         raise
     return {"prompt_token_ids": list(made.ids), "embeddings": as_mapping(made.spans)}
 
 
 def _for_template(content: Any) -> Any:
-    """Return a message's content without what its images are, which may be megabytes long."""
+    """Return a message's content without what its images and videos are, which may be megabytes
+    long.
+    """
     if not isinstance(content, list):
         return content
-    return [part if part["type"] == "text" else {"type": "image"} for part in content]
+    return [
+        part if part["type"] == "text" else {"type": PLACEHOLDERS[part["type"]]} for part in content
+    ]
 
 
 def _unless_none(**values: Any) -> dict[str, Any]:

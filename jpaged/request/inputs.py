@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, SupportsInt, TypeGuard
 
@@ -24,11 +24,10 @@ from jpaged.engine.adapters import AdapterVersion
 from jpaged.engine.keys import Key, fold_in, key_from_seed
 from jpaged.engine.spans import Spans
 from jpaged.errors import CapacityError, RequestError
-from jpaged.images.sources import ImageSource
-from jpaged.images.spans import Prepared
+from jpaged.images.videos import why_no_videos
 from jpaged.models.config import ModelConfig
 from jpaged.request.embeddings import EmbeddingSpan, spans_of
-from jpaged.request.images import PromptImages, plain_ids, split_images
+from jpaged.request.images import PromptImages, Sources, plain_ids, split_sources
 from jpaged.request.outputs import RequestOutput
 from jpaged.sampling_params import SamplingParams
 from jpaged.types import Messages, PyTree, Tokenizer
@@ -180,9 +179,11 @@ class Inputs:
         elif isinstance(prompt, Mapping):
             salt, name = salt_of(prompt), prompt.get("adapter")
             embeddings, images = prompt.get("embeddings"), prompt.get("images")
+            videos = prompt.get("videos")
             text, prompt = _content(prompt)
-            if images is not None:
-                prompt, embeddings = self.with_images(prompt, images, must_fit=must_fit)
+            if images is not None or videos is not None:
+                sources = Sources.of(images, videos)
+                prompt, embeddings = self.with_sources(prompt, sources, must_fit=must_fit)
         if isinstance(prompt, str):
             text, ids = prompt, self._tokenized(prompt, must_fit)
         else:
@@ -197,74 +198,75 @@ class Inputs:
 
     def render(self, chat: Chat) -> list[int]:
         """Return the token ids of a conversation as its chat template writes it, with one
-        placeholder for each image; RequestError when there is no template or it refuses the
-        messages.
+        placeholder for each image and video; RequestError when there is no template or it refuses
+        the messages.
         """
-        messages, _ = split_images(chat.messages, needs_images=False)
+        messages, _ = split_sources(chat.messages, needs_sources=False)
         with self.first_use():
             chat = dataclasses.replace(chat, messages=messages)
             return _ids_of(_rendered(chat, self.need_tokenizer("chat"), tokenize=True))
 
     def conversation(
-        self, chat: Chat, *, needs_images: bool = True
+        self, chat: Chat, *, needs_sources: bool = True
     ) -> tuple[list[int], dict[int, EmbeddingSpan] | None]:
-        """Return the token ids of a conversation, and its images by their places among them; None
-        where it has none. needs_images: refuse a part of type "image" without one.
+        """Return the token ids of a conversation, and its images and videos by their places among
+        them; None where it has none. needs_sources: refuse a part of type "image" or "video"
+        without one.
         """
-        _, sources = split_images(chat.messages, needs_images=needs_images)
+        _, sources = split_sources(chat.messages, needs_sources=needs_sources)
         if not sources:
             return self.render(chat), None
         return self.written(self.render_text(chat), sources)
 
     def written(
-        self, text: str, sources: Sequence[ImageSource]
+        self, text: str, sources: Sources
     ) -> tuple[list[int], dict[int, EmbeddingSpan] | None]:
-        """Return the token ids of what a chat template has written, and the images that stand for
-        its placeholders by their places; None where it has none. Nothing is put around the ids.
+        """Return the token ids of what a chat template has written, and the images and videos that
+        stand for its placeholders by their places; None where it has none. Nothing is put around
+        the ids.
         """
         tokenizer = self.need_tokenizer("chat")
         if not sources:
             with self.first_use():
                 return plain_ids(tokenizer, text), None
         reader = self._image_reader(sources)
-        images = reader.read(sources)
+        read = reader.read(sources)
         with self.first_use():
-            ids = plain_ids(tokenizer, reader.in_text(text, images, tokenizer))
-        return self._placed(ids, images)
+            ids = plain_ids(tokenizer, reader.in_text(text, read, tokenizer))
+            return reader.placed(ids, read, tokenizer)
 
-    def with_images(
-        self, prompt: object, sources: object, *, must_fit: bool
+    def with_sources(
+        self, prompt: object, sources: Sources, *, must_fit: bool
     ) -> tuple[list[int], dict[int, EmbeddingSpan]]:
-        """Return the token ids of a prompt, text or ids, and its images by their places."""
+        """Return the token ids of a prompt, text or ids, and its images and videos by their
+        places.
+        """
         reader = self._image_reader(sources)
-        images = reader.read(sources)
+        read = reader.read(sources)
         if isinstance(prompt, str):
             tokenizer = self.need_tokenizer("a str prompt")
-            ids = self._tokenized(reader.in_text(prompt, images, tokenizer), must_fit)
+            ids = self._tokenized(reader.in_text(prompt, read, tokenizer), must_fit)
         else:
             ids = _token_ids(prompt, self.max_model_len if must_fit else None)
-        return self._placed(ids, images)
+        with self.first_use():
+            return reader.placed(ids, read, self.tokenizer)
 
-    def _placed(
-        self, ids: list[int], images: list[Prepared]
-    ) -> tuple[list[int], dict[int, EmbeddingSpan]]:
-        assert self.images is not None
-        expanded = self.images.in_ids(ids, images, self.tokenizer)
-        return expanded.token_ids, self.images.spans(expanded.starts, images)
-
-    def _image_reader(self, sources: object) -> PromptImages:
-        """Return what reads images; RequestError where the engine takes none."""
+    def _image_reader(self, sources: Sources) -> PromptImages:
+        """Return what reads images and videos; RequestError where the engine takes none, or no
+        videos.
+        """
         if self.images is None:
-            count = len(sources) if isinstance(sources, Sized) else 1
-            check_combination(Facts(config=EngineConfig(), num_images=count))
+            check_combination(Facts(config=EngineConfig(), num_images=max(len(sources), 1)))
             raise AssertionError("the rule refuses it")
+        if sources.videos and (why := why_no_videos(self.images.vision)) is not None:
+            raise RequestError(f"videos[0]: {self.model.family}: {why}")
         return self.images
 
     def render_text(self, chat: Chat) -> str:
         """Return the text of a conversation, with the template's placeholders of images. Raises
         what `render` raises.
         """
-        messages, _ = split_images(chat.messages, needs_images=False)
+        messages, _ = split_sources(chat.messages, needs_sources=False)
         with self.first_use():
             chat = dataclasses.replace(chat, messages=messages)
             return _rendered(chat, self.need_tokenizer("chat"), tokenize=False)
@@ -337,9 +339,9 @@ def as_list(prompts: PromptsLike) -> list[Any]:
 
     A prompt is a str, a list of ints, a 1-D numpy or jax array, {"prompt": str} or
     {"prompt_token_ids": ids}; a dict may have a "cache_salt" (str) and an "adapter" (its name) too,
-    and beside token ids "embeddings" in place of some (see EmbeddingSpan), or "images", a list with
-    one for each placeholder of the model; or a RequestOutput, whose samples go on where they were
-    cut.
+    and beside token ids "embeddings" in place of some (see EmbeddingSpan), or "images" and
+    "videos", lists with one for each placeholder of the model; or a RequestOutput, whose samples go
+    on where they were cut.
     """
     if _is_array(prompts):
         if prompts.ndim == 1 and prompts.dtype.kind in "iu":
@@ -359,12 +361,16 @@ def as_list(prompts: PromptsLike) -> list[Any]:
 
 
 def may_have_images(prompt: object) -> bool:
-    """Return whether a prompt names images, or is a conversation with parts, which may."""
+    """Return whether a prompt names images or videos, or is a conversation with parts, which may
+    have some.
+    """
     if isinstance(prompt, Chat):
         messages = prompt.messages if isinstance(prompt.messages, list | tuple) else ()
         contents = (m.get("content") for m in messages if isinstance(m, Mapping))
         return any(isinstance(content, list | tuple) for content in contents)
-    return isinstance(prompt, Mapping) and prompt.get("images") is not None
+    return isinstance(prompt, Mapping) and any(
+        prompt.get(name) is not None for name in ("images", "videos")
+    )
 
 
 def as_chats(
@@ -509,12 +515,13 @@ def _content(prompt: Mapping[str, object]) -> tuple[str | None, Any]:
     keys = set(prompt) - {"cache_salt", "adapter"}
     if prompt.get("embeddings") is not None and "prompt_token_ids" not in keys:
         raise RequestError("embeddings without 'prompt_token_ids', which have places for them")
-    if prompt.get("embeddings") is not None and prompt.get("images") is not None:
+    has_sources = prompt.get("images") is not None or prompt.get("videos") is not None
+    if prompt.get("embeddings") is not None and has_sources:
         raise RequestError(
-            "images beside embeddings: places of embeddings are those of all tokens; pass all "
-            "images as images, or all of them as embeddings"
+            "images or videos beside embeddings: places of embeddings are those of all tokens; "
+            "pass all of them as images and videos, or all of them as embeddings"
         )
-    keys -= {"embeddings", "images"}
+    keys -= {"embeddings", "images", "videos"}
     text = prompt.get("prompt")
     if keys == {"prompt"} and isinstance(text, str):
         return text, text

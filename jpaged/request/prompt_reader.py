@@ -46,4 +46,4 @@ class PromptReader:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
-        return self.inputs.conversation(chat, needs_images=False)[0]
+        return self.inputs.conversation(chat, needs_sources=False)[0]

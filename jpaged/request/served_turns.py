@@ -11,7 +11,7 @@ from jpaged.checks import JsonObject
 from jpaged.errors import RequestError
 from jpaged.request.detokenizer import decode
 from jpaged.request.embeddings import EmbeddingSpan
-from jpaged.request.images import split_images
+from jpaged.request.images import split_sources
 from jpaged.request.inputs import Chat, Inputs
 from jpaged.types import Message, Messages
 
@@ -38,10 +38,10 @@ def tokens_behind(
 ) -> tuple[list[int], dict[int, EmbeddingSpan] | None]:
     """Return the tokens that a prompt has behind the drawn message of this index, whose last token
     is `last_id`: the rest of its end, the messages after it and the beginning of the next answer;
-    and the images of these messages by their places among those tokens, None where there are none.
-    RequestError where they cannot be told from what the template writes.
+    and the images and videos of these messages by their places among those tokens, None where there
+    are none. RequestError where they cannot be told from what the template writes.
     """
-    _, sources = split_images(messages[index + 1 :], needs_images=False)
+    _, sources = split_sources(messages[index + 1 :], needs_sources=False)
     # The drawn message stands as a mark: however the template would write it again, its end is the
     # first end of a turn after the mark.
     tokenizer: Any = inputs.need_tokenizer("chat")

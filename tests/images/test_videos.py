@@ -1,5 +1,6 @@
-"""Videos: sizes, patches, times, text and positions as those of transformers
-(tests/golden/videos.npz, which `tests/golden/make_golden.py spans` makes).
+"""Videos: the frames that are taken, sizes, patches, times, text and positions as those of
+transformers (tests/golden/videos.npz, which `tests/golden/make_golden.py spans` makes, and
+clips.npz, which make_golden_clips.py makes).
 """
 
 import json
@@ -18,18 +19,28 @@ import jpaged
 from jpaged import EmbeddingSpan, EngineConfig, RequestError, SamplingParams, UnsupportedError
 from jpaged.engine.spans import rows_of
 from jpaged.errors import ConfigError
+from jpaged.images.limits import DEFAULT_LIMITS
 from jpaged.images.prepare import ImagePreparer
-from jpaged.images.videos import prepare_video, resized_frames
+from jpaged.images.videos import (
+    PreparedVideo,
+    Video,
+    VideoPreparer,
+    open_video,
+    resized_frames,
+)
 from jpaged.models.embedded import Embedded
 from jpaged.models.forward import bind
 from jpaged.request.embeddings import spans_of
-from jpaged.request.video_prompts import video_prompt
+from jpaged.request.images import PromptImages, Sources
+from tests.golden import make_golden_clips as clips
 from tests.golden import make_golden_spans as made
 from tests.images.test_prepare import image_of, settings_of, vision_of, write_settings
 from tests.models.test_spans import name_and_params
 from tests.models.test_vision import write
 
-STORED = np.load(Path(__file__).parents[1] / "golden" / "videos.npz", allow_pickle=False)
+GOLDEN = Path(__file__).parents[1] / "golden"
+STORED = np.load(GOLDEN / "videos.npz", allow_pickle=False)
+CLIPS = np.load(GOLDEN / "clips.npz", allow_pickle=False)
 FRAMES = list(STORED["frames"])
 VIDEO = {"size": {"shortest_edge": 64, "longest_edge": 10_000}}
 WORDS = [f"w{i}" for i in range(16)]
@@ -39,6 +50,21 @@ WORDS += ["<pad>", "<image>", "<begin>", "<stop>", "<video>", "seconds", "?", "e
 def preparer_of(name: str, folder: Path, **changes: Any) -> ImagePreparer:
     (folder / "video_preprocessor_config.json").write_text(json.dumps(VIDEO | changes))
     return ImagePreparer(write_settings(name, folder), vision_of(name))
+
+
+def whole(fps: float, frames: Any = FRAMES) -> Video:
+    """All of some frames."""
+    return Video(source=frames, do_sample_frames=False, video_metadata={"fps": fps})
+
+
+def prepare_video(preparer: ImagePreparer, video: Video) -> PreparedVideo:
+    videos, frames = VideoPreparer(preparer), open_video(video, DEFAULT_LIMITS)
+    return videos.prepare(frames, videos.plan(frames, video))
+
+
+def reader_of(preparer: ImagePreparer) -> PromptImages:
+    config = EngineConfig(max_model_len=256)
+    return PromptImages(preparer.folder, preparer.config, config, most=64)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +80,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def test_patches_and_times(name: str, tmp_path: Path) -> None:
     """Two frames a patch, the last of five twice; numbers are those of the frames."""
     preparer = preparer_of(name, tmp_path)
-    video = prepare_video(preparer, FRAMES, fps=2.0)
+    video = prepare_video(preparer, whole(2.0))
     patches = np.concatenate([piece.patches for piece in video.pieces])
     mean, std = (np.array(settings_of(name)[f"image_{x}"])[:, None] for x in ("mean", "std"))
     numbers = (patches.reshape(len(patches), 3, -1) * std + mean) * 255
@@ -70,7 +96,7 @@ def test_patches_and_times(name: str, tmp_path: Path) -> None:
         assert {piece.time_interval for piece in video.pieces} == {1.0}
         np.testing.assert_array_equal(video.times, STORED["times"])
     assert len({piece.digest for piece in video.pieces}) == len(video.pieces)
-    slower = prepare_video(preparer, FRAMES, fps=1.0).pieces[0]
+    slower = prepare_video(preparer, whole(1.0)).pieces[0]
     assert (slower.digest == video.pieces[0].digest) == (name != "qwen2_5_vl")
 
 
@@ -84,7 +110,8 @@ def test_sizes_are_those_of_transformers() -> None:
 
 def test_text_is_that_of_transformers(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     vision: Any = vision_of("qwen3_vl")
-    video = prepare_video(preparer_of("qwen3_vl", tmp_path), FRAMES, fps=3.0)
+    reader = reader_of(preparer_of("qwen3_vl", tmp_path))
+    read = reader.read(Sources(videos=[whole(3.0)]))
     metadata = SimpleNamespace(fps=3.0, frames_indices=list(range(5)))
     processor: Any = SimpleNamespace(
         video_processor=SimpleNamespace(merge_size=2, temporal_patch_size=2),
@@ -96,14 +123,53 @@ def test_text_is_that_of_transformers(tmp_path: Path, tokenizer: PreTrainedToken
     told = {"video_grid_thw": STORED["grid"][None], "video_metadata": [metadata]}
     text = Qwen3VLProcessor.replace_video_token(processor, told, 0)
     wanted = tokenizer.encode(f"w3 <begin>{text}<stop> w5", add_special_tokens=False)
-    prompt: Any = video_prompt("w3 <begin><video><stop> w5", [video], vision, tokenizer)
-    assert prompt["prompt_token_ids"] == wanted
-    assert wanted.count(vision.video_token) == sum(
-        piece.rows(vision).size for piece in video.pieces
-    )
-    for start, span in prompt["embeddings"].items():
-        count = span.embeddings.rows(vision).size
-        assert wanted[start : start + count] == [vision.video_token] * count
+    written = reader.in_text("w3 <begin><video><stop> w5", read, tokenizer)
+    assert tokenizer.encode(written, add_special_tokens=False) == wanted
+    begun = tokenizer.encode("w3 <begin><video><stop> w5", add_special_tokens=False)
+    for ids in (begun, wanted):  # also where they are told already
+        placed, spans = reader.placed(ids, read, tokenizer)
+        assert placed == wanted
+        assert wanted.count(vision.video_token) == sum(map(reader.rows, read.pieces))
+        for start, span in spans.items():
+            count = reader.rows(span.embeddings)
+            assert wanted[start : start + count] == [vision.video_token] * count
+    reader.close()
+
+
+@pytest.mark.parametrize("name", clips.NAMES)
+def test_frames_that_are_taken_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    preparer = VideoPreparer(preparer_of(name, tmp_path, do_sample_frames=True))
+    for i, (total, fps, rate, count) in enumerate(clips.SAMPLED):
+        if name == "qwen2_5_vl" and rate is None and count is None:
+            rate = 2.0
+        taken = preparer._sampled(total, fps, Video(source=[], fps=rate, num_frames=count))
+        assert taken == CLIPS[f"{name}/{i}"].tolist(), clips.SAMPLED[i]
+
+
+@pytest.mark.parametrize("name", clips.NAMES)
+@pytest.mark.parametrize("capped", [False, True])
+def test_a_video_is_that_of_transformers(name: str, capped: bool, tmp_path: Path) -> None:
+    """From the frames on: those taken, resized, as patches."""
+    settings = settings_of(name) | {key: clips.SETTINGS[key] for key in ("image_mean", "image_std")}
+    images = write_settings(name, tmp_path)
+    (images / "preprocessor_config.json").write_text(json.dumps(settings))
+    told = clips.SETTINGS | {"cap_pixels_per_frame": capped}
+    (images / "video_preprocessor_config.json").write_text(json.dumps(told))
+    preparer = VideoPreparer(ImagePreparer(images, vision_of(name)))
+    video = Video(source=clips.clip(), fps=2.0, video_metadata={"fps": clips.CLIP_FPS})
+    frames = open_video(video, DEFAULT_LIMITS)
+    plan = preparer.plan(frames, video)
+    key = f"{name}/capped" if capped else name
+    assert list(plan.numbers) == CLIPS[f"{key}/taken"].tolist()
+    made = preparer.prepare(frames, plan)
+    patches = np.concatenate([piece.patches for piece in made.pieces])
+    frames_, rows, columns = CLIPS[f"{key}/grid"]
+    assert {(g.h, g.w) for g in plan.grids} == {(rows, columns)}
+    assert sum(g.t for g in plan.grids) == frames_
+    np.testing.assert_allclose(patches, CLIPS[f"{key}/patches"], atol=2e-6)
+    if name == "qwen2_5_vl":
+        seconds = 2 / float(CLIPS[f"{key}/sampled_fps"])
+        assert plan.interval == pytest.approx(4 * seconds, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", made.VIDEOS)
@@ -139,7 +205,8 @@ def test_a_video_is_served_and_trained(tmp_path: Path, tokenizer: PreTrainedToke
     """
     write("qwen2_5_vl", tmp_path)
     preparer = preparer_of("qwen2_5_vl", tmp_path)
-    params, vision = jpaged.load_params(tmp_path, images=True), preparer.config
+    assert preparer.max_rows is None
+    params = jpaged.load_params(tmp_path, images=True)
     engine = EngineConfig(
         max_model_len=64,
         max_num_seqs=8,
@@ -151,14 +218,15 @@ def test_a_video_is_served_and_trained(tmp_path: Path, tokenizer: PreTrainedToke
         images=True,
     )
     text, picture = "w3 <begin><image><stop> w1 <begin><video><stop> w5", image_of(16, 24)
-    prompts = [
-        video_prompt(
-            text,
-            [prepare_video(preparer, FRAMES, fps=fps)],
-            vision,
-            tokenizer,
-            images=[preparer.prepare(picture)],
-        )
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    prompts: list[Any] = [
+        {
+            "prompt_token_ids": ids,
+            "images": [picture],
+            "videos": [
+                {"video": FRAMES, "do_sample_frames": False, "video_metadata": {"fps": fps}}
+            ],
+        }
         for fps in (1.0, 4.0)
     ]
     sampling = SamplingParams(max_tokens=4, ignore_eos=True, seed=1, logprobs_mode="tempered")
@@ -172,23 +240,39 @@ def test_a_video_is_served_and_trained(tmp_path: Path, tokenizer: PreTrainedToke
 
 def test_what_cannot_be_taken_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     preparer = preparer_of("qwen3_vl", tmp_path)
+
+    def refused(said: str, **options: Any) -> None:
+        with pytest.raises(RequestError, match=said):
+            prepare_video(preparer, Video(**{"source": FRAMES} | options))
+
     for fps in (0, -1.0, float("inf"), True, "2"):
-        with pytest.raises(RequestError, match=r"fps=.*: must be a number of frames a second"):
-            prepare_video(preparer, FRAMES, fps=fps)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(RequestError, match="1 frames: a video has at least 2"):
-        prepare_video(preparer, FRAMES[:1], fps=1.0)
-    with pytest.raises(RequestError, match="frames of 2 sizes in one video"):
-        prepare_video(preparer, [FRAMES[0], image_of(8, 8)], fps=1.0)
-    video, vision = prepare_video(preparer, FRAMES, fps=1.0), preparer.config
+        refused("fps=.*: must be a number of frames a second", fps=fps)
+        refused("fps of video_metadata=.*: must be a number", video_metadata={"fps": fps})
+    refused("pass one of them", fps=1.0, num_frames=2)
+    refused("num_frames=0: must be from 1 to 65536", num_frames=0)
+    refused("1 frames: a video has at least 2", source=FRAMES[:1])
+    refused("a video of no frames", source=[])
+    refused("a video of type int: pass a file", source=5)
+    refused("an array of 3 axes: pass a file", source=FRAMES[0])
+    several = [FRAMES[0], FRAMES[0], image_of(8, 8)]
+    refused("frames of several sizes in one video", source=several, do_sample_frames=False)
+    refused("must be integers in order", video_metadata={"frames_indices": [3, 1]})
+    refused("2 frames_indices in video_metadata of 5", video_metadata={"frames_indices": [1, 3]})
+    refused("must be a dict of fps, frames_indices", video_metadata={"width": 4})
+    with pytest.raises(RequestError, match="a video with speed: pass 'video' and any of fps"):
+        Video.of({"video": FRAMES, "speed": 2})
+    reader = reader_of(preparer)
+    read = reader.read(Sources(videos=[whole(1.0)]))
     with pytest.raises(RequestError, match="0 of the placeholder <video>, and 1 videos were"):
-        video_prompt("w3", [video], vision, tokenizer)
+        reader.in_text("w3", read, tokenizer)
+    with pytest.raises(RequestError, match="0 of the placeholder 20, and 1 videos were"):
+        reader.placed([3], read, tokenizer)
+    reader.close()
     with pytest.raises(ConfigError, match=r"patch_size=3 is not 4, which images have"):
-        prepare_video(preparer_of("qwen3_vl", tmp_path, patch_size=3), FRAMES, fps=1.0)
-    with pytest.raises(UnsupportedError, match="cap_pixels_per_frame=True is not read"):
-        prepare_video(preparer_of("qwen3_vl", tmp_path, cap_pixels_per_frame=True), FRAMES, fps=1.0)
+        VideoPreparer(preparer_of("qwen3_vl", tmp_path, patch_size=3))
     gemma = ImagePreparer(write_settings("gemma3", tmp_path), vision_of("gemma3"))
-    with pytest.raises(UnsupportedError, match="pass their frames as images"):
-        prepare_video(gemma, FRAMES, fps=1.0)
+    with pytest.raises(UnsupportedError, match="a Siglip vision tower: pass frames as images"):
+        VideoPreparer(gemma)
     _, config = tmp_path, vision_of("qwen2_5_vl")
     model = jpaged.ModelConfig.from_hf(made.SPANNED["qwen2_5_vl_g2_d32"])
     span = EmbeddingSpan(np.zeros((2, model.hidden_size), np.float32), time_interval=-1.0)

@@ -1,5 +1,5 @@
-"""LineImages: which images the lines of a run may name, and how they are read when a line is
-admitted.
+"""LineImages: which images and videos the lines of a run may name, and how they are read when a
+line is admitted.
 """
 
 import dataclasses
@@ -10,22 +10,23 @@ from pathlib import Path
 from typing import Any
 
 from jpaged.errors import RequestError
-from jpaged.images.limits import DEFAULT_LIMITS, ImageLimits
+from jpaged.images.limits import DEFAULT_LIMITS, IMAGE, ImageLimits, Kind
 from jpaged.images.sources import shortened
 from jpaged.openai.images import (
     check_sources,
-    check_takes_images,
+    check_takes_sources,
     is_data,
     is_url,
-    refuse_image,
+    refuse_source,
+    sources_of,
 )
 from jpaged.openai.protocol import GenerationRequest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LineImages:
-    """Where the images of lines may be. limits: of each. folder: the one that paths are below;
-    None: no path is read.
+    """Where the images and videos of lines may be. limits: of each. folder: the one that paths are
+    below; None: no path is read.
     """
 
     limits: ImageLimits
@@ -46,26 +47,26 @@ class LineImages:
         )
 
     def put_into(self, body: GenerationRequest, llm: Any) -> None:
-        """Have a body take its images from their sources, within these limits, which are those of
-        the engine's prompts from now on. Raises BodyError.
+        """Have a body take its images and videos from their sources, within these limits, which are
+        those of the engine's prompts from now on. Raises BodyError.
         """
-        check_takes_images(llm.model_config, llm.engine_config)
+        check_takes_sources(llm.model_config, llm.engine_config, body)
         llm.session.inputs.images.limits = self.limits
-        sources = body.image_sources
-        check_sources(sources, self.limits)
-        images: list[str | Path] = []
-        for place, source in enumerate(sources):
+        check_sources(body, self.limits)
+        images, videos = list[str | Path](), list[str | Path]()
+        for kind, place, source in sources_of(body):
+            taken = images if kind is IMAGE else videos
             try:
                 is_path = not (is_data(source) or is_url(source))
-                images.append(self._path(source) if is_path else source)
+                taken.append(self._path(kind, source) if is_path else source)
             except RequestError as e:
-                refuse_image(place, e)
-        body.put_images(images)
+                refuse_source(kind, place, e)
+        body.put_sources(images, videos)
 
-    def _path(self, source: str) -> Path:
+    def _path(self, kind: Kind, source: str) -> Path:
         """Return a file below the folder. RequestError for what is elsewhere, or no file."""
         assert self.folder is not None  # else check_sources has refused it
-        label = f"image {shortened(source)!r}"
+        label = f"{kind.name} {shortened(source)!r}"
         try:
             folder = os.path.realpath(self.folder)
             path = os.path.realpath(os.path.join(folder, source))

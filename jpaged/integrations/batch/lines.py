@@ -66,18 +66,25 @@ class BarePrompt(ChosenLogprobs):
     prompt: Prompt | None = None
     prompt_token_ids: Tokens | None = None
     images: Annotated[list[str], FailFast()] | None = None
+    videos: Annotated[list[str], FailFast()] | None = None
 
     @property
     def image_sources(self) -> list[str]:
         return self.images or []
 
+    @property
+    def video_sources(self) -> list[str]:
+        return self.videos or []
+
     def forget_sources(self) -> None:
         self.images = [""] * len(self.images or ())
+        self.videos = [""] * len(self.videos or ())
 
     def given_prompt(self, llm: Any = None) -> Any:
-        if self._images is not None:
+        if self._images or self._videos:
             name = "prompt" if self.prompt is not None else "prompt_token_ids"
-            return placed(llm, {name: self._words, "images": list(self._images)})
+            sources = {"images": self._images or None, "videos": self._videos or None}
+            return placed(llm, {name: self._words, **sources})
         return self._words
 
     @property
@@ -144,8 +151,8 @@ class BatchRequest:
         self.params = body.params(settings.defaults, **more)
 
     def prompt_for(self, llm: Any) -> Any:
-        """Return the prompt in the form that LLM.add_request takes, with its images loaded, which
-        the request itself does not keep. Raises RequestError.
+        """Return the prompt in the form that LLM.add_request takes, with its images and videos
+        loaded, which the request itself does not keep. Raises RequestError.
         """
         assert self.body is not None
         if self.has_images:
@@ -153,12 +160,12 @@ class BatchRequest:
         try:
             prompt = self.body.prompt_for(llm, self.params)
         finally:
-            self.body.put_images(None)
+            self.body.put_sources(None, None)
         return prompt if self.adapter is None else with_adapter(self.adapter, prompt)
 
     @property
     def has_images(self) -> bool:
-        return self.body is not None and bool(self.body.image_sources)
+        return self.body is not None and self.body.has_sources
 
     @property
     def answer_form(self) -> AnswerForm:

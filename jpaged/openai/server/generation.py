@@ -134,7 +134,7 @@ class Generation:
                     keep = partial(self.kept.put, party.shared, body.asked.items)
                     asked = dataclasses.replace(asked, keep=keep)
                 exchange.text = ""
-                if body.image_sources:
+                if body.has_sources:
                     body.forget_sources()
                 held.close()
                 _describe(exchange.record, asked)

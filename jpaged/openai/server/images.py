@@ -1,5 +1,6 @@
-"""The images of requests to a server: fetched from hosts that are listed, decoded in the threads of
-the engine's prompts, a few requests at a time, and bounded in what they take while they wait.
+"""The images and videos of requests to a server: fetched from hosts that are listed, decoded in the
+threads of the engine's prompts, a few requests at a time, and bounded in what they take while
+they wait.
 """
 
 import asyncio
@@ -13,8 +14,14 @@ from jpaged.async_llm import AsyncLLM
 from jpaged.errors import RequestError
 from jpaged.fleet.face import FleetLLM
 from jpaged.images.fetch import fetch
-from jpaged.images.limits import DEFAULT_LIMITS
-from jpaged.openai.images import check_sources, check_takes_images, is_url, refuse_image
+from jpaged.images.limits import DEFAULT_LIMITS, IMAGE, VIDEO, Kind
+from jpaged.openai.images import (
+    check_sources,
+    check_takes_sources,
+    is_url,
+    refuse_source,
+    sources_of,
+)
 from jpaged.openai.protocol import BodyError
 from jpaged.openai.server.bodies import Served
 from jpaged.openai.server.settings import ServerSettings
@@ -24,11 +31,12 @@ from jpaged.request.inputs import Prompt
 
 FETCHING = 16  # threads
 MOST_DECODED = 4  # requests whose images are decoded at once
-MOST_BYTES = 4 << 30  # of images, as a tower takes them, in requests that run or wait
+MOST_VIDEOS = 2  # of them, requests with videos
+MOST_BYTES = 4 << 30  # of images and videos, as a tower takes them, in requests that run or wait
 
 
 class Images:
-    """Puts what images hold in the place of their URLs. limits: of images, the engine's where a
+    """Puts what images and videos hold in the place of their URLs. limits: the engine's where a
     server allows no less; they are the engine's from now on.
     """
 
@@ -45,29 +53,31 @@ class Images:
         llm.limit_images(self.limits)
         self._fetching = ThreadPoolExecutor(FETCHING, "jpaged-fetch")
         self._turns = asyncio.Semaphore(MOST_DECODED)
+        self._turns_of_videos = asyncio.Semaphore(MOST_VIDEOS)
         self._room = Room(MOST_BYTES, "this server holds too many images")
 
     @contextlib.asynccontextmanager
     async def loaded(self, body: Served, held: Held) -> AsyncIterator[None]:
-        """Have a body's images fetched, and let few requests at a time into the block, in which
-        the prompt is made of them. held: takes the bytes that are fetched, as if they had been
-        sent. Raises BodyError.
+        """Have a body's images and videos fetched, and let few requests at a time into the block,
+        in which the prompt is made of them. held: takes the bytes that are fetched, as if they had
+        been sent. Raises BodyError.
         """
-        sources = body.image_sources
-        if not sources:
+        if not body.has_sources:
             yield
             return
         try:
-            check_takes_images(self._llm.model_config, self._llm.engine_config)
-            check_sources(sources, self.limits)
-            fetched = await self._fetched(sources, held)
-            async with self._turns:
-                body.put_images([fetched.get(source, source) for source in sources])
+            check_takes_sources(self._llm.model_config, self._llm.engine_config, body)
+            check_sources(body, self.limits)
+            fetched = await self._fetched(body, held)
+            turns = self._turns_of_videos if body.video_sources else contextlib.nullcontext()
+            async with turns, self._turns:
+                images = [fetched.get((IMAGE, x), x) for x in body.image_sources]
+                body.put_sources(images, [fetched.get((VIDEO, x), x) for x in body.video_sources])
                 yield
         except BodyError as e:
             raise body.blaming(e) from e
         finally:
-            body.put_images(None)
+            body.put_sources(None, None)
 
     @contextlib.asynccontextmanager
     async def kept(self, prompts: Sequence[Any]) -> AsyncIterator[None]:
@@ -76,18 +86,22 @@ class Images:
             held.take(sum(map(_size_of, prompts)))
             yield
 
-    async def _fetched(self, sources: list[str], held: Held) -> dict[str, bytes]:
-        """Return what the URLs among the sources hold, each fetched once."""
-        loop, urls = asyncio.get_running_loop(), [s for s in dict.fromkeys(sources) if is_url(s)]
-        asked = {url: loop.run_in_executor(self._fetching, fetch, url, self.limits) for url in urls}
-        fetched: dict[str, bytes] = {}
+    async def _fetched(self, body: Served, held: Held) -> dict[tuple[Kind, str], bytes]:
+        """Return what the URLs among a body's sources hold, each fetched once."""
+        loop, fetched = asyncio.get_running_loop(), dict[tuple[Kind, str], bytes]()
+        asked = dict[tuple[Kind, str], asyncio.Future[bytes]]()
+        places = dict[tuple[Kind, str], int]()
+        for kind, place, source in sources_of(body):
+            if is_url(source) and (kind, source) not in asked:
+                run = loop.run_in_executor(self._fetching, fetch, source, self.limits, kind)
+                asked[kind, source], places[kind, source] = run, place
         try:
-            for url, answer in asked.items():
+            for key, answer in asked.items():
                 try:
-                    fetched[url] = await answer
+                    fetched[key] = await answer
                 except RequestError as e:
-                    refuse_image(sources.index(url), e)
-                held.take(len(fetched[url]))
+                    refuse_source(key[0], places[key], e)
+                held.take(len(fetched[key]))
         finally:
             for answer in asked.values():
                 if answer.done() and not answer.cancelled():

@@ -12,6 +12,7 @@ from jpaged.async_llm import AsyncLLM
 from jpaged.engine.sequence import Request
 from jpaged.fleet.face import FleetLLM, FrontModel
 from jpaged.fleet.facts import fixed_facts
+from jpaged.images.videos import why_no_videos
 from jpaged.llm import LLM
 from jpaged.openai.images import why_no_images
 from jpaged.openai.parts import Format
@@ -92,7 +93,7 @@ def _fixed(llm: LLM | FrontModel) -> dict[str, Any]:
 
 
 def _images(llm: LLM | FrontModel) -> dict[str, Any]:
-    """Return what a request may have as images; or why it may have none."""
+    """Return what a request may have as images and videos; or why it may have none."""
     reader = llm.session.inputs.images
     if reader is None:
         return {"refused": why_no_images(llm.model_config, llm.engine_config)}
@@ -101,6 +102,7 @@ def _images(llm: LLM | FrontModel) -> dict[str, Any]:
         "refused": None,
         "formats": list(limits.formats),
         "max_images": limits.max_images,
+        "videos_refused": why_no_videos(reader.vision),
         "max_bytes": limits.max_bytes,
         "max_pixels": limits.max_pixels,
         "hosts": list(limits.hosts),
