@@ -165,9 +165,9 @@ def attend(
     its own in all G groups, as those of its image and of its window. Padding has a negative number
     in the first, and its results mean nothing.
 
-    By XLA on a CPU the keys of many patches are taken in tiles too, and a tile that holds nothing that is
-    seen is not computed: other images of a call, other windows, and padding cost nothing. Elsewhere
-    a branch costs more than it saves.
+    By XLA on a CPU the keys of many patches are taken in tiles too, and a tile that holds nothing
+    that is seen is not computed: other images of a call, other windows, and padding cost nothing.
+    Elsewhere a branch costs more than it saves.
     """
     if step.group_attention is not None and step.group_attention.supported(q_NHD):
         return step.group_attention.attend(q_NHD, k_NJD, v_NJD, groups_GN, scale)
