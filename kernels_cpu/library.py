@@ -26,8 +26,9 @@ log = logging.getLogger(__name__)
 # compiler.
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-ffp-contract=off", "-Wall", "-Wextra")
 HANDLERS = (
-    *("jpaged_experts", "jpaged_gated_delta", "jpaged_linear", "jpaged_low_rank"),
-    *("jpaged_mamba2", "jpaged_paged_attention", "jpaged_quantized", "jpaged_zeros"),
+    *("jpaged_experts", "jpaged_gated_delta", "jpaged_group_attention", "jpaged_linear"),
+    *("jpaged_low_rank", "jpaged_mamba2", "jpaged_paged_attention", "jpaged_panels"),
+    *("jpaged_quantized", "jpaged_zeros"),
 )
 SECONDS = 600  # a compile takes about 3, more on a machine that is busy
 SWITCH = "JPAGED_NATIVE"
@@ -39,7 +40,9 @@ class Level:
 
     needs: words of /proc/cpuinfo. flags: the compiler's. uses: lesser levels whose kernels it has
     too. activations: what x becomes in products with int8 and int4 weights where nobody chose it
-    (see quantized.ACTIVATIONS): what the processor is fastest with. interleaved: those with which
+    (see quantized.ACTIVATIONS): what the processor is fastest with. panels: the dtypes whose
+    products of many rows are made by packed panels (see panels.h): bf16 too where no instruction
+    multiplies it. interleaved: those with which
     it multiplies interleaved weights (TakesInterleaved of its level.cc). tiles: whether it asks
     Linux for AMX's tile registers.
     """
@@ -48,6 +51,7 @@ class Level:
     needs: frozenset[str]
     flags: tuple[str, ...]
     activations: str
+    panels: tuple[str, ...] = ("float32",)
     uses: tuple[str, ...] = ()
     interleaved: tuple[str, ...] = ("int16",)
     tiles: bool = False
@@ -90,9 +94,16 @@ LEVELS = (  # the best first
         needs=frozenset({"avx2", "fma"}),
         flags=("-march=x86-64-v3",),
         activations="int16",
+        panels=("float32", "bfloat16"),
     ),
     # The base of ARMv8-A, which every processor of 64 bits has: no bfdot, no dotprod, no SVE.
-    Level(name="neon", needs=frozenset({"asimd"}), flags=(), activations="plain"),
+    Level(
+        name="neon",
+        needs=frozenset({"asimd"}),
+        flags=(),
+        activations="plain",
+        panels=("float32", "bfloat16"),
+    ),
 )
 
 

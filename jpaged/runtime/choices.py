@@ -24,7 +24,7 @@ from jpaged.models.layers.delta import GatedDeltaConfig
 from jpaged.models.layers.experts import ExpertsConfig
 from jpaged.models.layers.latent import LatentConfig
 from jpaged.models.layers.layer import LayerConfig
-from jpaged.models.layers.linear import DeltaRule, ExpertProducts, Scan
+from jpaged.models.layers.linear import DeltaRule, ExpertProducts, Scan, StepContext
 from jpaged.models.layers.mamba import MambaConfig
 from jpaged.models.layers.per_layer import TABLE
 from jpaged.models.quantized import is_quantized
@@ -32,8 +32,9 @@ from jpaged.models.served import VOCAB_TILE
 from jpaged.runtime.attention import Kernel, choose_kernel
 from jpaged.runtime.logprobs import OnePass
 from jpaged.runtime.mesh import Placement
-from kernels_cpu import library
+from kernels_cpu import group_attention, library
 from kernels_cpu.linear import NativeProducts, is_width_supported
+from kernels_cpu.panels import PanelProducts
 from kernels_cpu.rates import rates
 from kernels_pallas import experts, gated_delta, mamba2, paged_attention, short_conv, vocab_tiles
 from kernels_pallas.experts.interface import Shapes
@@ -196,6 +197,21 @@ def choose_products(
         activations = "plain" if best is None else best.activations
         log.info("quantized_activations='auto': %r on this processor", activations)
     return NativeProducts(most_rows=_most_rows(deterministic), activations=activations)
+
+
+def tower_step(device: Any, products: NativeProducts | None) -> StepContext:
+    """Return what multiplies and attends in a vision tower that one device has: on a CPU the C++
+    kernels, for weights in f32 too; elsewhere XLA. products: those of the text model's layers.
+    """
+    if device.platform != "cpu" or library.unavailable():
+        return StepContext(products=products)
+    best = library.level()
+    assert best is not None
+    most_rows, activations = 0, "plain"  # of none
+    if products is not None:
+        most_rows, activations = products.most_rows, products.activations
+    panels = PanelProducts(dtypes=best.panels, most_rows=most_rows, activations=activations)
+    return StepContext(products=panels, group_attention=group_attention)
 
 
 def interleaves_on(device: Any, dtype: Any, config: EngineConfig) -> bool:

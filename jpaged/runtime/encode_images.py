@@ -17,7 +17,7 @@ from jpaged.images.spans import ImageSpan
 from jpaged.models.layers.linear import StepContext
 from jpaged.models.params import Params
 from jpaged.models.quantized import is_quantized
-from jpaged.runtime.choices import choose_products
+from jpaged.runtime.choices import choose_products, tower_step
 
 
 def encode_images(
@@ -76,4 +76,4 @@ def step_for(params: Params, *, deterministic: bool = False) -> StepContext:
         return StepContext()
     (device,) = devices
     products = choose_products(device, weights[0].dtype, deterministic=deterministic)
-    return StepContext(products=products)
+    return tower_step(device, products)

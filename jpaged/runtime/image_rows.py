@@ -18,7 +18,7 @@ from jpaged.images.spans import ImageSpan, Prepared
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers.linear import StepContext
 from jpaged.models.vision.tower import Tower, VisionConfig
-from jpaged.runtime.choices import Choices
+from jpaged.runtime.choices import Choices, tower_step
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.processes import put
 from jpaged.runtime.transfers import Transfers
@@ -65,7 +65,7 @@ class ImageRows:
         self.encoder = ImageEncoder(
             vision,
             buckets=tower_buckets(vision, config),
-            step=StepContext(products=choices.products if is_one else None),
+            step=tower_step(placement.device, choices.products) if is_one else StepContext(),
             alone=bool(config.deterministic),
             sharding=None if is_one else placement.replicated,
             put=put,

@@ -41,4 +41,16 @@ void Multiply(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, Activati
   avx2::Multiply(pool, x, w, activations, y, T);
 }
 
+void MultiplyPanels(ffi::ThreadPool& pool, const float* x, const float* w, float* packed, float* y, int64_t T, int64_t N,
+                    int64_t E) {
+  avx512::MultiplyPanels(pool, x, w, packed, y, T, N, E);
+}
+
+void MultiplyPanels(ffi::ThreadPool& pool, const bf16* x, const bf16* w, float* packed, float* y, int64_t T, int64_t N,
+                    int64_t E) {
+  avx512::MultiplyPanels(pool, x, w, packed, y, T, N, E);
+}
+
+void AttendGroups(ffi::ThreadPool& pool, const GroupProblem& p) { avx512::AttendGroups(pool, p); }
+
 }  // namespace jpaged

@@ -3,10 +3,12 @@
 
 #include "../experts.h"
 #include "../gated_delta.h"
+#include "../group_attention.h"
 #include "../linear.h"
 #include "../low_rank.h"
 #include "../mamba2.h"
 #include "../paged_attention.h"
+#include "../panels.h"
 #include "../quantized.h"
 
 namespace jpaged::avx2 {
@@ -21,5 +23,10 @@ void AddLowRank(const float* const* h, float* const* y, int64_t count, const bf1
 void Multiply(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, Activations activations, float* y, int64_t T);
 void StepColumns(const DeltaProblem& p, int64_t row, int64_t head, int64_t column);
 void StepRows(const ScanProblem& p, int64_t row, int64_t head, int64_t first);
+void MultiplyPanels(ffi::ThreadPool& pool, const float* x, const float* w, float* packed, float* y, int64_t T, int64_t N,
+                    int64_t E);
+void MultiplyPanels(ffi::ThreadPool& pool, const bf16* x, const bf16* w, float* packed, float* y, int64_t T, int64_t N,
+                    int64_t E);
+void AttendGroups(ffi::ThreadPool& pool, const GroupProblem& p);
 
 }  // namespace jpaged::avx2

@@ -11,10 +11,12 @@
 
 #include "experts.h"
 #include "gated_delta.h"
+#include "group_attention.h"
 #include "linear.h"
 #include "low_rank.h"
 #include "mamba2.h"
 #include "paged_attention.h"
+#include "panels.h"
 #include "quantized.h"
 #include "zeros.h"
 
@@ -160,6 +162,101 @@ void Zeros() {
     MakeZeros(begin, begin + count * sizeof(float), true);
     Check("zeros " + std::to_string(count), y, wanted, allowed);
   }
+}
+
+template <typename X>
+void PanelsOf(ffi::ThreadPool& pool, const char* dtype, int64_t T, int64_t N, int64_t E, const std::vector<X>& x,
+              const std::vector<X>& w) {
+  std::vector<float> y(T * N), packed((T + kPanelRows - 1) / kPanelRows * kPanelRows * E);
+  MultiplyPanels(pool, x.data(), w.data(), packed.data(), y.data(), T, N, E);
+  auto from = [E](const std::vector<X>& all) {
+    return [&all, E](int64_t i, int64_t e) -> double { return AsFloat(all[i * E + e]); };
+  };
+  Product exact(T, N, E, from(x), from(w));
+  Check(std::string("panels ") + dtype + " " + std::to_string(T) + "x" + std::to_string(N) + "x" + std::to_string(E), y, exact.y,
+        exact.allowed);
+}
+
+// Rows and columns that are no whole tiles, depths of several blocks, more rows than are taken at once, and few columns.
+void Panels(ffi::ThreadPool& pool) {
+  for (auto [T, N, E] : {std::array<int64_t, 3>{1, 1, 5}, {13, 100, 300}, {12, 64, 256}, {251, 33, 513}, {500, 16, 40}}) {
+    Random random(T + N);
+    auto x = random.Floats(T * E, -1, 1), w = random.Floats(N * E, -1, 1);
+    auto half_x = random.Bf16s(T * E), half_w = random.Bf16s(N * E);
+    PanelsOf(pool, "f32", T, N, E, x, w), PanelsOf(pool, "bf16", T, N, E, half_x, half_w);
+  }
+}
+
+struct GroupCase {
+  std::vector<int64_t> lengths;  // of images, after which there is padding
+  int64_t N, H, K, D, V;
+  bool windows;
+};
+
+// Zeros are wanted of padding, whatever was there before.
+template <typename X>
+void Groups(ffi::ThreadPool& pool, const char* dtype, const GroupCase& c) {
+  Random random(c.N + c.D);
+  auto numbers = [&](int64_t count) {
+    std::vector<X> all(count);
+    for (X& x : all) {
+      if constexpr (sizeof(X) == 2) {
+        x = ToBf16(random.Number());
+      } else {
+        x = random.Number();
+      }
+    }
+    return all;
+  };
+  auto q = numbers(c.N * c.H * c.D), k = numbers(c.N * c.K * c.D), v = numbers(c.N * c.K * c.V);
+  int64_t G = c.windows ? 2 : 1;
+  std::vector<int32_t> groups(G * c.N, -1);
+  int64_t real = 0;
+  for (size_t image = 0; image < c.lengths.size(); ++image) {
+    for (int64_t i = 0; i < c.lengths[image]; ++i, ++real) {
+      groups[real] = image;
+      if (c.windows) groups[c.N + real] = i / 3 % 4;
+    }
+  }
+  std::vector<X> o(c.N * c.H * c.V, X{1});
+  std::vector<float> packed(c.K * PackedKeys(c.N) * (c.D + PackedWidth(c.V)));
+  GroupProblem p{.q = q.data(), .k = k.data(), .v = v.data(), .o = o.data(), .in_bf16 = sizeof(X) == 2, .groups = groups.data()};
+  p.packed = packed.data(), p.N = c.N, p.H = c.H, p.K = c.K, p.D = c.D, p.V = c.V, p.G = G, p.scale = 0.3f;
+  AttendGroups(pool, p);
+  std::vector<double> wanted(o.size()), allowed(o.size());
+  for (int64_t t = 0; t < real; ++t) {
+    for (int64_t h = 0; h < c.H; ++h) {
+      int64_t head = h / (c.H / c.K);
+      std::vector<double> weights(real);
+      double top = -1e30, total = 0;
+      auto sees = [&](int64_t n) { return groups[n] == groups[t] && groups[(G - 1) * c.N + n] == groups[(G - 1) * c.N + t]; };
+      for (int64_t n = 0; n < real; ++n) {
+        for (int64_t d = 0; d < c.D; ++d) weights[n] += AsFloat(q[(t * c.H + h) * c.D + d]) * AsFloat(k[(n * c.K + head) * c.D + d]);
+        weights[n] *= p.scale;
+        if (sees(n)) top = std::max(top, weights[n]);
+      }
+      for (int64_t n = 0; n < real; ++n) weights[n] = sees(n) ? std::exp(weights[n] - top) : 0, total += weights[n];
+      for (int64_t d = 0; d < c.V; ++d) {
+        double sum = 0, size = 0;
+        for (int64_t n = 0; n < real; ++n) {
+          double part = weights[n] / total * AsFloat(v[(n * c.K + head) * c.V + d]);
+          sum += part, size += std::fabs(part);
+        }
+        int64_t place = (t * c.H + h) * c.V + d;
+        wanted[place] = sum, allowed[place] = size * 2e-5 + (sizeof(X) == 2 ? std::fabs(sum) * 0x1p-8 : 0) + 1e-7;
+      }
+    }
+  }
+  Check(std::string("groups ") + dtype + " " + std::to_string(c.N) + " " + std::to_string(real) + " " + std::to_string(c.D) +
+            (c.windows ? " windows" : ""),
+        o, wanted, allowed);
+}
+
+void GroupCases(ffi::ThreadPool& pool) {
+  const GroupCase cases[] = {{{1}, 1, 1, 1, 4, 4, false},           {{300}, 300, 2, 2, 64, 64, false},
+                             {{30, 150, 7}, 200, 4, 2, 24, 40, false}, {{270, 100}, 512, 1, 1, 72, 72, false},
+                             {{140, 60}, 230, 2, 1, 16, 16, true},  {{}, 9, 1, 1, 8, 8, false}};
+  for (const GroupCase& c : cases) Groups<float>(pool, "f32", c), Groups<bf16>(pool, "bf16", c);
 }
 
 void LowRank() {
@@ -523,7 +620,8 @@ int main() {
   jpaged::Zeros();
   {
     jpaged::Pool pool;
-    jpaged::Linear(*pool), jpaged::QuantizedProducts(*pool), jpaged::InterleavedProducts(*pool);
+    jpaged::Linear(*pool), jpaged::Panels(*pool), jpaged::GroupCases(*pool);
+    jpaged::QuantizedProducts(*pool), jpaged::InterleavedProducts(*pool);
   }
   jpaged::LowRank(), jpaged::GatedDelta(), jpaged::Mamba2(), jpaged::AttentionCases();
   if (jpaged::failures > 0) std::printf("%d elements are wrong\n", jpaged::failures);

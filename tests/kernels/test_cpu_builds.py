@@ -28,7 +28,7 @@ DRIVER = Path(__file__).with_name("cpu_driver.cc")
 EMULATION = Path(__file__).with_name("amx_emulation.h")
 TILES = {"amx_tile", "amx_bf16"}
 SANITIZE = ("-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-CASES = 227
+CASES = 249
 
 
 def compiler_of(name: str) -> str:
@@ -209,6 +209,9 @@ FAULTS = [
         ("interleaved_products.h", "-kExcess * total", "kExcess * total"),
         "FAILED quantized int16 interleaved",
     ),
+    (("f32_panels.h", "depth, out, N, e > 0", "depth, out, N, false"), "FAILED panels"),
+    (("f32_group_attention.h", "alpha == 1.0f", "alpha != 1.0f"), "FAILED groups"),
+    (("f32_group_attention.h", "if (!sees_all) Mask", "if (false) Mask"), "FAILED groups"),
 ]
 
 

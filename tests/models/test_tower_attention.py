@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jpaged.models.layers.linear import StepContext
 from jpaged.models.vision import parts
 
 QUERIES, KEYS = 4, 8
@@ -59,7 +60,7 @@ def test_numbers_and_gradients(lengths: list[int], total: int, windows: bool) ->
         return (function(*arrays, groups)[:real] * weights).sum()
 
     def tiles(q: Any, k: Any, v: Any, groups: np.ndarray) -> Any:
-        return parts.attend(q, k, v, jnp.asarray(groups), 0.5)
+        return parts.attend(q, k, v, jnp.asarray(groups), 0.5, StepContext())
 
     found, wanted = tiles(q, k, v, groups), dense(q, k, v, groups)
     np.testing.assert_allclose(found[:real], wanted[:real], atol=1e-5)
@@ -76,6 +77,6 @@ def test_other_images_are_not_computed() -> None:
     q, k, v, groups = case([16, 16], 48)
     wanted = np.asarray(dense(q[:16], k[:16], v[:16], groups[:, :16]))
     k[16:], v[16:] = np.nan, np.nan
-    found = np.asarray(parts.attend(q, k, v, jnp.asarray(groups), 0.5))
+    found = np.asarray(parts.attend(q, k, v, jnp.asarray(groups), 0.5, StepContext()))
     np.testing.assert_allclose(found[:16], wanted, atol=1e-5)
     assert np.isnan(found[16:32]).all() and not found[32:].any()

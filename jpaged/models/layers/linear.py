@@ -136,6 +136,20 @@ class Scan(Protocol):
         ...
 
 
+class GroupAttention(Protocol):
+    """A module of attention within groups of patches."""
+
+    def supported(self, q: Array, /) -> bool:
+        """Return whether it takes queries of this dtype."""
+        ...
+
+    def attend(
+        self, q_NHD: Array, k_NKD: Array, v_NKV: Array, groups_GN: Array, scale: float, /
+    ) -> Array:
+        """Return what models.vision.parts.attend does; zeros for padding."""
+        ...
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepContext:
@@ -148,10 +162,12 @@ class StepContext:
     are at hand. products: a module that multiplies where it supports the shapes; None is XLA alone,
     and can be differentiated. experts: a module that multiplies by the experts of a mixture; None
     computes all of them, and can be differentiated. delta: a module of the gated delta rule; None
-    is XLA's. scan: a module of Mamba-2's scan; None is XLA's. tensor_axis: the mesh axis (or axes)
-    of axis_size devices that hold shares of the weights, inside shard_map; None where each holds
-    all. data_axes: those that replicas lie along. in_order: a row's bits do not depend on which
-    devices have which of its experts. in_fp8: XLA has tensor cores for products of fp8 by fp8.
+    is XLA's. scan: a module of Mamba-2's scan; None is XLA's. group_attention: a module of
+    attention in a vision tower; None is XLA's, and can be differentiated. tensor_axis: the mesh
+    axis (or axes) of axis_size devices that hold shares of the weights, inside shard_map; None
+    where each holds all. data_axes: those that replicas lie along. in_order: a row's bits do not
+    depend on which devices have which of its experts. in_fp8: XLA has tensor cores
+    for products of fp8 by fp8.
     """
 
     num_rows: Array | None = None
@@ -162,6 +178,9 @@ class StepContext:
     experts: ExpertProducts | None = dataclasses.field(default=None, metadata={"static": True})
     delta: DeltaRule | None = dataclasses.field(default=None, metadata={"static": True})
     scan: Scan | None = dataclasses.field(default=None, metadata={"static": True})
+    group_attention: GroupAttention | None = dataclasses.field(
+        default=None, metadata={"static": True}
+    )
     tensor_axis: MeshAxis | None = dataclasses.field(default=None, metadata={"static": True})
     axis_size: int = dataclasses.field(default=1, metadata={"static": True})
     data_axes: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})

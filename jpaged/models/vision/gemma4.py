@@ -19,6 +19,8 @@ from jpaged.models.vision.parts import (
     angles_of,
     attend,
     linear_of,
+    of_patches,
+    of_rows,
     pooled,
     rotated,
     scratch_of,
@@ -272,7 +274,7 @@ class Block:
             )
             for z in (q, k)
         )
-        o = attend(q, k, self.v_norm(self.v(y, step)), groups_GN, 1.0)
+        o = attend(q, k, self.v_norm(self.v(y, step)), groups_GN, 1.0, step)
         x = x + self.attention_post_norm(self.out(o.reshape(len(o), -1), step))
         y = self.mlp_norm(x)
         gate, up = (part(y, step).astype(jnp.float32) for part in (self.gate, self.up))
@@ -296,7 +298,7 @@ class Gemma4Vision:
 
     def __call__(self, patches: Patches, step: StepContext) -> Encoded:
         """See Tower."""
-        config = self.config
+        config, step = self.config, of_patches(step, patches)
         values = (2 * (patches.values_NC - 0.5)).astype(self.positions.dtype)
         row_N, column_N = patches.position_N2.T
         x = self.patch(values, step)
@@ -315,7 +317,7 @@ class Gemma4Vision:
             bias, scale = (w.astype(jnp.float32)[None] for w in (self.bias, self.scale))
             y = (y - bias) * scale
         y = self.projection_norm(y.astype(x.dtype))
-        return Encoded(rows_RE=self.projection(y, step))
+        return Encoded(rows_RE=self.projection(y, of_rows(step, square)))
 
 
 @jax.jit

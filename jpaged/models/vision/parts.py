@@ -12,7 +12,7 @@ from jax import Array
 
 from jpaged.models.layers.linear import Linear, StepContext
 from jpaged.models.param_spec import Init, Parameters, ParamSpec, Part
-from jpaged.models.vision.tower import PREFIX
+from jpaged.models.vision.tower import PREFIX, Patches
 
 SCORES = 2**25  # f32 scores that attention holds at once, of all heads
 QUERIES, KEYS = 256, 1024  # patches of a tile of attention on a CPU
@@ -137,14 +137,40 @@ def rotated(x_NHD: Array, angles_NF: Array) -> Array:
     return y.astype(x_NHD.dtype)
 
 
-def attend(q_NHD: Array, k_NJD: Array, v_NJD: Array, groups_GN: Array, scale: float) -> Array:
-    """Full attention within groups of patches, [N, H, D]: a query sees the keys whose numbers are
-    its own in all G groups, as those of its image and of its window.
-
-    On a CPU the keys of many patches are taken in tiles too, and a tile that holds nothing that is
-    seen is not computed: other images of a call, other windows, and padding cost nothing. Elsewhere
-    a branch costs more than it saves.
+def of_patches(step: StepContext, patches: Patches) -> StepContext:
+    """Return the step that knows how many patches are real, for products which leave padding out;
+    XLA's do not.
     """
+    if step.products is None:
+        return step
+    return dataclasses.replace(step, num_rows=jnp.sum(patches.image_N >= 0, dtype=jnp.int32))
+
+
+def of_rows(step: StepContext, patches: int) -> StepContext:
+    """Return a step of patches as one of rows of embeddings. patches: of a row."""
+    if step.num_rows is None:
+        return step
+    return dataclasses.replace(step, num_rows=step.num_rows // jnp.int32(patches))
+
+
+def attend(
+    q_NHD: Array,
+    k_NJD: Array,
+    v_NJD: Array,
+    groups_GN: Array,
+    scale: float,
+    step: StepContext,
+) -> Array:
+    """Full attention within groups of patches, [N, H, D]: a query sees the keys whose numbers are
+    its own in all G groups, as those of its image and of its window. Padding has a negative number
+    in the first, and its results mean nothing.
+
+    By XLA on a CPU the keys of many patches are taken in tiles too, and a tile that holds nothing
+    that is seen is not computed: other images of a call, other windows, and padding cost nothing.
+    Elsewhere a branch costs more than it saves.
+    """
+    if step.group_attention is not None and step.group_attention.supported(q_NHD):
+        return step.group_attention.attend(q_NHD, k_NJD, v_NJD, groups_GN, scale)
     if len(k_NJD) <= KEYS:
         return _attend_all(q_NHD, k_NJD, v_NJD, groups_GN, scale)
     return jax.lax.platform_dependent(

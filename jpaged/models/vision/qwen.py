@@ -23,6 +23,8 @@ from jpaged.models.vision.parts import (
     angles_of,
     attend,
     linear_of,
+    of_patches,
+    of_rows,
     rotated,
     scratch_of,
 )
@@ -345,7 +347,7 @@ class Attention:
         """x [N, W]; angles and groups: as of `rotated` and `attend`."""
         q, k, v = jnp.unstack(self.qkv(x, step), axis=1)
         q, k = rotated(q, angles_NF), rotated(k, angles_NF)
-        o = attend(q, k, v, groups_GN, self.scale)
+        o = attend(q, k, v, groups_GN, self.scale, step)
         return self.out(o.reshape(len(o), -1), step)
 
 
@@ -395,7 +397,7 @@ class Merger:
         """[N / patches, E] of x [N, W]."""
         joined = (x.shape[0] // self.patches, self.patches * x.shape[1])
         y = self.norm(x.reshape(joined)) if self.joins_first else self.norm(x).reshape(joined)
-        return self.layers(y, step)
+        return self.layers(y, of_rows(step, self.patches))
 
 
 def angles_in(patches: Patches, config: QwenVisionConfig) -> Array:
@@ -418,6 +420,7 @@ class Qwen3Vision:
 
     def __call__(self, patches: Patches, step: StepContext) -> Encoded:
         """See Tower."""
+        step = of_patches(step, patches)
         x = self.patch(patches.values_NC.astype(self.positions.dtype), step)
         x = x + self._positions(patches).astype(x.dtype)
         angles, groups = angles_in(patches, self.config), patches.image_N[None]
@@ -463,6 +466,7 @@ class Qwen25Vision:
         """See Tower."""
         norm = self.blocks[0].attention_norm.scale
         assert norm is not None
+        step = of_patches(step, patches)
         x = self.patch(patches.values_NC.astype(norm.dtype), step)
         angles, images = angles_in(patches, self.config), patches.image_N[None]
         windows = jnp.concatenate([images, patches.position_N2.T // self.config.window])

@@ -19,6 +19,7 @@ from jpaged.models.vision.parts import (
     TwoLayers,
     attend,
     linear_of,
+    of_patches,
     pooled,
     scratch_of,
 )
@@ -201,7 +202,7 @@ class Block:
     def __call__(self, x: Array, step: StepContext, groups_GN: Array) -> Array:
         """x [N, W]."""
         q, k, v = jnp.unstack(self.qkv(self.attention_norm(x), step), axis=1)
-        o = attend(q, k, v, groups_GN, q.shape[-1] ** -0.5)
+        o = attend(q, k, v, groups_GN, q.shape[-1] ** -0.5, step)
         x = x + self.out(o.reshape(len(o), -1), step)
         return x + self.mlp(self.mlp_norm(x), step)
 
@@ -221,7 +222,7 @@ class SiglipVision:
 
     def __call__(self, patches: Patches, step: StepContext) -> Encoded:
         """See Tower."""
-        config, at = self.config, patches.position_N2
+        config, at, step = self.config, patches.position_N2, of_patches(step, patches)
         x = self.patch(patches.values_NC.astype(self.positions.dtype), step)
         place_N = at[:, 0] * config.side + at[:, 1]
         x = x + jnp.take(self.positions, place_N, axis=0, mode="clip")

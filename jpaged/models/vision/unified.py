@@ -12,7 +12,7 @@ from jax import Array
 from jpaged.models.layers.linear import Linear, StepContext
 from jpaged.models.layers.norm import NormConfig, RMSNorm
 from jpaged.models.param_spec import Parameters, ParamSpec
-from jpaged.models.vision.parts import LayerNorm, Specs, linear_of
+from jpaged.models.vision.parts import LayerNorm, Specs, linear_of, of_patches
 from jpaged.models.vision.tower import PREFIX, Encoded, ImageTokens, Patches
 
 SOFT_TOKENS = (70, 140, 280, 560, 1120)  # rows that a processor may make of an image
@@ -116,6 +116,7 @@ class UnifiedVision:
 
     def __call__(self, patches: Patches, step: StepContext) -> Encoded:
         """See Tower."""
+        step = of_patches(step, patches)
         x = patches.values_NC.astype(self.positions.dtype)
         x = self.width_norm(self.patch(self.patch_norm(x), step))
         row_N, column_N = patches.position_N2.T

@@ -1,0 +1,128 @@
+// Products of packed panels in f32, on any level; see panels.h. A tile of kRows x kCols sums stays in registers while panels
+// pass (K. Goto and R. van de Geijn, Anatomy of High-Performance Matrix Multiplication, 2008): [k][kRows] of x, of which a
+// number is broadcast, and [k][kCols] of w.
+#pragma once
+
+#include <array>
+#include <type_traits>
+#include <utility>
+
+#include "panels.h"
+
+namespace jpaged {
+
+inline float ToFloat(float x) { return x; }
+inline float ToFloat(bf16 x) { return FromBf16(x); }
+
+template <typename L>
+struct F32Panels {
+  // Of a tile: 12 sums of 16 registers, or 24 of 32.
+  static constexpr int64_t kRows = L::kCount == 16 ? 12 : 6, kCols = 2 * L::kCount;
+  static_assert(kPanelRows % kRows == 0);
+
+  // c[R][kCols] = a . b, or c + a . b: a[r][k] lies at r * kRow + k * kStep, b[k] is kCols numbers, b_step apart.
+  template <int R, int64_t kRow, int64_t kStep>
+  static void MultiplyTile(const float* a, const float* b, int64_t b_step, int64_t K, float* c, int64_t c_row, bool adds) {
+    using Floats = typename L::Floats;
+    Floats acc[R][2];
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+      acc[r][0] = adds ? L::Load(c + r * c_row) : L::Zero();
+      acc[r][1] = adds ? L::Load(c + r * c_row + L::kCount) : L::Zero();
+    }
+    for (int64_t k = 0; k < K; ++k, a += kStep, b += b_step) {
+      Floats low = L::Load(b), high = L::Load(b + L::kCount);
+#pragma GCC unroll 12
+      for (int r = 0; r < R; ++r) {
+        Floats x = L::Set(a[r * kRow]);
+        acc[r][0] = L::Fma(x, low, acc[r][0]), acc[r][1] = L::Fma(x, high, acc[r][1]);
+      }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+      L::Store(c + r * c_row, acc[r][0]), L::Store(c + r * c_row + L::kCount, acc[r][1]);
+    }
+  }
+
+  // The tile of 1 to kRows rows.
+  template <int64_t kRow, int64_t kStep>
+  static void Multiply(int64_t rows, const float* a, const float* b, int64_t b_step, int64_t K, float* c, int64_t c_row,
+                       bool adds) {
+    constexpr auto tile = [](auto... r) { return std::array<Tile, sizeof...(r)>{&MultiplyTile<r + 1, kRow, kStep>...}; };
+    static constexpr auto kBySize = Unpacked(tile, std::make_integer_sequence<int, kRows>());
+    kBySize[rows - 1](a, b, b_step, K, c, c_row, adds);
+  }
+
+  // Writes a panel [K][kWide] of `count` rows of K numbers, which are `apart` numbers apart; the others are zeros.
+  template <int64_t kWide, typename X>
+  static void Pack(const X* from, int64_t apart, int64_t count, int64_t K, float scale, float* to) {
+    for (int64_t i = 0; i < count; ++i) {
+      for (int64_t k = 0; k < K; ++k) to[k * kWide + i] = ToFloat(from[i * apart + k]) * scale;
+    }
+    for (int64_t i = count; i < kWide; ++i) {
+      for (int64_t k = 0; k < K; ++k) to[k * kWide + i] = 0.0f;
+    }
+  }
+
+ private:
+  using Tile = void (*)(const float*, const float*, int64_t, int64_t, float*, int64_t, bool);
+
+  template <typename Make, int... r>
+  static constexpr auto Unpacked(Make make, std::integer_sequence<int, r...>) {
+    return make(std::integral_constant<int, r>()...);
+  }
+};
+
+template <typename L, typename X>
+void MultiplyPanelsInF32(ffi::ThreadPool& pool, const X* x, const X* w, float* packed, float* y, int64_t T, int64_t N, int64_t E) {
+  using P = F32Panels<L>;
+  constexpr int64_t kDepth = 256;                  // of a block along E: a panel of w stays in the L1 cache
+  constexpr int64_t kRowsAtOnce = 20 * P::kRows;   // of x, which stay in the L2 cache beside
+  constexpr int64_t kColsAtOnce = 64;              // of w
+  if (T == 0) return;
+  int64_t panels = (T + P::kRows - 1) / P::kRows, all = panels * P::kRows;
+  // The panels of a block along E follow each other.
+  auto panel_of = [&](int64_t e, int64_t panel) { return packed + e * all + panel * P::kRows * std::min(kDepth, E - e); };
+  ParallelFor(pool, panels, [&](int64_t panel) {
+    int64_t t = panel * P::kRows;
+    for (int64_t e = 0; e < E; e += kDepth) {
+      P::template Pack<P::kRows>(x + t * E + e, E, std::min(P::kRows, T - t), std::min(kDepth, E - e), 1.0f, panel_of(e, panel));
+    }
+  });
+  // Where there are fewer blocks of columns than threads could take in turn, rows are divided too.
+  int64_t blocks = (N + kColsAtOnce - 1) / kColsAtOnce;
+  int64_t parts = std::clamp<int64_t>(4 * pool.num_threads() / blocks, 1, (panels + 19) / 20);
+  ParallelFor(pool, blocks * parts, [&](int64_t item) {
+    static thread_local Memory memory;
+    float* of_w = Scratch<float>(memory, kDepth * kColsAtOnce);
+    float edge[P::kRows * P::kCols];  // a tile that is wider than what is left of y
+    int64_t first = item / parts * kColsAtOnce, cols = std::min(kColsAtOnce, N - first);
+    int64_t begin = panels * (item % parts) / parts, end = panels * (item % parts + 1) / parts;
+    for (int64_t e = 0; e < E; e += kDepth) {
+      int64_t depth = std::min(kDepth, E - e);
+      for (int64_t n = 0; n < cols; n += P::kCols) {
+        P::template Pack<P::kCols>(w + (first + n) * E + e, E, std::min(P::kCols, cols - n), depth, 1.0f, of_w + n * depth);
+      }
+      for (int64_t from = begin; from < end; from += kRowsAtOnce / P::kRows) {
+        int64_t to = std::min(end, from + kRowsAtOnce / P::kRows);
+        for (int64_t n = 0; n < cols; n += P::kCols) {
+          int64_t width = std::min(P::kCols, cols - n);
+          for (int64_t panel = from; panel < to; ++panel) {
+            int64_t t = panel * P::kRows, rows = std::min(P::kRows, T - t);
+            float* out = y + t * N + first + n;
+            const float *a = panel_of(e, panel), *b = of_w + n * depth;
+            if (width == P::kCols) {
+              P::template Multiply<1, P::kRows>(rows, a, b, P::kCols, depth, out, N, e > 0);
+              continue;
+            }
+            for (int64_t r = 0; e > 0 && r < rows; ++r) std::copy_n(out + r * N, width, edge + r * P::kCols);
+            P::template Multiply<1, P::kRows>(rows, a, b, P::kCols, depth, edge, P::kCols, e > 0);
+            for (int64_t r = 0; r < rows; ++r) std::copy_n(edge + r * P::kCols, width, out + r * N);
+          }
+        }
+      }
+    }
+  });
+}
+
+}  // namespace jpaged
