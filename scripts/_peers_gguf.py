@@ -59,7 +59,7 @@ def write(folder: Path, file: Path, kind: str) -> None:
     _add_vocabulary(writer, gguf, c["vocab_size"])
     matrices = gguf.GGMLQuantizationType[TYPES[kind]]
     for name, values in tensors(folder / "model.safetensors"):
-        stored = _name(name)
+        stored = stored_name(name)
         if values.ndim == 1:
             writer.add_tensor(stored, values)
             continue
@@ -91,7 +91,7 @@ def tensors(file: Path) -> Iterator[tuple[str, Any]]:
         yield name, bits.view(np.float32).reshape(entry["shape"])
 
 
-def _name(name: str) -> str:
+def stored_name(name: str) -> str:
     """Return GGUF's name of a tensor."""
     stem = name.removesuffix(".weight")
     if stem in OUTSIDE:

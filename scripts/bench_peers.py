@@ -262,6 +262,7 @@ class Process:
                 command, stdin=pipe, stdout=pipe, stderr=self._errors, text=True, env=environment
             )
         except OSError as e:
+            self._errors.close()
             raise PeerFailed(str(e)) from e
         self.ready = self._read()
 
@@ -369,7 +370,9 @@ def key_of(record: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def handoff_ns() -> float | None:
-    """Return the nanoseconds that a cache line takes from core to core; None with one core."""
+    """Return the nanoseconds that a cache line takes from core to core; None if there is one
+    core, or other work has one.
+    """
     command = [sys.executable, "-S", str(HERE / "_handoff.py")]
     out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return json.loads(out)["handoff_ns"]
@@ -469,7 +472,7 @@ def figure(process: Process, cell: str, model: str, weights: str) -> dict[str, A
 
 def state_of(between: float | None) -> str:
     if between is None:
-        return "one core"
+        return "not known"
     return "one die" if between <= ONE_DIE_NS else "two dies"
 
 
