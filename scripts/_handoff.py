@@ -34,8 +34,9 @@ def handoff_ns(cores: tuple[int, int]) -> float:
     signal.alarm(MOST_S)
     child = os.fork()
     if child == 0:
-        signal.alarm(MOST_S)  # a child inherits none
         try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(MOST_S)  # a child inherits none
             os.sched_setaffinity(0, cores[1:])
             for turn in range(1, 2 * total, 2):
                 while line[0] != turn:

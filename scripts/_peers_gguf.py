@@ -39,7 +39,7 @@ def gguf_file(folder: str, models: str, kind: str) -> str:
 
 
 def write(folder: Path, file: Path, kind: str) -> None:
-    import gguf
+    import gguf  # pyright: ignore[reportMissingImports]
 
     c = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(str(file), "qwen3")

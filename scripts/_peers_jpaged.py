@@ -3,6 +3,7 @@
 import importlib.metadata
 import sys
 from collections.abc import Iterator
+from typing import Literal
 
 from _peers_driver import Engine, New, Setup, serve
 
@@ -18,11 +19,12 @@ class JPaged:
         import jpaged
 
         self._jpaged = jpaged
+        quantization: dict[str, Literal["int8", "int4"]] = {"int8": "int8", "int4": "int4"}
         rows = [rows for rows in (1, 4, 8, 16, 32, 64, 128) if rows < setup.rows]
         self._llm = jpaged.LLM(
             setup.folder,
             dtype="bfloat16",
-            quantization=None if setup.weights == "bf16" else setup.weights,
+            quantization=quantization.get(setup.weights),
             max_model_len=setup.max_len,
             max_num_seqs=setup.rows,
             seq_buckets=(*rows, setup.rows),

@@ -24,7 +24,7 @@ class Llama:
     """
 
     def __init__(self, setup: Setup):
-        import llama_cpp
+        import llama_cpp  # pyright: ignore[reportMissingImports]
 
         kind, self.form = FORMS[setup.weights]
         self._lib, self._threads = llama_cpp, setup.threads

@@ -27,8 +27,8 @@ class OpenVINO:
     """Its pipeline for batches, with steps of 1,024 tokens and no prefix cache."""
 
     def __init__(self, setup: Setup):
-        import openvino
-        import openvino_genai
+        import openvino  # pyright: ignore[reportMissingImports]
+        import openvino_genai  # pyright: ignore[reportMissingImports]
 
         self._ov, self._genai = openvino, openvino_genai
         self.version, self.form = openvino_genai.__version__, FORMS[setup.weights]
@@ -112,7 +112,7 @@ def _in_bf16(setup: Setup) -> Setup:
 
 def _from_gguf(plain: str, made: Path, new: Path) -> None:
     """Load a GGUF file, whose model the library then writes beside it, in OpenVINO's files."""
-    import openvino_genai
+    import openvino_genai  # pyright: ignore[reportMissingImports]
 
     file = made / Path(plain).name
     file.symlink_to(plain)
@@ -125,7 +125,7 @@ def _from_gguf(plain: str, made: Path, new: Path) -> None:
 def compress(plain: Path, new: Path, weights: str) -> None:
     """Write a folder like `plain` with its weights in int8 or int4."""
     import nncf  # pyright: ignore[reportMissingImports]
-    import openvino
+    import openvino  # pyright: ignore[reportMissingImports]
 
     mode = nncf.CompressWeightsMode
     kinds: dict[str, dict[str, Any]] = {

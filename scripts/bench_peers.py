@@ -125,8 +125,14 @@ class Cell:
 
 def fixed(rows: int, tokens: int, drawn: int, rate: str) -> Cell:
     """Return a cell of rows alike, drawn greedily."""
-    sizes = {"input": (tokens, tokens), "output": (drawn, drawn), "ids": (10, 1900)}
-    workload = Workload(requests=rows, temperature=0.0, max_len=0, **sizes)
+    workload = Workload(
+        requests=rows,
+        input=(tokens, tokens),
+        output=(drawn, drawn),
+        ids=(10, 1900),
+        temperature=0.0,
+        max_len=0,
+    )
     lengths = {"60m": 4} if rate == "decode" else {}  # whose steps are so short
     return Cell(rate=rate, workload=workload, lengths=lengths)
 
@@ -445,7 +451,7 @@ def measure_weights(
 
 def warm_request(name: str, cell: str, model: str) -> dict[str, Any]:
     """Return a request like those of a cell, for an engine to get ready."""
-    request = CELLS[cell].request(model) | {"warm": True}
+    request: dict[str, Any] = CELLS[cell].request(model) | {"warm": True}
     if name != "jpaged":
         most = max(1, WARM_TOKENS // len(request["prompts"]))
         request["prompts"] = [prompt[:most] for prompt in request["prompts"]]
