@@ -621,9 +621,10 @@ def absent(args: argparse.Namespace) -> list[str]:
 def make_parser() -> argparse.ArgumentParser:
     parser = common.make_parser("bench_peers", __doc__)
     add = parser.add_argument
-    for name in PEERS:
-        peer = ENGINES[name]
-        add(f"--{name}-python", metavar="PATH", help=f"a Python with {peer.title}: {peer.install}")
+    pip = {name: f"a Python with {ENGINES[name].title}: {ENGINES[name].install}" for name in PEERS}
+    add("--openvino-python", metavar="PATH", help=pip["openvino"])
+    add("--llama-python", metavar="PATH", help=pip["llama"])
+    add("--vllm-python", metavar="PATH", help=pip["vllm"])
     add("--peers", nargs="*", choices=PEERS, default=list(PEERS), help="which (default: all)")
     add("--models", nargs="+", choices=SIZES, default=list(SIZES), help="which (default: all)")
     add("--weights", nargs="+", choices=WEIGHTS, default=list(WEIGHTS), help="default: all")
