@@ -63,11 +63,13 @@ class Engine(Protocol):
 def answer(engine: Engine, request: dict[str, Any]) -> dict[str, Any]:
     """Return the seconds of a request and its tokens; of one that is not `whole` also the seconds
     until every prompt had a token (`first_s`), and how many there were by then (`first_tokens`).
+    Nothing is timed of one that is `warm`.
     """
     prompts, lengths = request["prompts"], request["lengths"]
     temperature, first = request["temperature"], {}
     if request.get("warm"):
         engine.warm(prompts, lengths, temperature)
+        return {}
     began = time.perf_counter()
     if request["whole"]:
         drawn = engine.generate(prompts, lengths, temperature)

@@ -161,6 +161,8 @@ def test_answers() -> None:
     told = answer(Engine(), request)
     assert (told["first_tokens"], told["tokens"], told["ids"]) == (4, 5, [1, 2, 3])
     assert 0 < told["first_s"] <= told["seconds"]
+    with pytest.raises(AssertionError, match="nobody asked"):
+        answer(Engine(), request | {"warm": True})
     with pytest.raises(RuntimeError, match=r"\[1\] tokens came where \[3, 2\] were asked for"):
         answer(Engine(), request | {"whole": True})
 
