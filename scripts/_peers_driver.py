@@ -15,6 +15,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 New = list[tuple[int, list[int]]]  # the tokens that came, by the index of their prompt
@@ -121,6 +122,11 @@ def _print(out: TextIO, record: dict[str, Any]) -> None:
 
 
 def _peak_gib() -> float:
-    """Return the most memory that this process has held."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+    """Return the most memory that this process has held: on Linux since it runs this program, since
+    getrusage counts what the process that started it held before.
+    """
+    status = Path("/proc/self/status")
+    if status.exists():
+        (line,) = (x for x in status.read_text().splitlines() if x.startswith("VmHWM:"))
+        return int(line.split()[1]) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**30  # macOS counts bytes

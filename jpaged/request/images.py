@@ -213,9 +213,8 @@ class PromptImages:
         """Return a text in which each placeholder stands as often as its image takes tokens, and
         those of videos have times and marks around them.
         """
-        if read.images:
-            counts = [self.rows(image) for image in read.images]
-            text = expanded_text(text, counts, self._marks(tokenizer))
+        counts = [self.rows(image) for image in read.images]
+        text = expanded_text(text, counts, self._marks(tokenizer))
         if read.videos:
             name, *marks = (self._name(tokenizer, id) for id in self._video_tokens)
             texts = [self._in_place(video, name, marks, str) for video in read.videos]
@@ -229,12 +228,11 @@ class PromptImages:
         embeddings by the places that they begin at; ids that have them already stay as they are.
         """
         ids, vision = list(ids), self.vision
-        if read.images:
-            rows = [self.rows(image) for image in read.images]
-            newlines = list[int]()
-            if tokenizer is not None and marks_of(vision, "", "", "", NEWLINES).before:
-                newlines = plain_ids(tokenizer, NEWLINES)
-            ids = expanded_ids(ids, rows, vision, newlines).token_ids
+        rows = [self.rows(image) for image in read.images]
+        newlines = list[int]()
+        if tokenizer is not None and marks_of(vision, "", "", "", NEWLINES).before:
+            newlines = plain_ids(tokenizer, NEWLINES)
+        ids = expanded_ids(ids, rows, vision, newlines).token_ids
         if read.videos:
             ids = self._with_videos(ids, read, tokenizer)
         spans = dict[int, EmbeddingSpan]()
@@ -243,8 +241,6 @@ class PromptImages:
         for token, images in kinds:
             starts = starts_of(ids, token, [self.rows(image) for image in images])
             if starts is None:
-                if not images:  # a placeholder that stands for nothing
-                    continue
                 raise RequestError("the tokenizer parts the placeholders of images and videos")
             spans |= {at: EmbeddingSpan(x) for at, x in zip(starts, images, strict=True)}
         return ids, spans

@@ -58,7 +58,7 @@ def test_a_video_is_seen_and_found_again(live: Live) -> None:
     other = live.post(CHAT, {"messages": shown(video_url(video(90))), **DRAWN})
     assert tops(again) == tops(first) != tops(other)
     count, cached = usage(first)
-    assert count > 40 and cached == 0
+    assert count > 40 and cached < 24  # the text before the video is the fixture's too
     assert usage(again)[1] >= 8 * ((count - 1) // 8) and usage(other)[1] < 24
     assert live.post("/tokenize", {"messages": shown(video_url(video(20)))})["count"] == count
 
