@@ -26,8 +26,11 @@ from typing import Any, Literal, TextIO
 from jpaged import adapter_flag, gpu_share
 from jpaged.errors import JpagedError, RequestError
 from jpaged.flags import Parser, add_engine_groups, engine_settings
+from jpaged.images.limits import IMAGE, VIDEO, Kind
+from jpaged.images.videos import Video
 from jpaged.openai.images import why_no_images
 from jpaged.openai.parts import Format, Reader
+from jpaged.request.images import Sources
 from jpaged.request.inputs import Chat as Conversation
 from jpaged.request.inputs import with_adapter
 from jpaged.sampling_params import SamplingParams
@@ -51,8 +54,9 @@ CONTROLS: dict[str, type] = {
     "seed": int,
 }
 HELP = """\
-/image PATH       put an image before the next message; alone it names those that
-                  wait, and /image none takes them back
+/image PATH       put an image before the next message; alone it names what waits,
+                  and /image none takes all of it back
+/video PATH       put a video before the next message
 /system TEXT      begin again under a system prompt; without a text, under none
 /clear            forget the conversation, and keep the system prompt
 /retry            draw the last answer again
@@ -62,8 +66,8 @@ HELP = """\
 /exit             leave (also Ctrl-D)"""
 
 
-COMMANDS = ("clear", "exit", "help", "image", "retry", "save", "set", "system", "undo")
-OF_PATHS = ("/image", "/save")  # whose argument is a path
+COMMANDS = ("clear", "exit", "help", "image", "retry", "save", "set", "system", "undo", "video")
+OF_PATHS = ("/image", "/save", "/video")  # whose argument is a path
 
 
 class CommandError(ValueError):
@@ -73,9 +77,9 @@ class CommandError(ValueError):
 class Chat:
     """A conversation with a model, and what is typed into it. out: where answers are written.
 
-    draw: yields the pieces of an answer to messages. read_image: returns the image of a path, or
-    raises what is wrong with it; None: there are no images. is_terminal: whether a person looks,
-    who is shown the time and the reasoning in another colour.
+    draw: yields the pieces of an answer to messages. read_file: returns the image or the video of
+    a path, or raises what is wrong with it; None: there are none. is_terminal: whether a person
+    looks, who is shown the time and the reasoning in another colour.
     """
 
     def __init__(
@@ -83,14 +87,14 @@ class Chat:
         draw: Callable[[list[Message], SamplingParams], Iterator["Piece"]],
         params: SamplingParams,
         *,
-        read_image: Callable[[str], "ReadImage"] | None = None,
+        read_file: Callable[[Kind, str], "ReadFile"] | None = None,
         system: str | None = None,
         out: TextIO | None = None,
         is_terminal: bool = False,
     ):
         self._draw, self.params, self._defaults = draw, params, params
-        self._read_image = read_image
-        self.images: list[ReadImage] = []  # of the next message
+        self._read_file = read_file
+        self.files: list[ReadFile] = []  # of the next message
         self.system, self._is_terminal = system, is_terminal
         self._out = sys.stdout if out is None else out
         self.turns: list[Message] = []
@@ -98,7 +102,7 @@ class Chat:
 
     @property
     def messages(self) -> list[Message]:
-        """The conversation with its system prompt. Images are parts with data: URLs."""
+        """The conversation with its system prompt. Images and videos are parts with data: URLs."""
         head: list[Message] = (
             [] if self.system is None else [{"role": "system", "content": self.system}]
         )
@@ -117,19 +121,19 @@ class Chat:
             self._write(f"{e}\n")
 
     def _say(self, text: str) -> None:
-        """Answer a message and the images that wait for it. If it cannot be answered, it is no part
-        of the conversation, and they wait on.
+        """Answer a message and what waits for it. If it cannot be answered, it is no part of the
+        conversation, and that waits on.
         """
         content: str | list[Message] = text
-        if self.images:
-            content = [*(image.part for image in self.images), {"type": "text", "text": text}]
+        if self.files:
+            content = [*(file.part for file in self.files), {"type": "text", "text": text}]
         self.turns.append({"role": "user", "content": content})
         try:
             self._answer()
         except BaseException:
             self.turns.pop()
             raise
-        self.images = []
+        self.files = []
 
     def _answer(self) -> None:
         """Draw and write an answer to the conversation. Ctrl-C ends it, and keeps what there is."""
@@ -177,11 +181,13 @@ class Chat:
             case "exit" | "quit":
                 self.is_ended = True
             case "system":
-                self.system, self.turns, self.images = argument or None, [], []
+                self.system, self.turns, self.files = argument or None, [], []
             case "clear":
-                self.turns, self.images = [], []
+                self.turns, self.files = [], []
             case "image":
-                self._image(argument)
+                self._attach(IMAGE, argument)
+            case "video":
+                self._attach(VIDEO, argument)
             case "undo":
                 self._undo()
             case "retry":
@@ -197,15 +203,15 @@ class Chat:
             case _:
                 raise CommandError(f"/{name} is no command: /help lists them")
 
-    def _image(self, path: str) -> None:
+    def _attach(self, kind: Kind, path: str) -> None:
         if path == "none":
-            self.images = []
+            self.files = []
         elif path:
-            if self._read_image is None:
-                raise CommandError("this model takes no images")
-            self.images.append(self._read_image(path))
-        names = [f"{image.name} ({image.tokens} tokens)" for image in self.images]
-        self._write(f"the next message has {', '.join(names) or 'no image'}\n")
+            if self._read_file is None:
+                raise CommandError(f"this model takes no {kind.name}s")
+            self.files.append(self._read_file(kind, path))
+        names = [f"{file.name} ({file.tokens} tokens)" for file in self.files]
+        self._write(f"the next message has {', '.join(names) or f'no {kind.name}'}\n")
 
     def _undo(self) -> None:
         if not self.turns:
@@ -244,8 +250,8 @@ class Chat:
 
 
 @dataclasses.dataclass(frozen=True)
-class ReadImage:
-    """An image for a message. part: of a message's content. tokens: that it takes."""
+class ReadFile:
+    """An image or a video for a message. part: of a message's content. tokens: that it takes."""
 
     name: str
     part: Message
@@ -289,20 +295,22 @@ class Model:
         self._format = Format.of(llm.tokenizer, thinks=reasoning)
         self._has_template = bool(getattr(llm.tokenizer, "chat_template", None))
 
-    def read_image(self, path: str) -> ReadImage:
-        """Return the image of a path, whose file is read now. Raises RequestError where the model
-        takes no images or not this one.
+    def read_file(self, kind: Kind, path: str) -> ReadFile:
+        """Return the image or the video of a path, whose file is read now. Raises RequestError
+        where the model takes none or not this one.
         """
-        reader = self._llm.session.inputs.images
-        if reader is None:
+        inputs, file = self._llm.session.inputs, Path(path).expanduser()
+        if inputs.images is None:
             said = why_no_images(self._llm.model_config, self._llm.engine_config)
             raise RequestError(said or "images: this model takes none")
-        file = Path(path).expanduser()
-        (image,) = reader.read([file])
-        kind, _ = mimetypes.guess_type(file.name)
-        data = base64.b64encode(file.read_bytes()).decode()
-        part = {"type": "image_url", "image_url": {"url": f"data:{kind or ''};base64,{data}"}}
-        return ReadImage(file.name, part, reader.rows(image))
+        sources = Sources(images=[file]) if kind is IMAGE else Sources(videos=[Video.of(file)])
+        reader = inputs.image_reader(sources)
+        read = reader.read(sources)
+        guessed, _ = mimetypes.guess_type(file.name)
+        url = f"data:{guessed or ''};base64,{base64.b64encode(file.read_bytes()).decode()}"
+        part_kind = f"{kind.name}_url"
+        part = {"type": part_kind, part_kind: {"url": url}}
+        return ReadFile(file.name, part, sum(map(reader.rows, [*read.images, *read.pieces])))
 
     def draw(self, messages: list[Message], params: SamplingParams) -> Iterator[Piece]:
         """Yield the pieces of an answer to a conversation. Raises RequestError; closing the
@@ -450,7 +458,7 @@ def main(argv: list[str] | None = None, prog: str = "jpaged chat") -> int:
         chat = Chat(
             model.draw,
             params,
-            read_image=model.read_image,
+            read_file=model.read_file,
             system=args.system,
             is_terminal=is_terminal,
         )

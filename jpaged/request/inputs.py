@@ -229,7 +229,7 @@ class Inputs:
         if not sources:
             with self.first_use():
                 return plain_ids(tokenizer, text), None
-        reader = self._image_reader(sources)
+        reader = self.image_reader(sources)
         read = reader.read(sources)
         with self.first_use():
             ids = plain_ids(tokenizer, reader.in_text(text, read, tokenizer))
@@ -241,7 +241,7 @@ class Inputs:
         """Return the token ids of a prompt, text or ids, and its images and videos by their
         places.
         """
-        reader = self._image_reader(sources)
+        reader = self.image_reader(sources)
         read = reader.read(sources)
         if isinstance(prompt, str):
             tokenizer = self.need_tokenizer("a str prompt")
@@ -251,7 +251,7 @@ class Inputs:
         with self.first_use():
             return reader.placed(ids, read, self.tokenizer)
 
-    def _image_reader(self, sources: Sources) -> PromptImages:
+    def image_reader(self, sources: Sources) -> PromptImages:
         """Return what reads images and videos; RequestError where the engine takes none, or no
         videos.
         """

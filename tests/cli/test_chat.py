@@ -20,6 +20,7 @@ from jpaged.cli import chat
 from jpaged.cli.chat import Chat, Piece, shown
 from jpaged.config import EngineConfig
 from jpaged.errors import RequestError
+from jpaged.images.limits import IMAGE, Kind
 from jpaged.sampling_params import SamplingParams
 from tests import vision_folder
 
@@ -288,35 +289,36 @@ def test_in_a_terminal() -> None:
 
 
 def test_images_wait_for_a_message(tmp_path: Path) -> None:
-    def read(path: str) -> chat.ReadImage:
+    def read(kind: Kind, path: str) -> chat.ReadFile:
         if path == "bad":
-            raise RequestError("bad: it is no image")
-        return chat.ReadImage(path, {"type": "image", "image": path}, 5)
+            raise RequestError(f"bad: it is no {kind.name}")
+        return chat.ReadFile(path, {"type": kind.name, kind.name: path}, 5)
 
-    talking, _, _ = talk("/image a.png", "/image bad", "/image b c.png", read_image=read)
+    talking, _, _ = talk("/image a.png", "/image bad", "/video b c.mp4", read_file=read)
     talking._draw = lambda *_: (piece for piece in ())
     talking.take("hello")
-    parts = [{"type": "image", "image": name} for name in ("a.png", "b c.png")]
+    parts = [{"type": "image", "image": "a.png"}, {"type": "video", "video": "b c.mp4"}]
     content = [*parts, {"type": "text", "text": "hello"}]
-    assert talking.turns[0] == {"role": "user", "content": content} and not talking.images
+    assert talking.turns[0] == {"role": "user", "content": content} and not talking.files
     talking.take("plain")
     assert talking.turns[2] == user("plain")
     for line in ("/image none", "/clear", "/system x"):
         talking.take("/image a.png")
-        assert talking.images
+        assert talking.files
         talking.take(line)
-        assert not talking.images
-    _, _, out = talk("/image a.png", "/image", "/image bad", read_image=read)
+        assert not talking.files
+    _, _, out = talk("/image a.png", "/image", "/image bad", read_file=read)
     assert out == "the next message has a.png (5 tokens)\n" * 2 + "bad: it is no image\n"
     assert talk("/image a.png")[2] == "this model takes no images\n"
+    assert talk("/video")[2] == "the next message has no video\n"
 
 
 def test_an_error_leaves_images_waiting() -> None:
-    talking, _, _ = talk(read_image=lambda path: chat.ReadImage(path, {"type": "image"}, 5))
+    talking, _, _ = talk(read_file=lambda _, path: chat.ReadFile(path, {"type": "image"}, 5))
     talking._draw = lambda *_: Echo().draw([user("refuse")], SamplingParams())
     talking.take("/image a.png")
     talking.take("what?")
-    assert not talking.turns and len(talking.images) == 1
+    assert not talking.turns and len(talking.files) == 1
 
 
 def test_what_is_typed_is_completed(tmp_path: Path) -> None:
@@ -337,15 +339,18 @@ def test_what_is_typed_is_completed(tmp_path: Path) -> None:
 def test_images_of_a_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two turns, each with an image, are the conversation that LLM.chat answers; a model that was
-    loaded without its tower says so.
+    """Two turns, one with an image and one with a video, are the conversation that LLM.chat
+    answers; a model that was loaded without its tower says so.
     """
+    from tests import video_files
+
     folder = vision_folder.write_vision_folder(tmp_path / "model")
     (tmp_path / "a.png").write_bytes(vision_folder.png())
     (tmp_path / "bad.png").write_bytes(b"nothing")
     saved = tmp_path / "chat.json"
     typed = [f"/image {tmp_path}/a.png", f"/image {tmp_path}/bad.png", "what?"]
-    typed += [f"/image {tmp_path}/a.png", "and?", f"/save {saved}"]
+    (tmp_path / "b.mp4").write_bytes(video_files.video(20))
+    typed += [f"/video {tmp_path}/a.png", f"/video {tmp_path}/b.mp4", "and?", f"/save {saved}"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(typed) + "\n"))
     load, loaded = chat.load, list[chat.Model]()
 
@@ -358,7 +363,7 @@ def test_images_of_a_model(
     assert chat.main([*argv, "--images"]) == 0
     out = capsys.readouterr().out
     assert f"the next message has a.png ({vision_folder.ROWS} tokens)\n" in out
-    assert "images[0]" in out
+    assert "images[0]" in out and "videos[0]" in out and "the next message has b.mp4 (" in out
     messages = json.loads(saved.read_text())
     assert messages[0] == vision_folder.seen()[0] and len(messages) == 4
     llm = loaded[0]._llm
@@ -369,5 +374,5 @@ def test_images_of_a_model(
     monkeypatch.setattr(llm.session.inputs, "images", None)
     monkeypatch.setattr(llm, "engine_config", EngineConfig(max_model_len=256))
     with pytest.raises(RequestError, match="was loaded without a vision tower; --images"):
-        loaded[0].read_image("a.png")
+        loaded[0].read_file(IMAGE, "a.png")
     llm.close()
