@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field
+from pydantic_core import PydanticCustomError
 
 from jpaged.checks import FLOAT32_MAX
 
@@ -130,6 +131,7 @@ class VideoPart(TypedDict):
 
 
 Part = TextPart | ImagePart | VideoPart
+VIDEO_OPTIONS = ("fps", "num_frames", "do_sample_frames")  # of jpaged.images.videos.Video
 FULL_DETAIL = (None, "auto", "high", "original")
 
 
@@ -206,6 +208,14 @@ def _arguments(value: Any) -> Any:
     return parsed if isinstance(parsed, dict) else value
 
 
+def _video_options(value: dict[str, Any]) -> dict[str, Any]:
+    """Return what is to be taken of a request's videos; other options would change the answer."""
+    if not value.keys() <= set(VIDEO_OPTIONS):
+        told = {"names": ", ".join(VIDEO_OPTIONS)}
+        raise PydanticCustomError("unsupported_field", "may have {names} alone", told)
+    return value
+
+
 def _variables(value: dict[str, Any]) -> dict[str, Any]:
     if taken := sorted(RESERVED & set(value)):
         raise ValueError(f"{taken[0]!r} is not a variable that a request may set")
@@ -243,3 +253,4 @@ Content = Annotated[
     BeforeValidator(_joined, json_schema_input_type=str | list[RefusalPart | Part]),
 ]
 Variables = Annotated[dict[str, Any], AfterValidator(_variables)]
+VideoOptions = Annotated[dict[str, Any], AfterValidator(_video_options)]

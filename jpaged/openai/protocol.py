@@ -35,6 +35,7 @@ from jpaged.openai.fields import (
     Tools,
     Truncation,
     Variables,
+    VideoOptions,
     short,
 )
 from jpaged.openai.forms import FormFields
@@ -484,7 +485,10 @@ class ChosenLogprobs(GenerationRequest):
 
 
 class Conversation(ChosenLogprobs):
-    """A conversation, and the options of rendering it with the chat template."""
+    """A conversation, and the options of rendering it with the chat template.
+
+    mm_processor_kwargs: what is taken of its videos, by vLLM's name.
+    """
 
     is_chat: ClassVar[bool] = True
     # The chat template writes the special tokens of a chat.
@@ -496,6 +500,7 @@ class Conversation(ChosenLogprobs):
     messages: Annotated[list[Message], FailFast(), Field(min_length=1)]
     max_completion_tokens: Integer | None = None  # OpenAI's new name for max_tokens, which wins
     chat_template_kwargs: Variables | None = None
+    mm_processor_kwargs: VideoOptions | None = None
     continue_final_message: bool = False
     add_generation_prompt: bool | None = None
 
@@ -566,13 +571,14 @@ class Conversation(ChosenLogprobs):
     def _with_their_sources(self) -> list[dict[str, Any]]:
         """Return the conversation with the images and videos that `put_sources` has taken."""
         left = {"image": iter(self._images or ()), "video": iter(self._videos or ())}
+        options = {"image": {}, "video": self.mm_processor_kwargs or {}}
         messages = self.conversation
         for message in messages:
             if isinstance(message["content"], list):
                 message["content"] = [
                     part
                     if part["type"] == "text"
-                    else part | {part["type"]: next(left[part["type"]])}
+                    else part | options[part["type"]] | {part["type"]: next(left[part["type"]])}
                     for part in message["content"]
                 ]
         return messages

@@ -75,6 +75,18 @@ def test_frames_of_a_caller_are_those_of_the_file(live: Live) -> None:
     assert usage(both)[0] == len(ids) + 2 + 4
 
 
+def test_a_body_says_what_is_taken(live: Live) -> None:
+    """Fewer frames, fewer tokens; the options of a processor that are others are refused."""
+    body = {"messages": shown(video_url(video(60))), **DRAWN}
+    every = usage(live.post(CHAT, body))[0]
+    few = usage(live.post(CHAT, body | {"mm_processor_kwargs": {"num_frames": 2}}))[0]
+    assert few < every
+    status, answer, _ = live.request(CHAT, body | {"mm_processor_kwargs": {"fps": -1}})
+    assert status == 400 and "fps" in answer["error"]["message"]
+    status, answer, _ = live.request(CHAT, body | {"mm_processor_kwargs": {"max_pixels": 9}})
+    assert status == 400 and answer["error"]["param"] == "mm_processor_kwargs"
+
+
 def _chat(messages: Any) -> Any:
     from jpaged.request.inputs import Chat
 
