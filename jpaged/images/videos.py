@@ -90,7 +90,8 @@ class Video:
             return
         if self.fps is not None or self.num_frames is not None or self.do_sample_frames:
             raise RequestError("frames_indices in video_metadata: these frames were picked already")
-        numbers = list(picked) if isinstance(picked, Sequence | np.ndarray) else [None]
+        is_list = isinstance(picked, Sequence | np.ndarray)
+        numbers: list[Any] = list(picked) if is_list else [None]
         whole = all(isinstance(x, int | np.integer) and x >= 0 for x in numbers)
         if not whole or numbers != sorted(numbers):
             raise RequestError("frames_indices of video_metadata: must be integers in order")
@@ -117,8 +118,9 @@ class Video:
 
 
 def _check_rate(name: str, rate: object) -> None:
-    is_number = isinstance(rate, int | float) and not isinstance(rate, bool)
-    if rate is not None and not (is_number and 0 < rate < math.inf):
+    if rate is None:
+        return
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < math.inf:
         raise RequestError(f"{name}={rate!r}: must be a number of frames a second above 0")
 
 
@@ -126,9 +128,11 @@ class Frames(Protocol):
     """The frames of a video: how many, how many a second (None: nobody says), and their size."""
 
     total: int
-    fps: float | None
     height: int
     width: int
+
+    @property
+    def fps(self) -> float | None: ...
 
     def pick(self, numbers: Sequence[int]) -> Iterator[np.ndarray]:
         """Yield frames by their numbers, which are in order: uint8 [height, width, 3]."""

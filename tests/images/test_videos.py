@@ -243,7 +243,7 @@ def test_what_cannot_be_taken_is_named(tmp_path: Path, tokenizer: PreTrainedToke
 
     def refused(said: str, **options: Any) -> None:
         with pytest.raises(RequestError, match=said):
-            prepare_video(preparer, Video(**{"source": FRAMES} | options))
+            prepare_video(preparer, Video(**dict[str, Any]({"source": FRAMES} | options)))
 
     for fps in (0, -1.0, float("inf"), True, "2"):
         refused("fps=.*: must be a number of frames a second", fps=fps)

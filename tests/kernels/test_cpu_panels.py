@@ -1,7 +1,5 @@
 """The C++ products of packed panels against float64, and attention within groups against XLA's."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,10 +58,11 @@ def test_attention(dtype: str) -> None:
     images[:150], images[150:163], images[163:real] = 0, 1, 2
     groups = jnp.asarray(np.stack([images, np.arange(total) // 100]), jnp.int32)
     q, k, v = random(total, 4, 24), random(total, 2, 24), random(total, 2, 24) + 1
-    arrays: Any = tuple(x.astype(dtype) for x in (q, k, v))
+    q, k, v = (x.astype(dtype) for x in (q, k, v))
     step = StepContext(group_attention=group_attention)
-    ours = np.asarray(attend(*arrays, groups, 0.3, step), np.float32)
-    exact = attend(*(x.astype(jnp.float32) for x in arrays), groups, 0.3, StepContext())
+    ours = np.asarray(attend(q, k, v, groups, 0.3, step), np.float32)
+    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    exact = attend(q, k, v, groups, 0.3, StepContext())
     tolerance = {"float32": 2e-6, "bfloat16": 1e-2}[dtype]
     np.testing.assert_allclose(
         ours[:real], np.asarray(exact)[:real], atol=tolerance, rtol=tolerance

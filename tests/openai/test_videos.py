@@ -139,7 +139,9 @@ def line(body: dict[str, Any]) -> bytes:
 
 def test_lines_of_a_batch(live: Live, tmp_path: Path) -> None:
     """In a chat, and bare; as a path below the input's folder, and not from elsewhere."""
-    llm, limits = live.llm._llm, live.llm._llm.session.inputs.images.limits
+    llm, reader = live.llm._llm, live.llm._llm.session.inputs.images
+    assert reader is not None
+    limits = reader.limits
     (tmp_path / "a.mp4").write_bytes(video(20))
     settings = Settings(
         defaults=GREEDY, images=LineImages.of(ImageLimits.of(LIMITS), folder=str(tmp_path))
