@@ -10,7 +10,7 @@ themselves, and validates each with jsonschema. With --suite the schemas are tho
 suite (jsonschema's source distribution has it too, below json/), each of which is served or
 refused. --cost times rows without a form, rows within a long string of a form, and records, in a
 random order in each turn; it prints the median time of each, the median of the ratios within a
-turn, and the time of the masks.
+turn, by the clock and in time of processors, and the time of the masks.
 """
 
 import argparse
@@ -235,25 +235,27 @@ def cost(args: Any) -> None:
     kinds: dict[str, Any] = {"free": None, "long string": LONG, "records": nested}
     rng = np.random.default_rng(0)
     prompts = [rng.integers(300, 900, 16).tolist() for _ in range(args.rows)]
-    times: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
+    times: dict[str, list[tuple[float, float, float]]] = {kind: [] for kind in kinds}
     for turn in range(args.rounds + 1):
         for kind in rng.permutation(list(kinds)):  # since the last one leaves its data in caches
             settings["structured"] = kinds[kind]
             asked = [jpaged.SamplingParams(seed=i, **settings) for i in range(args.rows)]
-            before, began = llm.stats(), time.perf_counter()
+            before, began, used = llm.stats(), time.perf_counter(), time.process_time()
             outs = llm.generate(prompts, asked, use_tqdm=False)
-            seconds, after = time.perf_counter() - began, llm.stats()
+            seconds, used = time.perf_counter() - began, time.process_time() - used
+            after = llm.stats()
             drawn = sum(len(out.outputs[0].token_ids) for out in outs)
             masks = after["mask_time_s"] - before["mask_time_s"]
             if turn:
-                times[kind].append((1e3 * seconds / drawn, 1e3 * masks / drawn))
+                times[kind].append((1e3 * seconds / drawn, 1e3 * masks / drawn, used / drawn))
     print(f"{common.model_name(args)}, vocabulary {model.vocab_size}, {args.rows} rows")
     for kind, samples in times.items():
-        median, masks = (statistics.median(values) for values in zip(*samples, strict=True))
-        ratio = statistics.median(np.array(samples)[:, 0] / np.array(times["free"])[:, 0])
+        median, masks, _ = (statistics.median(values) for values in zip(*samples, strict=True))
+        ratio, _, used = np.median(np.array(samples) / np.maximum(times["free"], 1e-12), axis=0)
         print(
-            f"{kind:12} {median * args.rows:8.2f} ms for a token of each row, {ratio:5.2f} of "
-            f"free rows' time; masks {masks * args.rows:6.2f} ms"
+            f"{kind:12} {median * args.rows:8.2f} ms for a token of each row, {ratio:5.3f} of "
+            f"free rows' time and {used:5.3f} of their processor time; masks "
+            f"{masks * args.rows:6.2f} ms"
         )
 
 
