@@ -25,10 +25,13 @@ TILE = 64  # slots
 SMS = 132
 START, END = 2.0e-6, 1.2e-6  # of a thread block: before its first bytes, after its last ones
 TURN = 0.3e-6  # between two items of a thread block, whose copies go on
-CLOCKS = {64: 1100, 128: 1450, 256: 1900}  # that a tile computes, by head dim
-# In 8 bits: as many more as a warp's instructions and its products' clocks are (docs/kernels.md).
-# Widening takes less, in other slots of the schedulers.
-CLOCKS_IN_8_BITS = {64: 1120, 128: 1470, 256: 1980}
+# That a thread block computes a tile, by head dim: a warp's instructions, its products' clocks, and
+# waiting (docs/kernels.md), of which 200 for what warps exchange.
+CLOCKS = {64: 930, 128: 1210, 256: 1420}
+# In 8 bits, the longest of: as much; what is widened beside it; what shared memory takes of an SM
+# to move the tiles of its thread blocks.
+CLOCKS_IN_8_BITS = {64: 940, 128: 1550, 256: 1600}
+GROUP = 8  # query heads of a KV head, at most, that this is for
 SCALES = 8  # bytes of a slot and head
 
 
@@ -57,6 +60,8 @@ CASES: dict[str, tuple[list[int], int, int, bool]] = {
     "128 x 2048, 8 bits": ([2048] * 128, 8, 128, True),
     "128 x 2048, D 64": ([2048] * 128, 8, 64, False),
     "128 x 2048, D 64, 8 bits": ([2048] * 128, 8, 64, True),
+    "128 x 2048, D 256": ([2048] * 128, 8, 256, False),
+    "128 x 2048, D 256, 8 bits": ([2048] * 128, 8, 256, True),
     "32 x 1024": ([1024] * 32, 8, 128, False),
     "20 x 8192": ([8192] * 20, 8, 128, False),
     "8 x 8192": ([8192] * 8, 8, 128, False),
@@ -114,7 +119,7 @@ def shares(
     contexts: list[int], kv_heads: int, head_dim: int, in_8_bits: bool = False, *, card: Card
 ) -> dict[str, float]:
     """Return the share of the bandwidth, by what the module's docstring names."""
-    places = SMS * resident(head_dim, in_8_bits=in_8_bits)
+    places = SMS * resident(head_dim, GROUP, in_8_bits=in_8_bits)
     tiles, slot = -(-max(contexts) // TILE), bytes_of_a_slot(head_dim, in_8_bits)
     clocks = (CLOCKS_IN_8_BITS if in_8_bits else CLOCKS)[head_dim]
     fastest = TILE * slot * card.clock / clocks

@@ -48,6 +48,11 @@ KERNELS: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
     "decode_d128_g8_window": (128, 128, 8, 1, {"splits": 2, "window": 1000}),
     "decode_d64_g8_sinks_window": (64, 64, 64, 8, {"splits": 1, "window": 128, "sinks": 1}),
     "decode_d256_g4_cap": (256, 64, 8, 2, {"splits": 4, "soft_cap": 50.0}),
+    "decode_d64_g32_splits": (64, 64, 32, 1, {"splits": 2}),
+    "decode_d64_g64_splits": (64, 64, 64, 1, {"splits": 2}),
+    "decode_d64_g16_int8_splits": (64, 64, 16, 1, {"splits": 2, "kv_dtype": jnp.int8}),
+    "decode_d128_g16_int8_splits": (128, 64, 16, 1, {"splits": 2, "kv_dtype": jnp.int8}),
+    "decode_d128_g64_int8_splits": (128, 64, 64, 1, {"splits": 2, "kv_dtype": jnp.int8}),
     "decode_d64_g2_int8": (64, 64, 8, 4, {"splits": 1, "kv_dtype": jnp.int8}),
     "decode_d128_g2_int8": (128, 64, 16, 8, {"splits": 1, "kv_dtype": jnp.int8}),
     "decode_d128_g2_int8_splits": (128, 64, 16, 8, {"splits": 4, "kv_dtype": jnp.int8}),
@@ -202,7 +207,8 @@ def blocks_on_an_sm(name: str) -> int:
     """Return how many thread blocks of one of ALL are to fit on an SM at once."""
     if not name.startswith("decode"):
         return 1
-    return decode_kernel.resident(KERNELS[name][0], in_8_bits="kv_dtype" in KERNELS[name][-1])
+    D, _, H, K, more = KERNELS[name]
+    return decode_kernel.resident(D, H // K, in_8_bits="kv_dtype" in more)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -445,7 +445,7 @@ SOURCES = {
         *(LONG, {"splits": 1, "thread_blocks": 3}),
     ),
     "queries of another turn": (
-        *("decode_kernel", "scores(q_sm.at[place]", "scores(q_sm.at[0]"),
+        *("decode_kernel", "(tile, q_sm.at[place])", "(tile, q_sm.at[0])"),
         *(SMALL_DECODE, {"splits": 1, "thread_blocks": 1}),
     ),
     "results overwritten": (
@@ -683,8 +683,11 @@ class TestCompiledForHopper:
         assert (compiled["shared_memory"] + 1024) * blocks <= 228 << 10
 
     def test_tma_takes_its_descriptors(self, kernel_name: str, compiled: dict[str, Any]) -> None:
-        """Mosaic's runtime ends the process at the first call if a rule is broken."""
-        least = 2 if kernel_name in aot_cuda.EXPERTS else 1 if kernel_name in aot_cuda.LOGITS else 3
+        """Mosaic's runtime ends the process at the first call if a rule is broken. Decode's results
+        are whole rows side by side, which may be copied without a descriptor.
+        """
+        of_two = kernel_name in aot_cuda.EXPERTS or kernel_name.startswith("decode")
+        least = 2 if of_two else 1 if kernel_name in aot_cuda.LOGITS else 3
         assert compiled["descriptors"] >= least and not compiled["broken_rules"]
 
     def test_products_are_ordered_and_wait_for_none(self, compiled: dict[str, Any]) -> None:

@@ -29,25 +29,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.paged_attention.common import NEG, combine, interpretation, multiprocessors
 from kernels_pallas.paged_attention.interface import Options, shapes_of
+from kernels_pallas.paged_attention.mosaic_gpu.decode_forms import ByQuery, BySlot
 from kernels_pallas.paged_attention.mosaic_gpu.pieces import (
     DECODE_C,
     SMEM_BYTES,
-    Q,
     Ring,
-    add_values,
-    along_slots,
     drain,
-    fold,
-    iota,
     launch,
-    normalized,
     rings_in_8_bits,
     scaled,
-    scores,
-    softmax_start,
-    store_flat,
     stream_tiles,
-    tiled_smem,
     turns_of,
     unsupported,
     widen_tiles,
@@ -58,8 +49,9 @@ from kernels_pallas.paged_attention.pool_layout import ScaledPool, pad
 
 MAX_SPLITS = 128
 # Registers of a thread of the computing warpgroup and the widening one, and of the copying one,
-# which start with 168: for 8 bits, where there are three.
+# which start with 168: for 8 bits, where there are three, if queries are rows.
 COMPUTING, COPYING = 240, 24
+AT_ONCE = 128  # columns of 8 bits that become 16: with twice as many 80 registers would not do
 START = 3  # the time in which an item starts and ends, in KV tiles that could be read
 
 
@@ -76,14 +68,24 @@ def split_count(items: int, tiles: int, slots: int) -> int:
     return min(range(1, max(1, min(MAX_SPLITS, tiles)) + 1), key=duration)
 
 
-def resident(head_dim: int, *, in_8_bits: bool = False) -> int:
-    """Return the number of thread blocks on an SM: two if their registers fit, so that one computes
-    while the other waits.
-
-    in_8_bits: whether keys and values are; a block then has three warpgroups, two of which take
-    more registers a thread than the 80 that two blocks have room for.
+def by_slot(head_dim: int, rows: int) -> bool:
+    """Return whether a row of scores is a slot, for so many queries of a KV head, filled up to 8s;
+    with more, that form has more registers than there are.
     """
-    return 2 if head_dim == 64 and not in_8_bits else 1
+    return rows <= 32 and head_dim * rows <= 4096
+
+
+def resident(head_dim: int, group: int, *, in_8_bits: bool = False) -> int:
+    """Return the number of thread blocks on an SM: two if it pays and their registers fit, so that
+    one computes while the other waits.
+
+    group: query heads of a KV head. in_8_bits: whether keys and values are; a block then has three
+    warpgroups, of which two blocks have room for 80 registers a thread, for 128 where it has two.
+    In 16 bits a tile of a head_dim of 128 is bytes enough to hide what is computed.
+    """
+    if in_8_bits:
+        return 2 if head_dim * -(-group // 8) * 8 <= 1024 else 1
+    return 2 if head_dim == 64 else 1
 
 
 @functools.partial(jax.jit, static_argnames=("options", "splits", "thread_blocks", "fastest"))
@@ -117,7 +119,7 @@ def decode(
     rows = -(-G // 8) * 8  # of q that are copied: the unit of a swizzled tile
     # KV heads whose queries are copied together. Rows of a product stay apart: others do no harm.
     shared = 8 // G if H % 8 == 0 and 8 % G == 0 else 1
-    on_an_sm = resident(D, in_8_bits=in_8_bits)
+    on_an_sm = resident(D, G, in_8_bits=in_8_bits)
     slots = multiprocessors() * on_an_sm
     reach = block_table_SM.shape[1] * P
     reach = reach if window is None else min(reach, window + C - 1)
@@ -127,11 +129,13 @@ def decode(
     out_dtype = jnp.dtype(jnp.float32) if are_parts else dtype
     blocks = min(thread_blocks or (items if D > 128 else slots), items)
     turns = -(-items // blocks)
-    # Shared memory holds queries and, of a single item in their place, results. Of several items
-    # it holds the queries of two, so that the next one's are there in time, and results apart.
-    places, result = min(turns, 2), Q * D * out_dtype.itemsize
-    fixed = 4096 + result + (2 * Q * D * dtype.itemsize if turns > 1 else 0)
-    room, shape = SMEM_BYTES // on_an_sm - fixed, (C, 2 * D)
+    # Shared memory holds results and, of several items, the queries of two, so that the next one's
+    # are there in time. An SM keeps 1 KiB of it for each thread block.
+    form = (BySlot if by_slot(D, rows) else ByQuery)(rows, C, D, dtype, interpret)
+    sets_registers = in_8_bits and not by_slot(D, rows)
+    places, shape = min(turns, 2), (C, 2 * D)
+    fixed = 6144 + form.bytes(places, out_dtype)
+    room = (SMEM_BYTES + 1024) // on_an_sm - 1024 - fixed
     if in_8_bits:
         rings = rings_in_8_bits(room, C, D, pool.dtype, dtype, readers=1)
     else:
@@ -139,7 +143,7 @@ def decode(
         rings = Ring.types(stages, shape, dtype, arrivals=C // P, readers=1), None
 
     def kernel(q_ref, pool_ref, table_ref, work_refs, layer_ref, *refs):
-        (*out_refs, (ring, copied), ((q_sm, o_sm), lse_sm), (q_full, q_empty)) = refs
+        (*out_refs, (ring, copied), ((q_sm, o_sm), p_sm, lse_sm), (q_full, q_empty)) = refs
         pool_ref, scales_ref = pool_ref if in_8_bits else (pool_ref, None)
         stages = ring.tiles.shape[0]
         order_ref, contexts_ref = work_refs
@@ -166,7 +170,7 @@ def decode(
 
         @pl.when(warpgroup == 0)
         def _():
-            if in_8_bits:
+            if sets_registers:
                 plgpu.set_max_registers(COMPUTING, action="increase")
 
             def item(turn, done):
@@ -184,33 +188,32 @@ def decode(
                     tile, ragged = ring.tiles.at[stage], (low > 0) | (high < C)
                     if not in_8_bits:
                         pl.when(ragged)(lambda: zero_unseen(tile, low, high))
-                    s = scores(q_sm.at[place], tile)
+                    s = form.scores(tile, q_sm.at[place])
                     if in_8_bits:
-                        s *= along_slots(ring.scales.at[stage, 0])
+                        s *= form.scales(ring.scales.at[stage, 0])
                     s = scaled(s, options.attention)
 
                     def masked(s):
-                        slot = iota((Q, C), 1)
+                        slot = form.slots()
                         return jnp.where((slot >= low) & (slot < high), s, NEG)
 
-                    if on_an_sm == 1:  # a branch takes registers, which two blocks lack
+                    if by_slot(D, rows) or on_an_sm == 1:
                         s = lax.cond(ragged, masked, lambda whole: whole, s)
-                    else:
+                    else:  # a branch takes registers, which two blocks with queries as rows lack
                         s = masked(s)
-                    of_values = along_slots(ring.scales.at[stage, 1]) if in_8_bits else None
-                    p, acc, m, total = fold(s, acc, m, total, dtype, of_values)
-                    acc = add_values(acc, p, tile, interpret)
+                    of_values = form.scales(ring.scales.at[stage, 1]) if in_8_bits else None
+                    p, acc, m, total = form.fold(s, acc, m, total, of_values)
+                    acc = form.add(acc, p, p_sm, tile)
                     plgpu.barrier_arrive(ring.empty.at[stage])
                     return acc, m, total
 
-                acc, m, total = lax.fori_loop(0, count, body, softmax_start(D))
+                acc, m, totals = lax.fori_loop(0, count, body, form.start())
                 if turns > 1:
                     plgpu.barrier_arrive(q_empty.at[place])
+                total = form.total(totals)
+                if turns > 1:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item's results
-                store_flat(o_sm, normalized(acc, total).astype(out_dtype))
-                if are_parts:
-                    # A sum is at least 1, its maximum's weight, or 0.
-                    lse_sm[...] = m + jnp.log2(jnp.maximum(total, 1.0))
+                form.store(o_sm, lse_sm if are_parts else None, acc, m, total)
                 plgpu.commit_smem()
                 heads = pl.ds(head * G, G)
                 rows_of_head = pl.ds(lax.rem(head, jnp.int32(shared)) * G, G)
@@ -225,7 +228,7 @@ def decode(
 
         @pl.when(warpgroup == 1)
         def _():
-            if in_8_bits:
+            if sets_registers:
                 plgpu.set_max_registers(COPYING, action="decrease")
             into = copied if in_8_bits else ring
 
@@ -251,18 +254,18 @@ def decode(
 
         @pl.when(warpgroup == 2)
         def _():
-            plgpu.set_max_registers(COMPUTING, action="increase")
+            if sets_registers:
+                plgpu.set_max_registers(COMPUTING, action="increase")
 
             def item(turn, done):
                 *_, begin, context, first, count = span_of(turn)
-                widen_tiles(first, count, done, begin, context, copied, ring)
+                widen_tiles(first, count, done, begin, context, copied, ring, AT_ONCE)
                 return done + count
 
             done = lax.fori_loop(0, my_turns, item, jnp.int32(0))
             drain(done, stages, ring.empty)
 
     outputs = [((S, X, H, D), out_dtype), ((S, X, K, rows), jnp.float32)]
-    q_and_o = tiled_smem((places, Q, D), dtype), plgpu.SMEM((Q, D), out_dtype)
     q = q_SHD.astype(dtype).reshape(S, K // shared, shared * G, D)
     q = pad(q, (S, K // shared, rows, D))
     order_S = jnp.argsort(-context_lens_S).astype(jnp.int32)
@@ -279,10 +282,7 @@ def decode(
         out_type=[jax.ShapeDtypeStruct(*output) for output in outputs[: 2 if are_parts else 1]],
         scratch_types=(
             rings,
-            (
-                plgpu.RefUnion(*q_and_o) if turns == 1 else q_and_o,
-                plgpu.SMEM((Q,), jnp.float32),
-            ),
+            form.buffers(places, out_dtype),
             (plgpu.Barrier(num_barriers=places), plgpu.Barrier(num_barriers=places)),
         ),
     )

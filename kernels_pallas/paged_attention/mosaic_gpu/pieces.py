@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
@@ -26,9 +27,14 @@ SMEM_BYTES = 227 << 10  # limit of a thread block
 # Blocks of a tile whose numbers the copying warpgroup reads at once, the first ones before it waits
 # for a stage. With 8 of them in its 24 registers, ptxas has no room for what a turn needs.
 AHEAD = 4
-WIDENED = 64  # columns of 8 bits that become 16 at a time: prefill has few registers for more
+WIDENED = 64  # columns of 8 bits that become 16 at a time, and lie together, if nothing is said
 
 WGMMA = plgpu.Layout.WGMMA
+# Four rows of 64 numbers a warp, 8 numbers a lane: what half the warp reads of 8 bits, and a
+# quarter of it writes of 16, are whole 128 bytes of shared memory, without bank conflicts.
+IN_ROWS = plgpu.Layout.TILED(
+    Tiling(((16, 64), (4, 64), (8,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
+)
 
 
 def unsupported(shapes: Shapes, attention: AttentionOptions, device: Any) -> str | None:
@@ -206,11 +212,14 @@ def stream_tiles(
                     plgpu.copy_gmem_to_smem(of_head, ring.scales.at[stage], ring.full.at[stage])
 
 
-def widen_tiles(first, count, done, low, high, narrow: Ring, wide: Ring) -> None:
+def widen_tiles(
+    first, count, done, low, high, narrow: Ring, wide: Ring, width: int = WIDENED
+) -> None:
     """Make tiles of 16 bits of tiles of 8, those that stream_tiles copies, in their order.
 
     low, high: first and last + 1 of the slots that are seen. What others hold, which may be NaN,
-    becomes 0: values, and the scales of both. done: tiles that were widened before.
+    becomes 0: values, and the scales of both. done: tiles that were widened before. width: the
+    columns that are widened at a time; between two times the warps wait for each other.
     """
     (stages, C, _), places = narrow.tiles.shape, wide.tiles.shape[0]
 
@@ -224,7 +233,7 @@ def widen_tiles(first, count, done, low, high, narrow: Ring, wide: Ring) -> None
         scales = plgpu.load(narrow.scales.at[stage], layout=layout)
         slot = plgpu.broadcasted_iota(jnp.int32, (2, C), 1, layout=layout)
         wide.scales.at[place][...] = jnp.where((slot >= begin) & (slot < end), scales, 0.0)
-        widen(narrow.tiles.at[stage], wide.tiles.at[place])
+        widen(narrow.tiles.at[stage], wide.tiles.at[place], width)
         plgpu.barrier_arrive(narrow.empty.at[stage])
 
         @pl.when((begin > 0) | (end < C))
@@ -329,16 +338,16 @@ def along_slots(scales_sm) -> Array:
     return lax.broadcast_in_dim(of_slot, (Q, *scales_sm.shape), [1])
 
 
-def widen(narrow_sm, kv_sm) -> None:
+def widen(narrow_sm, kv_sm, width: int) -> None:
     """Convert a tile of 8 bits to the 16 that a product can take from shared memory."""
     dtype, C, D = kv_sm.dtype, kv_sm.shape[0], kv_sm.shape[1] // 2
     at_once = (jnp.dtype(narrow_sm.dtype), jnp.dtype(dtype)) in (
         (jnp.dtype(jnp.int8), jnp.dtype(jnp.bfloat16)),
         (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float16)),
     )
-    for c, d in itertools.product(range(0, C, 64), range(0, 2 * D, WIDENED)):
-        piece = pl.ds(c, 64), pl.ds(d, WIDENED)
-        x = plgpu.load(narrow_sm.at[piece], layout=plgpu.Layout.WGMMA_UPCAST_2X)
+    for c, d in itertools.product(range(0, C, 64), range(0, 2 * D, width)):
+        piece = pl.ds(c, 64), pl.ds(d, width)
+        x = plgpu.load(narrow_sm.at[piece], layout=IN_ROWS)
         kv_sm.at[piece][...] = (x if at_once else x.astype(jnp.float32)).astype(dtype)
     plgpu.commit_smem()
 

@@ -597,8 +597,6 @@ class ThreadBlock:
         signs, transposes = flags[:2], [flag == "1" for flag in flags[2:]]
         if signs != ["1", "1"] or len(transposes) != (2 if a_names is None else 1):
             raise ValueError(f"no wgmma of the emulator: {instruction}")
-        if a_names is None and transposes[0]:
-            raise ValueError(f"no wgmma of the emulator: {instruction}")
         of_a, of_b = (self._value(x, 64) if x[0] != "{" else None for x in (a, b))
         assert of_b is not None
         used = frozenset((*sum_names, *(a_names or ())))
@@ -614,7 +612,8 @@ class ThreadBlock:
                     left = _fragment([registers[name] for name in a_names or ()])
                 else:
                     first = 16 * (warp.number % WARPGROUP)
-                    left = matrix(self.shared, at_a, 64, transposed=False)[first : first + 16]
+                    whole = matrix(self.shared, at_a, 64, transposed=transposes[0])
+                    left = whole[first : first + 16]
                 right = matrix(self.shared, at_b, columns, transposed=transposes[-1])
                 product = _widened(left, is_bf16) @ _widened(right, is_bf16).T
                 for name, part in zip(sum_names, _parts(product), strict=True):
