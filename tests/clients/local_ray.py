@@ -15,7 +15,8 @@ def local_ray(**settings: Any) -> Iterator[None]:
     """Run Ray without a dashboard inside the block. settings: more for ray.init."""
     ray: Any = pytest.importorskip("ray", reason="the extra 'ray' is not installed")
     # Threads that Ray Serve leaves behind would start a Ray of their own, between two blocks.
-    importlib.import_module("ray._private.auto_init_hook").enable_auto_connect = False
+    starting: Any = importlib.import_module("ray._private.auto_init_hook")
+    starting.enable_auto_connect = False
     ray.shutdown()
     for left in reversed(range(STARTS)):
         try:
