@@ -42,9 +42,8 @@ class Level:
     too. activations: what x becomes in products with int8 and int4 weights where nobody chose it
     (see quantized.ACTIVATIONS): what the processor is fastest with. panels: the dtypes whose
     products of many rows are made by packed panels (see panels.h): bf16 too where no instruction
-    multiplies it. interleaved: those with which
-    it multiplies interleaved weights (TakesInterleaved of its level.cc). tiles: whether it asks
-    Linux for AMX's tile registers.
+    multiplies it. interleaved: the activations with which it multiplies interleaved weights
+    (TakesInterleaved of its level.cc). tiles: whether it asks Linux for AMX's tile registers.
     """
 
     name: str

@@ -40,7 +40,7 @@ def test_frames_are_those_of_a_whole_decode(container: str, codec: str) -> None:
 
 
 def test_frames_that_nobody_asks_for_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a group of frames without any that is picked, none is decoded."""
+    """Groups of frames that hold no picked frame are not decoded."""
     file = VideoFile(video(count=40, key_every=4), DEFAULT_LIMITS, "it")
     looked: list[int] = []
     monkeypatch.setattr(file, "_check_time", looked.append)

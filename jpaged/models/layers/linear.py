@@ -166,8 +166,8 @@ class StepContext:
     attention in a vision tower; None is XLA's, and can be differentiated. tensor_axis: the mesh
     axis (or axes) of axis_size devices that hold shares of the weights, inside shard_map; None
     where each holds all. data_axes: those that replicas lie along. in_order: a row's bits do not
-    depend on which devices have which of its experts. in_fp8: XLA has tensor cores
-    for products of fp8 by fp8.
+    depend on which devices have which of its experts. in_fp8: XLA has tensor cores for products of
+    fp8 by fp8.
     """
 
     num_rows: Array | None = None
