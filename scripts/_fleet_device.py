@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,14 +34,16 @@ MODEL = ModelConfig(
     head_dim=2,
     max_position_embeddings=1 << 20,
 )
+DEPTH = 2  # dispatches in flight, as sessions have
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepTimes:
     """Seconds of steps: prefill_step and prefill_token for each of its tokens; decode_step,
-    decode_row for each row and decode_context for each token that rows look back at. kv_bytes: of a
-    token. host_rate, disk_rate: bytes a second from host memory and from files. Attention within a
-    prompt is not counted apart: prefill_token is a mean over lengths.
+    decode_row for each row and decode_context for each token that rows look back at; host_step of
+    the host before a step, for which only a device with nothing to do waits. kv_bytes: of a token.
+    host_rate, disk_rate: bytes a second from host memory and from files. Attention within a prompt
+    is not counted apart: prefill_token is a mean over lengths.
     """
 
     prefill_step: float
@@ -50,6 +52,7 @@ class StepTimes:
     decode_row: float
     decode_context: float
     kv_bytes: int
+    host_step: float = 0.0
     host_rate: float = 20e9
     disk_rate: float = 2e9
 
@@ -86,12 +89,14 @@ class StepTimes:
 
 
 class ModelledDevice:
-    """The engine's Device: now is its clock, in seconds, which dispatches and loads move on."""
+    """The engine's Device. now: the host's clock, in seconds, which waits for results move on.
+    free_at: when the device has done all that it was told to do, one after the other.
+    """
 
     shares_blocks = True
 
     def __init__(self, config: EngineConfig, times: StepTimes):
-        self.config, self.times, self.now = config, times, -math.inf
+        self.config, self.times, self.now, self.free_at = config, times, -math.inf, -math.inf
         assert config.num_blocks is not None
         self.kv_groups = (
             GroupSize(config.num_blocks, block_bytes=times.kv_bytes * config.block_size),
@@ -100,34 +105,40 @@ class ModelledDevice:
     def fit(self, buckets: StepShapes) -> StepShapes:
         return buckets
 
-    def dispatch(self, batch: Batch) -> Batch:
+    def dispatch(self, batch: Batch) -> "RunningStep":
+        self.now += self.times.host_step
         sections, _ = input_sections(batch.bucket, self.config)
         if isinstance(batch.bucket, DecodeShape):
             lens = sections["context_lens"]
             first = lens.offset
             context = int(batch.packed[first : first + math.prod(lens.shape)].sum())
-            self.now += batch.steps * self.times.decode(batch.num_rows, context)
+            self._work(batch.steps * self.times.decode(batch.num_rows, context))
         else:
-            self.now += self.times.prefill(batch.num_tokens)
-        return batch
+            self._work(self.times.prefill(batch.num_tokens))
+        return RunningStep(batch, self.free_at)
 
-    def draw(self, handle: Batch, masks_SW: np.ndarray | None = None) -> Batch:
+    def _work(self, seconds: float) -> None:
+        """Let the device do one thing more."""
+        self.free_at = max(self.free_at, self.now) + seconds
+
+    def draw(self, handle: "RunningStep", masks_SW: np.ndarray | None = None) -> "RunningStep":
         assert masks_SW is None, "no form is asked for"
         return handle
 
-    def fetch(self, handle: Batch) -> list[StepResult]:
-        outs = []
-        for shape in (handle.sample, handle.bucket):
+    def fetch(self, handle: "RunningStep") -> list[StepResult]:
+        self.now = max(self.now, handle.ends_at)
+        batch, outs = handle.batch, []
+        for shape in (batch.sample, batch.bucket):
             if shape is None:
                 continue
             sections, size = output_sections(shape, self.config)
             if size:
                 out = np.zeros(size, np.int32)
                 drawn = sections["num_drawn"]
-                steps = handle.steps if isinstance(shape, DecodeShape) else 1
+                steps = batch.steps if isinstance(shape, DecodeShape) else 1
                 out[drawn.offset : drawn.offset + math.prod(drawn.shape)] = steps
                 outs.append(out)
-        return unpack(handle, self.config, outs, weight_version=0)
+        return unpack(batch, self.config, outs, weight_version=0)
 
     def replay(self, handle: Batch, rounds: list[list[list[Replay]]]) -> None:
         raise AssertionError("nothing is guessed")
@@ -143,10 +154,17 @@ class ModelledDevice:
     ) -> None:
         count = sum(map(len, block_ids))
         size = count * self.times.kv_bytes * self.config.block_size
-        self.now += size / self.times.host_rate
+        self._work(size / self.times.host_rate)
 
     def recover(self) -> None:
         raise AssertionError("nothing fails")
+
+
+class RunningStep(NamedTuple):
+    """A step that was dispatched, and when the device has done it."""
+
+    batch: Batch
+    ends_at: float
 
 
 class EngineReplica:
@@ -171,7 +189,7 @@ class EngineReplica:
             swap_space_gib=host_tokens * times.kv_bytes / 2**30,
         ).resolve(MODEL)
         self.device = ModelledDevice(config, times)
-        self.engine = Engine(config, self.device)
+        self.engine = Engine(config, self.device, depth=DEPTH)
         self._live: dict[str, tuple[Sequence, float]] = {}
         self.firsts: dict[str, float] = {}  # seconds to the first token, by request
         self.ends: dict[str, float] = {}

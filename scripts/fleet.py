@@ -193,10 +193,13 @@ class ModelReplica:
             start = max(
                 start, heapq.nsmallest(len(self.ends) - self.sizes.rows + 1, self.ends)[-1][0]
             )
-        # Rows that decode take turns with the chunks of prompts.
+        # Rows that decode take turns with the chunks of prompts. A prompt that no other is before
+        # comes amid a step of theirs, and the next one is dispatched already.
         turns = chunks * MOST_IN_A_ROW["decode"] / MOST_IN_A_ROW["prefill"] if rows else 0.0
-        waits = max(start - now, 0.0) / max(compute, 1e-9) if rows else 0.0
-        prompt_s = compute + turns * step * (1 if waits > 0 or chunks > 1 else 0.5)
+        if rows and start <= now:
+            turns = 1.5 + (turns if chunks > 1 else 0.0)
+        host = times.host_step if not rows and start <= now else 0.0
+        prompt_s = compute + turns * step + host
         first = start + prompt_s + fetch
         self.free_at = start + prompt_s
         self._note(now, compute)
@@ -476,8 +479,18 @@ def run_engines(fleet: Fleet, asks: Iterable[Asked] | None = None) -> dict[str, 
     router = Front(fleet).router
     for index in range(fleet.replicas):
         router.add(str(index))
-    placed = list[tuple[Asked, int]]()
-    for count, asked in enumerate(fleet.traffic() if asks is None else asks):
+    placed = dict[str, tuple[Asked, int]]()
+    turns = dict[int, tuple[str, int]]()  # a session's last request, and where it runs
+    held = list[tuple[float, int, Asked]]()  # turns that come before the one before has ended
+    coming = enumerate(fleet.traffic() if asks is None else asks)
+    following = next(coming, None)
+    while held or following is not None:
+        if held and (following is None or held[0][0] <= following[1].at):
+            _, order, asked = heapq.heappop(held)
+        else:
+            assert following is not None
+            order, asked = following
+            following = next(coming, None)
         for index, engine in enumerate(engines):
             begun, ended = engine.news(asked.at)
             for call in begun:
@@ -486,18 +499,24 @@ def run_engines(fleet: Fleet, asks: Iterable[Asked] | None = None) -> dict[str, 
                 router.ended(call)
             if ended and (report := engine.report()) is not None:
                 router.report(str(index), report)
-        call, ids = str(count), token_ids(asked)
+        if asked.session in turns:
+            call, index = turns[asked.session]
+            if call not in engines[index].ends:  # its client has no answer yet
+                later = math.nextafter(max(asked.at, engines[index].device.now), math.inf)
+                heapq.heappush(held, (later, order, asked._replace(at=later)))
+                continue
+        call, ids = str(order), token_ids(asked)
         keys, ends = engines[0].keys(ids)
         ask = Ask(call=call, tokens=asked.prompt, keys=keys, ends=ends, session=str(asked.session))
         among = divided(asked, router.replicas) if fleet.by_session else None
         chosen = int(router.choose(ask, among))
         engines[chosen].submit(call, ids, asked.answer, asked.at)
-        placed.append((asked, chosen))
+        placed[call], turns[asked.session] = (asked, chosen), (call, chosen)
     served = list[Served]()
     for engine in engines:
         engine.run()
-    for count, (asked, replica) in enumerate(placed):
-        engine, name = engines[replica], str(count)
+    for name, (asked, replica) in placed.items():
+        engine = engines[replica]
         cached = {"pool": engine.cached[name]}
         served.append(
             Served(

@@ -12,12 +12,12 @@ every session to one replica, runs the trace there, and prints beside it what th
 for it: "model" is fleet.py's queue, "host" the real scheduler, block manager and prefix cache over
 a device that takes the measured times.
 
-Steps are measured again after the run: where they take longer or shorter than before, so do all
-figures in seconds. Counts (requests, tokens, tokens found) depend on no clock and must agree
-wherever it runs. With --clock wall requests arrive in time and times are those of a clock. With
---clock processor a replica's time is the processor time of its process, with which waiting for the
-next arrival is skipped: on a machine that is busy with other work that is what comes nearest to a
-quiet one's.
+Steps are measured again after the run, and predictions take the mean: where they take longer or
+shorter than before, so do all figures in seconds. Counts (requests, tokens, tokens found) depend on
+no clock and must agree wherever it runs. With --clock wall requests arrive in time and times are
+those of a clock. With --clock processor a replica's time is the processor time of its process, with
+which waiting for the next arrival is skipped: on a machine that is busy with other work that is
+what comes nearest to a quiet one's.
 Answers are of one token over and over, so that a later turn's prompt is known before.
 """
 
@@ -58,7 +58,8 @@ ANSWER = 7  # the token of which answers are
 # tokens that each looks back at.
 PROMPTS = ((16, 0), (40, 0), (60, 96), (100, 0), (150, 96), (200, 0), (250, 300), (400, 0))
 ROWS = ((1, 64), (1, 500), (3, 200), (4, 400), (8, 200), (12, 100), (16, 300))
-REPEATS = 3
+REPEATS = 5
+BETWEEN = 6  # steps of a row between two prompts that come amid them
 SHOWN = {
     "requests": "{:.0f}",
     "prompt_tokens": "{:.0f}",
@@ -110,9 +111,7 @@ class Replica:
         self._params = jpaged.SamplingParams
         self.llm = jpaged.LLM(jpaged.load_params(MODEL_PATH), **ENGINE)
         self._kind = clock
-        for tokens in (*ENGINE["token_buckets"], *ENGINE["token_buckets"]):  # compiles its steps
-            self._run([[8 + i % 900 for i in range(tokens)]], 3)
-        self.llm.reset_prefix_cache()
+        self.llm.warmup()  # a step that is compiled while requests run would slow down the others
 
     def answer(self, asks: Sequence[Asked]) -> list[dict[str, float]]:
         """Run requests as they arrive, but a turn once the one before has ended, as its client has
@@ -158,13 +157,15 @@ class Replica:
 
     def measure(self) -> StepTimes:
         """Measure its steps."""
-        prompts = [(new, *self._prompt_seconds(new, cached)) for new, cached in PROMPTS]
+        prompts = [(new, self._prompt_seconds(new, cached)) for new, cached in PROMPTS]
         rows = [
             (count, count * context, self._row_seconds(count, context)) for count, context in ROWS
         ]
         per_step, per_token = _fit([(1, new) for new, _ in prompts], [s for _, s in prompts])
         step, row, context = _fit([(1, r, c) for r, c, _ in rows], [s for *_, s in rows])
+        idle = [self._idle_seconds(new) - per_step - per_token * new for new, _ in PROMPTS]
         return StepTimes(
+            host_step=max(sorted(idle)[len(idle) // 2], 0.0),
             prefill_step=per_step,
             prefill_token=per_token,
             decode_step=step,
@@ -173,20 +174,37 @@ class Replica:
             kv_bytes=self.llm.stats()["kv_groups"][0]["block_bytes"] // ENGINE["block_size"],
         )
 
-    def _prompt_seconds(self, new: int, cached: int) -> tuple[float]:
-        took = list[float]()
+    def _prompt_seconds(self, new: int, cached: int) -> float:
+        """Return by how much a prompt of so many tokens more prolongs the answer to another one."""
+        took, steps = list[float](), 4 * BETWEEN
         for turn in range(REPEATS):
             rng = random.Random(hash((new, cached, turn)))
-            head = [rng.randrange(8, 4000) for _ in range(cached)]
-            tail = [rng.randrange(8, 4000) for _ in range(new)]
-            if head:
-                self._run([[*head, 1]], 1)
-            took.append(self._run([head + tail], 1))
-        return (sorted(took)[len(took) // 2],)
+            asks = list[list[int]]()
+            for _ in range(3):
+                head = [rng.randrange(8, 4000) for _ in range(cached)]
+                if head:
+                    self._run([[*head, 1]], 1)
+                asks.append(head + [rng.randrange(8, 4000) for _ in range(new)])
+            row = [rng.randrange(8, 4000) for _ in range(64)]
+            self._run([row], 1)
+            alone = self._run([row], steps)
+            took.append((self._run([row], steps, asks) - alone) / len(asks))
+        return sorted(took)[len(took) // 2]
+
+    def _idle_seconds(self, new: int) -> float:
+        """Return the seconds to the first token of a prompt to a replica that has nothing to do."""
+        took = list[float]()
+        for turn in range(REPEATS):
+            rng = random.Random(hash((new, turn, "idle")))
+            if self._kind == "wall":
+                time.sleep(0.03)
+            prompt = [rng.randrange(8, 4000) for _ in range(new)]
+            took.append(self._run([prompt], 1))
+        return sorted(took)[len(took) // 2]
 
     def _row_seconds(self, rows: int, context: int) -> float:
         """Return the seconds of a step of so many rows: what more answers' tokens add."""
-        took, few, many = list[float](), 2, 18
+        took, few, many = list[float](), 2, 26
         for turn in range(REPEATS):
             rng = random.Random(hash((rows, context, turn)))
             prompts = [[rng.randrange(8, 4000) for _ in range(context)] for _ in range(rows)]
@@ -195,9 +213,19 @@ class Replica:
             took.append((long - short) / (many - few))
         return sorted(took)[len(took) // 2]
 
-    def _run(self, prompts: list[list[int]], answer: int) -> float:
-        clock = Clock(self._kind)
-        self.llm.generate(prompts, self._asked(answer), use_tqdm=False)
+    def _run(self, prompts: list[list[int]], answer: int, amid: Sequence[list[int]] = ()) -> float:
+        """Return the seconds to answers of so many tokens. amid: prompts that come meanwhile, whose
+        answers are one token.
+        """
+        clock, ran, amid = Clock(self._kind), 0, list(amid)
+        for prompt in prompts:
+            self.llm.add_request(prompt, self._asked(answer))
+        while self.llm.has_unfinished():
+            self.llm.step()
+            ran += 1
+            if amid and ran % BETWEEN == 0:
+                self.llm.add_request(amid.pop(), self._asked(1))
+        assert not amid
         return clock.now()
 
     def _asked(self, answer: int) -> Any:
@@ -291,12 +319,14 @@ def step_times(processes: list[Process]) -> StepTimes:
     """
     for process in processes:
         process.order(what="measure")
-    measured: list[dict[str, Any]] = [process.result() for process in processes]
-    means: dict[str, Any] = {
-        name: sum(x[name] for x in measured) / len(measured) for name in measured[0]
-    }
-    means["kv_bytes"] = measured[0]["kv_bytes"]
-    return StepTimes(**means)
+    return mean_of([StepTimes(**process.result()) for process in processes])
+
+
+def mean_of(times: list[StepTimes]) -> StepTimes:
+    """Return the mean of each of them."""
+    facts: list[dict[str, Any]] = [dataclasses.asdict(x) for x in times]
+    means: dict[str, Any] = {name: sum(x[name] for x in facts) / len(facts) for name in facts[0]}
+    return StepTimes(**means | {"kv_bytes": times[0].kv_bytes})
 
 
 def make_trace(
@@ -450,10 +480,11 @@ def main(argv: list[str] | None = None) -> int:
     finally:
         for process in processes:
             process.end()
+    mean = mean_of([times, after]) if args.step_times is None else times
     reports = {
         "measured": real,
-        "model": predicted(times, asks, args.replicas, fleet.simulate),
-        "host": predicted(times, asks, args.replicas, fleet.run_engines),
+        "model": predicted(mean, asks, args.replicas, fleet.simulate),
+        "host": predicted(mean, asks, args.replicas, fleet.run_engines),
     }
     print(show(reports))
     drift = [
@@ -470,7 +501,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
         write_trace(args.out / "trace.jsonl", asks)
-        for name, facts in (("step_times", dataclasses.asdict(times)), ("results", reports)):
+        for name, facts in (("step_times", dataclasses.asdict(mean)), ("results", reports)):
             (args.out / f"{name}.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
     agree = all(
         abs(reports[kind][name] - real[name]) <= 0.01 * abs(real[name])

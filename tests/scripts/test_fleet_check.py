@@ -2,13 +2,14 @@
 other; two real replicas beside them.
 """
 
+import dataclasses
 import json
 from pathlib import Path
 
 import fleet
 import fleet_check
 import pytest
-from _fleet_device import StepTimes
+from _fleet_device import EngineReplica, StepTimes
 
 TIMES = StepTimes(
     prefill_step=2e-3,
@@ -43,6 +44,31 @@ def test_predictions_agree_with_each_other() -> None:
     for name in fleet_check.COUNTS:
         assert model[name] == pytest.approx(host[name], rel=0.01), name
     assert model["first_p50_s"] == pytest.approx(host["first_p50_s"], rel=0.25)
+
+
+def test_a_turn_waits_for_the_answer_before_it() -> None:
+    first = fleet_check.Asked(0.0, 0, 0, 40, 40, 0, 60, ())
+    turn = fleet_check.Asked(0.01, 0, 0, 140, 40, 100, 4, ((40, 100),))
+    host = fleet_check.predicted(TIMES, [first, turn], 1, fleet.run_engines)
+    assert host["cached_tokens"] == 96, "of the prompt and the answer before, in whole blocks"
+    assert host["first_p90_s"] < TIMES.prefill(60) + 2 * TIMES.decode(1, 200), "after it was sent"
+
+
+def test_a_request_waits_for_the_step_that_is_dispatched() -> None:
+    replica = EngineReplica(
+        dataclasses.replace(TIMES, decode_row=0.0, decode_context=0.0, host_step=1e-3),
+        pool_tokens=4096,
+        host_tokens=0,
+        block_size=16,
+        rows=4,
+    )
+    replica.submit("alone", list(range(40)), 20, 0.0)
+    replica.submit("amid", list(range(100, 140)), 2, 0.0155)
+    replica.run()
+    prompt, step = 2e-3 + 40 * 5e-5, 2e-3
+    assert replica.firsts["alone"] == pytest.approx(1e-3 + prompt), "the host's time before it"
+    ends = 1e-3 + prompt + 6 * step  # of the step that runs at 0.0155 s, behind which is another
+    assert replica.firsts["amid"] == pytest.approx(ends - 0.0155 + step + prompt)
 
 
 def test_fit() -> None:
