@@ -1,9 +1,13 @@
-// Products of bf16 in f32, on any level whose Lanes hold 8 f32; see linear.h and experts.h. XLA:CPU makes f32 of w and packs
-// it anew at each call; here w and x are used as they lie: a tile of 3 rows of x and 3 of w is 9 registers of partial sums
-// along E, added up at its end.
+// Products of bf16 in f32, on any level whose Lanes hold 8 f32; see linear.h and experts.h. An element is 8 sums along E, one a
+// lane of a register: of each 16 inputs the lane i has the inputs 2 i and 2 i + 1. They are added up at the end.
+//
+// XLA:CPU makes f32 of w and packs it anew at each call; few rows of x meet w as it lies, in tiles of 3 rows of x and 3 of w.
+// Many rows are worth packing it, 16 rows of w at a time, which a tile of 6 rows of x needs fewer loads for: then lanes are rows
+// of w, and the 8 sums of an element are those of 8 panels (f32_panels.h). Both have the same bits.
 #pragma once
 
 #include "experts.h"
+#include "f32_panels.h"
 #include "linear.h"
 
 namespace jpaged {
@@ -103,10 +107,131 @@ class F32Products {
   }
 };
 
+// The same products, for many rows of x.
+template <typename L>
+class F32ManyRows {
+  using P = F32Panels<L>;
+
+ public:
+  static constexpr int64_t kLeast = 48;        // rows of x that are worth it
+  static constexpr int64_t kCols = P::kCols;  // rows of w in a group
+
+  // How many floats T rows of x are in panels.
+  static int64_t Packed(int64_t T, int64_t E) { return PanelsOf(T) * P::kRows * E; }
+
+  template <typename X>
+  static void PackRows(ffi::ThreadPool& pool, const X& x, int64_t T, int64_t E, float* packed) {
+    ParallelFor(pool, PanelsOf(T), [&](int64_t panel) {
+      int64_t first = FirstOf(panel, T), last = FirstOf(panel + 1, T);
+      for (int64_t t = first; t < last; ++t) {
+        const bf16* from = x(t);
+        float* to = packed + panel * P::kRows * E + t - first;
+        for (int64_t e = 0; e < E; e += kInputs) {
+          for (int64_t i = 0; i < kInputs; ++i) to[Place(e + i, E) * P::kRows] = FromBf16(from[e + i]);
+        }
+      }
+    });
+  }
+
+  // One thread's part of a product: the groups [begin, end) of w for T packed rows of x. y(t) is where row t begins.
+  template <typename Y>
+  static void MultiplyGroups(const float* x, const Y& y, int64_t T, const bf16* w, int64_t N, int64_t E, int64_t begin,
+                             int64_t end) {
+    static thread_local Memory of_weight, of_sums;
+    int64_t apart = E / kSums * kCols + kCacheLine / sizeof(float);  // from a sum's panel to the next: not into one set
+    float* packed = Scratch<float>(of_weight, kSums * apart);
+    int64_t panels = PanelsOf(T), most = std::min(panels, kPanels), lines = kCols * E / kLineInputs, size = P::kRows * kCols;
+    float* sums = Scratch<float>(of_sums, most * kSums * size);
+    for (int64_t g = begin; g < end; ++g) {
+      PackWeight(w, N, E, g * kCols, apart, packed);
+      const bf16* next = w + (g + 1) * kCols * E;  // comes into the cache meanwhile
+      for (int64_t first = 0, fetched = 0; first < panels; first += most) {
+        int64_t last = std::min(panels, first + most);
+        for (int64_t i = 0; i < kSums; ++i) {
+          for (; fetched < lines * (first * kSums + (last - first) * (i + 1)) / (panels * kSums); ++fetched) {
+            PrefetchL2(next + fetched * kLineInputs);
+          }
+          for (int64_t panel = first; panel < last; ++panel) {
+            int64_t rows = FirstOf(panel + 1, T) - FirstOf(panel, T);
+            P::template Multiply<1, P::kRows>(rows, x + (panel * E + i * (E / kSums)) * P::kRows, packed + i * apart, kCols,
+                                              E / kSums, sums + ((panel - first) * kSums + i) * size, kCols, false);
+          }
+        }
+        for (int64_t t = FirstOf(first, T), panel = first; panel < last; ++panel) {
+          for (const float* from = sums + (panel - first) * kSums * size; t < FirstOf(panel + 1, T); ++t, from += kCols) {
+            Write(from, std::min(kCols, N - g * kCols), y(t) + g * kCols);
+          }
+        }
+      }
+    }
+  }
+
+ private:
+  using Words = typename L::Words;
+  static constexpr int64_t kSums = L::kCount;        // of an element
+  static constexpr int64_t kPanels = 16;             // of x that meet a panel of w while it is in the L1 cache
+  static constexpr int64_t kInputs = 2 * L::kCount;  // of which each of them has two
+  static constexpr int64_t kLineInputs = kCacheLine / sizeof(bf16);
+  static_assert(kCols == 2 * L::kCount && kSums == 8);
+
+  // Panels have as many rows as each other, or one more.
+  static int64_t PanelsOf(int64_t T) { return (T + P::kRows - 1) / P::kRows; }
+  static int64_t FirstOf(int64_t panel, int64_t T) { return panel * T / PanelsOf(T); }
+
+  // Where an input is among E, those of a sum together.
+  static int64_t Place(int64_t e, int64_t E) { return e % kInputs / 2 * (E / kSums) + e / kInputs * 2 + e % 2; }
+
+  // Writes kCols rows of w from row n on, the last one again where there are no more: a panel [E/8][kCols] for each sum.
+  static void PackWeight(const bf16* w, int64_t N, int64_t E, int64_t n, int64_t apart, float* to) {
+    const bf16* from[2][L::kCount];
+    for (int64_t i = 0; i < 2 * L::kCount; ++i) from[i / L::kCount][i % L::kCount] = w + std::min(n + i, N - 1) * E;
+    for (int64_t line = 0; line < E; line += kLineInputs) {
+      for (int64_t half = 0; half < 2; ++half) {
+        for (int64_t e = line; e < std::min(E, line + kLineInputs); e += L::kCount) {
+          Words pairs[L::kCount / 2];
+          L::PairsOfRows(from[half], e, pairs);
+          float* panel = to + e % kInputs / 2 * apart + e / kInputs * 2 * kCols + half * L::kCount;
+#pragma GCC unroll 4
+          for (int k = 0; k < L::kCount / 2; ++k, panel += apart) {
+            L::Store(panel, L::Even(pairs[k])), L::Store(panel + kCols, L::Odd(pairs[k]));
+          }
+        }
+      }
+    }
+  }
+
+  // Adds up the sums of `count` elements, as L::PutSums adds up those of lanes.
+  template <typename Out>
+  static void Write(const float* sums, int64_t count, Out* to) {
+    float out[kCols];
+    for (int64_t j = 0; j < kCols; j += L::kCount) {
+      auto sum = [&](int i) { return L::Load(sums + i * P::kRows * kCols + j); };
+      auto four = [&](int i) { return L::Add(L::Add(sum(i), sum(i + 1)), L::Add(sum(i + 2), sum(i + 3))); };
+      L::Store(out + j, L::Add(four(0), four(4)));
+    }
+    for (int64_t j = 0; j < count; ++j) Put(to + j, out[j]);
+  }
+
+  static void Put(float* to, float x) { *to = x; }
+  static void Put(bf16* to, float x) { *to = ToBf16(x); }
+};
+
 template <typename L, typename Out>
 void MultiplyInF32(ffi::ThreadPool& pool, const bf16* x, const bf16* w, Out* y, int64_t T, int64_t N, int64_t E) {
   using P = F32Products<L>;
   if (T == 0) return;
+  if (T >= F32ManyRows<L>::kLeast) {
+    using M = F32ManyRows<L>;
+    static thread_local Memory memory;
+    float* packed = Scratch<float>(memory, M::Packed(T, E));
+    M::PackRows(pool, [&](int64_t t) { return x + t * E; }, T, E, packed);
+    int64_t groups = (N + M::kCols - 1) / M::kCols, items = SharesOf(pool, groups, 1);
+    ParallelFor(pool, items, [&](int64_t item) {
+      auto to = [&](int64_t t) { return y + t * N; };
+      M::MultiplyGroups(packed, to, T, w, N, E, groups * item / items, groups * (item + 1) / items);
+    });
+    return;
+  }
   int64_t groups = (N + P::kCols - 1) / P::kCols, items = SharesOf(pool, groups, 4);
   ParallelFor(pool, items, [&](int64_t item) {
     auto from = [&](int64_t t) { return x + t * E; };

@@ -92,6 +92,17 @@ struct Lanes {
     even = Even(words), odd = Odd(words);
   }
 
+  // Lane i of pairs[k] has the inputs e + 2 k and e + 2 k + 1 of row i.
+  static void PairsOfRows(const bf16* const (&rows)[kCount], int64_t e, Words (&pairs)[kCount / 2]) {
+    auto load = [&](int i) { return _mm_loadu_si128((const __m128i*)(rows[i] + e)); };
+    __m256i a = _mm256_set_m128i(load(4), load(0)), b = _mm256_set_m128i(load(5), load(1));
+    __m256i c = _mm256_set_m128i(load(6), load(2)), d = _mm256_set_m128i(load(7), load(3));
+    __m256i ab = _mm256_unpacklo_epi32(a, b), cd = _mm256_unpacklo_epi32(c, d);
+    pairs[0] = _mm256_unpacklo_epi64(ab, cd), pairs[1] = _mm256_unpackhi_epi64(ab, cd);
+    ab = _mm256_unpackhi_epi32(a, b), cd = _mm256_unpackhi_epi32(c, d);
+    pairs[2] = _mm256_unpacklo_epi64(ab, cd), pairs[3] = _mm256_unpackhi_epi64(ab, cd);
+  }
+
   // Rounds to the nearest bf16, the even one of two; NaN stays NaN.
   static void PutEvenOdd(bf16* to, Floats even, Floats odd) {
     __m256i words = _mm256_blend_epi16(_mm256_srli_epi32(Rounded(even), 16), Rounded(odd), 0xaa);

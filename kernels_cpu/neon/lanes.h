@@ -124,6 +124,23 @@ struct Lanes {
     even = Even(words), odd = Odd(words);
   }
 
+  // Lane i of pairs[k] has the inputs e + 2 k and e + 2 k + 1 of row i.
+  static void PairsOfRows(const bf16* const (&rows)[kCount], int64_t e, Words (&pairs)[kCount / 2]) {
+    auto turned = [&](int first, uint16x8_t (&to)[4]) {  // those of 4 rows
+      auto load = [&](int i) { return vreinterpretq_u32_u16(vld1q_u16(rows[first + i] + e)); };
+      auto low = [](uint32x4_t a, uint32x4_t b) { return vreinterpretq_u64_u32(vzip1q_u32(a, b)); };
+      auto high = [](uint32x4_t a, uint32x4_t b) { return vreinterpretq_u64_u32(vzip2q_u32(a, b)); };
+      uint32x4_t a = load(0), b = load(1), c = load(2), d = load(3);
+      uint64x2_t ab = low(a, b), cd = low(c, d);
+      to[0] = vreinterpretq_u16_u64(vzip1q_u64(ab, cd)), to[1] = vreinterpretq_u16_u64(vzip2q_u64(ab, cd));
+      ab = high(a, b), cd = high(c, d);
+      to[2] = vreinterpretq_u16_u64(vzip1q_u64(ab, cd)), to[3] = vreinterpretq_u16_u64(vzip2q_u64(ab, cd));
+    };
+    uint16x8_t low[4], high[4];
+    turned(0, low), turned(4, high);
+    for (int k = 0; k < 4; ++k) pairs[k] = {low[k], high[k]};
+  }
+
   // Rounds to the nearest bf16, the even one of two; NaN stays NaN.
   static void PutEvenOdd(bf16* to, Floats even, Floats odd) {
     auto both = [](float32x4_t even, float32x4_t odd) {

@@ -127,7 +127,7 @@ struct Product {
   }
 };
 
-const int64_t kShapes[][3] = {{1, 1, 32}, {3, 4, 64}, {4, 13, 96}, {9, 50, 160}, {35, 26, 288}, {70, 9, 544}};
+const int64_t kShapes[][3] = {{1, 1, 32}, {3, 4, 64}, {4, 13, 96}, {9, 50, 160}, {35, 26, 288}, {70, 9, 544}, {119, 50, 160}};
 
 void Linear(ffi::ThreadPool& pool) {
   for (auto [T, N, E] : kShapes) {
@@ -142,6 +142,13 @@ void Linear(ffi::ThreadPool& pool) {
     std::string name = std::to_string(T) + "x" + std::to_string(N) + "x" + std::to_string(E);
     Product exact(T, N, E, from(x), from(w)), coarse(T, N, E, from(x), from(w), 0x1p-8);
     Check("linear f32 " + name, y, exact.y, exact.allowed), Check("linear bf16 " + name, rounded, coarse.y, coarse.allowed);
+    std::vector<float> alone(N);
+    for (int64_t t : {int64_t{0}, T / 2, T - 1}) {
+      Multiply(pool, &x[t * E], w.data(), alone.data(), 1, N, E);
+      if (std::memcmp(alone.data(), &y[t * N], N * sizeof(float)) != 0 && ++failures < 20) {
+        std::printf("FAILED linear %s: row %lld has other bits alone\n", name.c_str(), static_cast<long long>(t));
+      }
+    }
     std::vector<float> of_experts(T * N);
     Pairs pairs;
     for (int64_t t = 0; t < T; ++t) pairs.x.push_back(&x[t * E]), pairs.y.push_back(&of_experts[t * N]);
