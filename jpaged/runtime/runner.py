@@ -143,6 +143,7 @@ class Runner:
         go of them. version: that of the weights, which results carry; None leaves it as it is.
         """
         self.params, self._arrays = params, jax.tree.leaves(params)
+        self._logits_arrays = [] if params is None else jax.tree.leaves(params.for_logits)
         self.draft_params, self._draft_arrays = draft, jax.tree.leaves(draft)
         self.weight_version = self.weight_version if version is None else version
 
@@ -331,6 +332,8 @@ class Runner:
         usage.tokens += tokens
         usage.padded += padded
         arrays = self._arrays if needs.model else []
+        if needs.logits:
+            arrays = self._logits_arrays
         if needs.adapters:
             arrays = arrays + jax.tree.leaves(self.adapters.arrays)
         if needs.draft:
