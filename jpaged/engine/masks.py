@@ -28,8 +28,8 @@ def masks_of(work: list[tuple[Plan, Queues]], rows: int) -> np.ndarray:
     for at, (plan, queues) in enumerate(work):
         row = at * rows - 1
         for entry in plan.entries:
-            row += entry.num_draws
-            if entry.num_draws and entry.seq.structured is not None:
+            row += (draws := entry.num_draws)
+            if draws and entry.seq.structured is not None:
                 drawing.append((row, entry, queues))
     grammars = drawing[0][1].seq.structured.grammars
     masks_SW = np.full((len(work) * rows, grammars.words), ALL, np.int32)
@@ -41,22 +41,28 @@ def masks_of(work: list[tuple[Plan, Queues]], rows: int) -> np.ndarray:
         if (error := _mask_guesses(entry, masks_SW[first : row + 1])) is not None:
             queues.finish(entry.seq, "error", error=error)
     for row, entry, _ in live:
-        for before, token in enumerate(reversed(entry.run[1:]), 1):
-            masks_SW[row - before] = 0
-            masks_SW.view(np.uint32)[row - before, token >> 5] = 1 << (token & 31)
-        entry.seq.structured.advance(entry.run[1:])
+        if entry.run:
+            for before, token in enumerate(reversed(entry.run[1:]), 1):
+                masks_SW[row - before] = 0
+                masks_SW.view(np.uint32)[row - before, token >> 5] = 1 << (token & 31)
+            entry.seq.structured.advance(entry.run[1:])
     _fill([(entry.seq.structured, row) for row, entry, _ in live], masks_SW)
-    for row, entry, _ in live:
-        _renew(entry.seq, entry.run[1:], masks_SW[row])
-    allowed_S = np.bitwise_count(masks_SW).sum(axis=1)
+    allowed_S = np.bitwise_count(masks_SW).sum(axis=1, dtype=np.uint32).tolist()
     for row, entry, queues in live:
-        seq, mask_W, extra = entry.seq, masks_SW[row], max(len(entry.run) - 1, 0)
-        if (error := _error(seq, allowed_S[row])) is not None:
-            mask_W[:] = ALL
-            queues.finish(seq, "error", error=error)
-        else:
-            allowed = _keep_open(seq, mask_W, allowed_S[row], seq.num_generated + extra)
-            seq.ahead = len(seq) + extra, _certain(seq) if allowed == 1 else []
+        seq, allowed, extra = entry.seq, allowed_S[row], max(len(entry.run) - 1, 0)
+        if not allowed or seq.structured.error is not None:
+            mask_W = masks_SW[row]
+            _renew(seq, entry.run[1:], mask_W)
+            allowed = int(np.bitwise_count(mask_W).sum())
+            if (error := _error(seq, allowed)) is not None:
+                mask_W[:] = ALL
+                queues.finish(seq, "error", error=error)
+                continue
+        asked, drawn = seq.sampling_params, seq.num_generated + extra
+        if asked.ignore_eos or drawn < asked.min_tokens:
+            allowed = _keep_open(seq, masks_SW[row], allowed, drawn)
+        seq.ahead = len(seq) + extra, _certain(seq) if allowed == 1 else []
+        if extra:
             seq.structured.go_back(extra)
     return masks_SW
 
@@ -98,7 +104,7 @@ def _mask_guesses(entry: PlanEntry, masks_SW: np.ndarray) -> RequestError | None
 
 
 def _is_allowed(mask_W: np.ndarray, token: int) -> bool:
-    return bool(int(mask_W[token >> 5]) >> (token & 31) & 1)
+    return bool(mask_W.item(token >> 5) >> (token & 31) & 1)
 
 
 def _certain(seq: Sequence) -> list[int]:

@@ -168,6 +168,11 @@ class Forward:
         return self.unembedding(x, step) if self.score is None else self.score(x, step, jnp.float32)
 
     @property
+    def for_logits(self) -> "Forward":
+        """What `logits` takes of it, without the layers."""
+        return dataclasses.replace(self, per_layer=None, layers=(), dense=(), vision=None)
+
+    @property
     def unembedding(self) -> "Unembedding":
         """What makes logits of hidden states, with the embedding's weight where it is tied."""
         head = self.head

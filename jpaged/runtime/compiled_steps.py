@@ -151,6 +151,10 @@ class CompiledSteps:
             shapes = dataclasses.replace(shapes, model=self.form)
             split = self._split(setting.model, self.form)
             specs = dataclasses.replace(specs, model=split)
+        if needs.logits:
+            shapes = dataclasses.replace(shapes, model=self.form.for_logits)
+            split = self._split(setting.model, self.form).for_logits
+            specs = dataclasses.replace(specs, model=split)
         if needs.adapters:
             tables = table_form(setting.model, setting.config, placement, self.form.dtype)
             split = table_specs(setting.model, setting.config, placement)

@@ -111,6 +111,9 @@ class Runner:
         self.model, self.config, self.placement = model, config, placement
         self.draft_model, draft_params = draft or (None, None)
         self.weight_version = 0
+        leaves, structure = jax.tree.flatten(params)
+        numbered: Any = jax.tree.unflatten(structure, range(len(leaves)))
+        self._of_logits: list[int] = jax.tree.leaves(numbered.for_logits)  # places among the leaves
         self.serve(params, draft_params)
         choices = choices or choose_for(model, config, placement, params, draft)
         setting = _setting(model, config, placement, choices)
@@ -143,6 +146,7 @@ class Runner:
         go of them. version: that of the weights, which results carry; None leaves it as it is.
         """
         self.params, self._arrays = params, jax.tree.leaves(params)
+        self._logits_arrays = [self._arrays[i] for i in self._of_logits] if self._arrays else []
         self.draft_params, self._draft_arrays = draft, jax.tree.leaves(draft)
         self.weight_version = self.weight_version if version is None else version
 
@@ -331,6 +335,8 @@ class Runner:
         usage.tokens += tokens
         usage.padded += padded
         arrays = self._arrays if needs.model else []
+        if needs.logits:
+            arrays = self._logits_arrays
         if needs.adapters:
             arrays = arrays + jax.tree.leaves(self.adapters.arrays)
         if needs.draft:

@@ -415,19 +415,19 @@ def _masked_sums(
     """
     tile_max_SN = masked_tile_max(logits_SV, mask_SW, vocabulary)
     max_S, none_S = finite_max(tile_max_SN), jnp.full_like(temp_S, NEG_INF)
-    allowed_SV = vocabulary.allowed(mask_SW, logits_SV)
+    allowed = functools.partial(vocabulary.allowed, mask_SW, logits_SV)  # in a branch: never stored
 
     def at_once() -> tuple[Array, Array]:
         """One exponential of each logit, and one pass: XLA:CPU makes no two results in a loop, but
         a complex one.
         """
         p_SV = weights(logits_SV, max_S, temp_S, none_S)
-        kept_SV = allowed_SV & (logits_SV >= none_S[:, None])
+        kept_SV = allowed() & (logits_SV >= none_S[:, None])
         both_SN = tile_sums(lax.complex(jnp.where(kept_SV, p_SV, jnp.float32(0)), p_SV))
         return jnp.real(both_SN), total(vocabulary.gather(jnp.imag(both_SN)))
 
     def apart() -> tuple[Array, Array]:
-        z_SV = jnp.where(allowed_SV, logits_SV, NEG_INF)
+        z_SV = jnp.where(allowed(), logits_SV, NEG_INF)
         sums_SN = tile_sums(weights(z_SV, max_S, temp_S, none_S))
 
         def summed() -> Array:

@@ -157,9 +157,12 @@ class StepSetting:
 
 
 class Uses(NamedTuple):
-    """Which fields of StepParams a step takes."""
+    """Which fields of StepParams a step takes. logits: of the model, Forward.for_logits alone: each
+    array of a call takes time.
+    """
 
     model: bool
+    logits: bool
     adapters: bool
     draft: bool
     embeddings: bool
@@ -170,12 +173,13 @@ def uses(bucket: Shape, setting: StepSetting) -> Uses:
     also needs the model's embeddings. Neither takes part in a draw.
     """
     if bucket.phase == "replay":
-        return Uses(model=False, adapters=False, draft=False, embeddings=False)
-    is_draft = bucket.phase == "draft"
+        return Uses(model=False, logits=False, adapters=False, draft=False, embeddings=False)
+    is_draft, draws = bucket.phase == "draft", bucket.phase == "sample"
     return Uses(
-        model=not is_draft or setting.has_head,
+        model=not draws and (not is_draft or setting.has_head),
+        logits=draws,
         adapters=bool(bucket.loras) and not is_draft,
-        draft=setting.draft is not None and bucket.phase != "sample",
+        draft=setting.draft is not None and not draws,
         embeddings=bucket.phase == "prefill" and setting.config.max_embeddings > 0,
     )
 

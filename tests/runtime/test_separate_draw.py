@@ -6,6 +6,7 @@ import dataclasses
 import time
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -13,6 +14,7 @@ from jpaged import LLM, ConfigError, EngineConfig, RequestOutput, SamplingParams
 from jpaged.engine.shapes import DecodeShape, PrefillShape, Shape, shape_table
 from jpaged.models.config import ModelConfig
 from jpaged.runtime import stand_ins
+from jpaged.runtime.runner import Runner
 from kernels_cpu.library import unavailable
 from tests.tiny import CONFIG, EOS, config, engine, make_params, make_prompts, tokens_of
 
@@ -35,6 +37,17 @@ def answers(outs: list[RequestOutput]) -> list[tuple[Any, ...]]:
     ]
 
 
+def check_the_arrays_of_draws(runner: Runner) -> None:
+    """A call spends time on each array that it is handed, whether or not the step reads it."""
+    assert runner.params is not None
+    whole, drawing = (len(jax.tree.leaves(x)) for x in (runner.params, runner.params.for_logits))
+    assert drawing <= 3 < whole
+    taken = {shape: runner.compiled[shape].args_info[0][0] for shape in runner.usage}
+    draws = [len(arrays) for shape, arrays in taken.items() if shape.phase == "sample"]
+    assert draws and set(draws) == {drawing}
+    assert {len(taken[shape]) for shape in taken if shape.phase != "sample"} == {whole}
+
+
 def test_the_bits_of_a_decode_that_draws_itself() -> None:
     found = []
     for separate in (False, True):
@@ -42,6 +55,7 @@ def test_the_bits_of_a_decode_that_draws_itself() -> None:
         found.append(answers(llm.generate(PROMPTS, ASKED, use_tqdm=False)))
         phases = {(report.phase, report.features) for report in llm.buckets() if report.hits}
         assert (("decode", "full") in phases) != separate
+        check_the_arrays_of_draws(llm.session.runner)
         llm.close()
     assert found[0] == found[1] and {answer[2] for answer in found[0]} == {"stop", "length"}
 
