@@ -54,6 +54,14 @@ class Recorder:
         assert form == "int8" and zeros is None and not interleaved
         return self.linear(x, values.astype(x.dtype), count, jnp.float32) * scales[:, 0][None]
 
+    def activates(self, activation: str) -> bool:
+        return False
+
+    def mlp(self, *args: Any) -> jax.Array:
+        raise AssertionError("it has no activation")
+
+    activated = mlp
+
     def adds(self, x: jax.Array, a: jax.Array) -> bool:
         return x.ndim == 2 and a.ndim == 4
 
