@@ -6,21 +6,6 @@ namespace {
 
 constexpr int64_t kAtOnce = 16384;  // numbers that are prepared before another thread could begin
 
-// Writes numbers of bf16 or f32 as they are multiplied by, or returns an error; none are left as they are.
-ffi::Error ReadScale(const ffi::AnyBuffer& from, bool has_offset, bool in_f32, int64_t D, float* to) {
-  if (from.element_count() == 0) return ffi::Error::Success();
-  bool is_f32 = from.element_type() == ffi::F32;
-  if ((!is_f32 && from.element_type() != ffi::BF16) || static_cast<int64_t>(from.element_count()) != D) {
-    return ffi::Error::InvalidArgument("a norm's scale must be bf16 or f32, one number a dimension");
-  }
-  for (int64_t d = 0; d < D; ++d) {
-    to[d] = is_f32 ? from.typed_data<float>()[d] : FromBf16(static_cast<const bf16*>(from.untyped_data())[d]);
-    if (!in_f32) to[d] = FromBf16(ToBf16(to[d]));
-    if (has_offset) to[d] = in_f32 ? 1.0f + to[d] : FromBf16(ToBf16(1.0f + to[d]));
-  }
-  return ffi::Error::Success();
-}
-
 // The pool is changed in place: `written` is its memory.
 ffi::Error HeadWrite(ffi::ThreadPool pool, Bf16<4> qkv, Bf16<4> kept, Int32<0> layer, Int32<1> slots, ffi::AnyBuffer q_scale,
                      ffi::AnyBuffer k_scale, Float32<2> cos, Float32<2> sin, ffi::Result<Bf16<3>> q, ffi::Result<Bf16<4>> written,
@@ -37,10 +22,12 @@ ffi::Error HeadWrite(ffi::ThreadPool pool, Bf16<4> qkv, Bf16<4> kept, Int32<0> l
   p.cos = cos.typed_data(), p.sin = sin.typed_data(), p.eps = eps, p.in_f32 = in_f32;
   static thread_local Memory memory;
   float* scales = Scratch<float>(memory, 2 * p.D);
-  ffi::Error error = ReadScale(q_scale, has_offset, in_f32, p.D, scales);
-  if (error.success()) error = ReadScale(k_scale, has_offset, in_f32, p.D, scales + p.D);
-  if (error.failure()) return error;
-  if (q_scale.element_count() > 0) p.q_scale = scales, p.k_scale = scales + p.D;
+  if (q_scale.element_count() > 0) {
+    p.q_scale = scales, p.k_scale = scales + p.D;
+    ffi::Error error = ReadScale(q_scale, has_offset, in_f32, p.D, scales);
+    if (error.success()) error = ReadScale(k_scale, has_offset, in_f32, p.D, scales + p.D);
+    if (error.failure()) return error;
+  }
   int64_t items = SharesOf(pool, T, std::max<int64_t>(1, kAtOnce / (p.K * shape[2] * p.D)));
   auto work = [&](int64_t item) {
     for (int64_t t = T * item / items; t < T * (item + 1) / items; ++t) WriteHeads(p, t);

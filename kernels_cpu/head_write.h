@@ -1,14 +1,11 @@
 // From a layer's first product to its attention: queries and keys are normed and rotated, keys and values are written to their
-// slots of the pool. A row's sum of squares runs in one order, and numbers are rounded where it is written here, the same on every
-// level, so that a token's bits are its own.
+// slots of the pool. Numbers are rounded where it is written here, the same on every level, so a token's bits are its own.
 //
 // Shapes: qkv [T, K, G + 2, D], of each KV head its queries, key and value; q [T, K * G, D]; pool [L*N, P, 2 * K, D] (K0, V0,
 // K1, V1, ...); D in whole 32s. All are bf16.
 #pragma once
 
-#include <cmath>
-
-#include "kernels.h"
+#include "norm.h"
 
 namespace jpaged {
 
@@ -20,34 +17,15 @@ struct HeadProblem {
   const float *cos = nullptr, *sin = nullptr;          // [T, half] of pairs (i, i + half)
   int64_t K = 0, G = 0, D = 0, half = 0, first_slot = 0, slots_of_layer = 0;
   float eps = 0;
-  bool in_f32 = false;  // the scale is applied before numbers are rounded
+  bool in_f32 = false;
 };
-
-constexpr int64_t kParts = 16;  // partial sums of a row's squares
-
-// Norms a row in place.
-inline void NormHead(const HeadProblem& p, const float* __restrict scale, float* __restrict x) {
-  float parts[kParts] = {};
-  for (int64_t d = 0; d < p.D; d += kParts) {
-    for (int64_t i = 0; i < kParts; ++i) parts[i] += x[d + i] * x[d + i];
-  }
-  for (int64_t count = kParts / 2; count > 0; count /= 2) {
-    for (int64_t i = 0; i < count; ++i) parts[i] += parts[i + count];
-  }
-  float factor = 1.0f / std::sqrt(parts[0] / p.D + p.eps);
-  if (p.in_f32) {
-    for (int64_t d = 0; d < p.D; ++d) x[d] = FromBf16(ToBf16(x[d] * factor * scale[d]));
-  } else {
-    for (int64_t d = 0; d < p.D; ++d) x[d] = FromBf16(ToBf16(FromBf16(ToBf16(x[d] * factor)) * scale[d]));
-  }
-}
 
 // Writes a row, normed where there is a scale, and rotated.
 inline void PrepareHead(const HeadProblem& p, int64_t token, const bf16* __restrict from, const float* scale, bf16* __restrict to) {
   static thread_local Memory memory;
   float* x = Scratch<float>(memory, p.D);
   for (int64_t d = 0; d < p.D; ++d) x[d] = FromBf16(from[d]);
-  if (scale != nullptr) NormHead(p, scale, x);
+  if (scale != nullptr) NormRow(scale, p.D, p.eps, p.in_f32, x);
   const float *__restrict a = x, *__restrict b = x + p.half;
   const float *__restrict cos = p.cos + token * p.half, *__restrict sin = p.sin + token * p.half;
   for (int64_t i = 0; i < p.half; ++i) {

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from kernels_cpu import low_rank, mlp, quantized
+from kernels_cpu import low_rank, mlp, norm, quantized
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,6 +68,18 @@ class NativeProducts:
         """
         rest = (form, count, zeros, self.activations)
         return quantized.linear(x_TE, values, scales, *rest, interleaved=interleaved)
+
+    def norms(self, x: Array, scale: Array) -> bool:
+        """See kernels_cpu.norm.supported."""
+        return norm.supported(x, scale)
+
+    def normed(
+        self, x: Array, scale: Array, count: Any, eps: float, has_offset: bool, in_f32: bool
+    ) -> Array:
+        """See kernels_cpu.norm.norm: for any number of rows, since XLA makes four operations of it,
+        each waiting for the one before.
+        """
+        return norm.norm(x, scale, count, eps, has_offset=has_offset, in_f32=in_f32)
 
     def activates(self, activation: str) -> bool:
         """Return whether `mlp` and `activated` have the activation of this name."""

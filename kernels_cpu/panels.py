@@ -38,6 +38,11 @@ class PanelProducts(NativeProducts):
             return linear(x_TE, weight_NE, count).astype(dtype)
         return super().linear(x_TE, weight_NE, count, dtype)
 
+    def norms(self, x: Array, scale: Array) -> bool:
+        """Nothing: in a vision tower norms are XLA's."""
+        del x, scale
+        return False
+
     def activates(self, activation: str) -> bool:
         """Nothing: in a vision tower activations are XLA's."""
         del activation

@@ -54,6 +54,12 @@ class Recorder:
         assert form == "int8" and zeros is None and not interleaved
         return self.linear(x, values.astype(x.dtype), count, jnp.float32) * scales[:, 0][None]
 
+    def norms(self, x: jax.Array, scale: jax.Array) -> bool:
+        return False
+
+    def normed(self, *args: Any) -> jax.Array:
+        raise AssertionError("it has no norms")
+
     def activates(self, activation: str) -> bool:
         return False
 

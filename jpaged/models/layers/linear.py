@@ -64,6 +64,16 @@ class Products(Adder, Protocol):
         """
         ...
 
+    def norms(self, x: Array, scale: Array, /) -> bool:
+        """Return whether `normed` takes x [T, E] and the scale [E] of a norm."""
+        ...
+
+    def normed(
+        self, x: Array, scale: Array, count: Any, eps: float, has_offset: bool, in_f32: bool, /
+    ) -> Array:
+        """Return what RMSNorm does of x [T, E]; eps, has_offset and in_f32: of NormConfig."""
+        ...
+
     def activates(self, activation: str, /) -> bool:
         """Return whether `mlp` and `activated` have the activation of this name."""
         ...
