@@ -216,7 +216,7 @@ FAULTS = [
     (("mlp.h", "y * r + 1.6666665459e-1f", "y * r + 1.7e-1f"), "FAILED activation silu"),
     (("head_write.h", "slot >= 0 && slot < p.slots", "slot < p.slots"), "FAILED heads"),
     (("head_write.h", "b[i] * cos[i] + a[i]", "b[i] * cos[i] - a[i]"), "FAILED heads"),
-    (("head_write.h", "parts[i] += parts[i + count]", "parts[i] = parts[i + count]"), "FAILED"),
+    (("norm.h", "parts[i] += parts[i + count]", "parts[i] = parts[i + count]"), "FAILED heads"),
     (("f32_panels.h", "depth, out, N, e > 0", "depth, out, N, false"), "FAILED panels"),
     (("f32_group_attention.h", "alpha == 1.0f", "alpha != 1.0f"), "FAILED groups"),
     (("f32_group_attention.h", "if (!sees_all) Mask", "if (false) Mask"), "FAILED groups"),

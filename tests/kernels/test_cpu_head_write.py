@@ -1,14 +1,22 @@
-"""Heads normed, rotated and written in one C++ call, against the layers' own definitions."""
+"""Heads normed, rotated and written in one C++ call, and the norms of rows, against the layers' own
+definitions.
+"""
 
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_cpu import head_write
+from jpaged.models.layers.layer import Residual
+from jpaged.models.layers.linear import StepContext
+from jpaged.models.layers.norm import NormConfig, RMSNorm
+from kernels_cpu import head_write, norm
 from kernels_cpu.library import unavailable
+from kernels_cpu.linear import NativeProducts
+from kernels_cpu.panels import PanelProducts
 from kernels_pallas.paged_attention.interface import Shapes
 from kernels_pallas.paged_attention.pool_layout import plain_pool_layout
 from kernels_pallas.paged_attention.tpu import pool_layout as padded
@@ -89,3 +97,43 @@ def test_widths_that_are_not_the_pools() -> None:
         head_write.write_heads(
             given.qkv, jnp.asarray(given.pool), 1, slots, **how | {"scales": scales}
         )
+
+
+STEP = StepContext(products=NativeProducts(most_rows=0))
+
+
+def normed(config: NormConfig, x: jax.Array, step: StepContext) -> np.ndarray:
+    rng = np.random.default_rng(2)
+    scale = jnp.asarray(1 + 0.3 * rng.standard_normal(x.shape[-1]), jnp.bfloat16)
+    residual = Residual(RMSNorm(scale=scale, config=config), None)
+    return np.asarray(residual.taken(x, step), np.float32)
+
+
+@pytest.mark.parametrize(("has_offset", "in_f32"), [(False, False), (True, True), (True, False)])
+@pytest.mark.parametrize(("T", "E"), [(1, 16), (5, 528), (70, 1024)])
+def test_norms_are_what_the_layers_do(T: int, E: int, has_offset: bool, in_f32: bool) -> None:
+    """Each row's bits are its own, and padding is zero."""
+    config = NormConfig(eps=1e-5, has_offset=has_offset, in_f32=in_f32)
+    x = jnp.asarray(3 * np.random.default_rng(T).standard_normal((T, E)), jnp.bfloat16)
+    found, meant = normed(config, x, STEP), normed(config, x, StepContext())
+    np.testing.assert_allclose(found, meant, rtol=2**-7, atol=2**-8)
+    assert np.mean(found != meant) < 0.2
+    assert np.array_equal(normed(config, x[-1:], STEP), found[-1:])
+    few = dataclasses.replace(STEP, num_rows=jnp.int32(T // 2))
+    part = normed(config, x.at[T // 2 :].set(jnp.nan), few)
+    assert np.array_equal(part[: T // 2], found[: T // 2]) and not part[T // 2 :].any()
+
+
+def test_norms_that_are_supported() -> None:
+    x, scale = jnp.zeros((2, 32), jnp.bfloat16), jnp.ones(32, jnp.bfloat16)
+    assert norm.supported(x, scale) and norm.supported(x, scale.astype(jnp.float32))
+    for other, of in (
+        (x.astype(jnp.float32), scale),
+        (x[None], scale),
+        (x[:, :24], scale[:24]),
+        (x, scale[:16]),
+        (x, scale.astype(jnp.float16)),
+    ):
+        assert not norm.supported(other, of)
+    towers = PanelProducts(most_rows=None, dtypes=("bfloat16",))
+    assert not towers.norms(x, scale)

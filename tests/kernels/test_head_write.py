@@ -97,9 +97,7 @@ def build(case: Case, dtype: str) -> Inputs:
     )
 
 
-def check(
-    module: Any, case: Case, dtype: str, layer: int = 1, *, interpret: bool = True
-) -> None:
+def check(module: Any, case: Case, dtype: str, layer: int = 1, *, interpret: bool = True) -> None:
     """Queries and the whole pool to two units in the last place, whatever the kernel does not
     compute to the bit.
     """
