@@ -49,7 +49,7 @@ def test_each_layer(layer: int) -> None:
 
 def written(case: Case, rows: slice) -> tuple[Any, Any]:
     given = build(case, "bfloat16")
-    how = given.how | {"interpret": False}
+    how: dict[str, Any] = given.how | {"interpret": False}
     if (turn := how.get("rotation")) is not None:
         how["rotation"] = turn[0][rows], turn[1][rows]
     pool, slots = jnp.asarray(given.pool), jnp.asarray(given.slots[rows])
@@ -89,7 +89,7 @@ def test_unsupported(own: dict[str, Any], layout: Any, reason: str | None) -> No
 def test_widths_that_are_not_the_pools() -> None:
     given = build(QWEN3, "bfloat16")
     pool, slots = jnp.asarray(given.pool)[:, :, :2], jnp.asarray(given.slots)
-    how = given.how | {"interpret": False}
+    how: dict[str, Any] = given.how | {"interpret": False}
     with pytest.raises(Exception, match="heads of other widths"):
         head_write.write_heads(given.qkv, pool, 1, slots, **how)
     scales = given.how["scales"][0][:32], given.how["scales"][1]

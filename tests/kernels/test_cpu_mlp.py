@@ -31,13 +31,13 @@ ACTIVATIONS = "plain" if best is None else best.activations
 class Counted(NativeProducts):
     """Products that count their calls of `mlp` and `activated`."""
 
-    def mlp(self, *args: Any) -> jax.Array:
+    def mlp(self, *args: Any, **kwargs: Any) -> jax.Array:
         calls.append("mlp")
-        return super().mlp(*args)
+        return super().mlp(*args, **kwargs)
 
-    def activated(self, *args: Any) -> jax.Array:
+    def activated(self, *args: Any, **kwargs: Any) -> jax.Array:
         calls.append("activated")
-        return super().activated(*args)
+        return super().activated(*args, **kwargs)
 
 
 calls: list[str] = []

@@ -26,7 +26,7 @@ class Recorder:
     def __init__(self) -> None:
         self.counts: list[Any] = []
 
-    def supported(self, x: jax.Array, weight: jax.Array) -> bool:
+    def supported(self, x: Any, weight: jax.Array) -> bool:
         return x.ndim == weight.ndim == 2
 
     def linear(self, x: jax.Array, weight: jax.Array, count: Any, dtype: Any) -> jax.Array:

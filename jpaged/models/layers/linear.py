@@ -373,11 +373,11 @@ class Linear:
         taken = self._multiplied(x, weight, step)
         if taken is None:
             return weight.linear(x, in_fp8=step.in_fp8).astype(dtype)
-        assert step.products is not None
+        assert step.products is not None and taken.scales is not None
         rows = x.reshape(-1, x.shape[-1])
-        values, scales, zeros, form, interleaved = taken
-        parts = (values, scales, zeros, form)
-        return step.products.quantized(rows, *parts, step.count(rows), interleaved).astype(dtype)
+        parts = (taken.values, taken.scales, taken.zeros, taken.form)
+        y = step.products.quantized(rows, *parts, step.count(rows), taken.interleaved)
+        return y.astype(dtype)
 
 
 def scaled(x: Array, factor: float) -> Array:
