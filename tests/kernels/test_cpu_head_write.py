@@ -92,11 +92,9 @@ def test_widths_that_are_not_the_pools() -> None:
     how: dict[str, Any] = given.how | {"interpret": False}
     with pytest.raises(Exception, match="heads of other widths"):
         head_write.write_heads(given.qkv, pool, 1, slots, **how)
-    scales = given.how["scales"][0][:32], given.how["scales"][1]
+    how["scales"] = given.how["scales"][0][:32], given.how["scales"][1]
     with pytest.raises(Exception, match="one number a dimension"):
-        head_write.write_heads(
-            given.qkv, jnp.asarray(given.pool), 1, slots, **how | {"scales": scales}
-        )
+        head_write.write_heads(given.qkv, jnp.asarray(given.pool), 1, slots, **how)
 
 
 STEP = StepContext(products=NativeProducts(most_rows=0))
