@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from kernels_cpu import low_rank, quantized
+from kernels_cpu import low_rank, mlp, norm, quantized
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class NativeProducts:
     most_rows: int | None
     activations: str = "plain"
 
-    def supported(self, x: Array, weight: Array) -> bool:
+    def supported(self, x: Array | jax.ShapeDtypeStruct, weight: Array) -> bool:
         """Whether these arrays are multiplied here: bf16, x [T, E], weight [N, E], E in whole
         32s.
         """
@@ -68,6 +68,40 @@ class NativeProducts:
         """
         rest = (form, count, zeros, self.activations)
         return quantized.linear(x_TE, values, scales, *rest, interleaved=interleaved)
+
+    def norms(self, x: Array, scale: Array) -> bool:
+        """See kernels_cpu.norm.supported."""
+        return norm.supported(x, scale)
+
+    def normed(
+        self, x: Array, scale: Array, count: Any, eps: float, has_offset: bool, in_f32: bool
+    ) -> Array:
+        """See kernels_cpu.norm.norm: for any number of rows, since XLA makes four operations of it,
+        each waiting for the one before.
+        """
+        return norm.norm(x, scale, count, eps, has_offset=has_offset, in_f32=in_f32)
+
+    def activates(self, activation: str) -> bool:
+        """Return whether `mlp` and `activated` have the activation of this name."""
+        return activation in mlp.KINDS
+
+    def mlp(
+        self,
+        x_TE: Array,
+        gate_up: mlp.Matrix,
+        down: mlp.Matrix,
+        activation: str,
+        count: Any,
+        dtype: DTypeLike,
+    ) -> Array:
+        """See kernels_cpu.mlp.mlp: of weights that are multiplied here, each for itself."""
+        return mlp.mlp(x_TE, gate_up, down, activation, count, dtype, self.activations)
+
+    def activated(self, gate_up_T2F: Array, activation: str, count: Any) -> Array:
+        """See kernels_cpu.mlp.activated: also where a product is XLA's, so that a row has the bits
+        of `mlp` whatever is added to its products.
+        """
+        return mlp.activated(gate_up_T2F, activation, count)
 
     def adds(self, x: Array, a: Array) -> bool:
         """See kernels_cpu.low_rank.supported."""

@@ -24,7 +24,7 @@ class PanelProducts(NativeProducts):
 
     dtypes: tuple[str, ...]
 
-    def supported(self, x: Array, weight: Array) -> bool:
+    def supported(self, x: Array | jax.ShapeDtypeStruct, weight: Array) -> bool:
         """Whether these arrays are multiplied here: x [T, E], weight [N, E] in one of the dtypes,
         or as NativeProducts does.
         """
@@ -38,7 +38,17 @@ class PanelProducts(NativeProducts):
             return linear(x_TE, weight_NE, count).astype(dtype)
         return super().linear(x_TE, weight_NE, count, dtype)
 
-    def _in_panels(self, x: Array, weight: Array) -> bool:
+    def norms(self, x: Array, scale: Array) -> bool:
+        """Nothing: in a vision tower norms are XLA's."""
+        del x, scale
+        return False
+
+    def activates(self, activation: str) -> bool:
+        """Nothing: in a vision tower activations are XLA's."""
+        del activation
+        return False
+
+    def _in_panels(self, x: Array | jax.ShapeDtypeStruct, weight: Array) -> bool:
         is_plain = x.dtype == weight.dtype and x.ndim == weight.ndim == 2
         return is_plain and x.dtype.name in self.dtypes
 

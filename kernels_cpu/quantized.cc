@@ -2,7 +2,6 @@
 #include "quantized.h"
 
 #include <string>
-#include <string_view>
 
 namespace jpaged {
 namespace {
@@ -42,15 +41,7 @@ ffi::Error Product(ffi::ThreadPool pool, Bf16<2> x, ffi::AnyBuffer values, Float
                    ffi::Result<Float32<2>> y, std::string_view form, std::string_view activations, bool interleaved) {
   Quantized w{};
   Activations chosen{};
-  ffi::Error error = Parse("form", form, {"int8", "int4", "fp8"}, &w.form);
-  if (error.success()) error = Parse("activations", activations, {"plain", "int8", "int16"}, &chosen);
-  if (error.failure()) return error;
-  w.order = interleaved ? Order::kInterleaved : Order::kRows;
-  w.values = values.untyped_data(), w.scales = scales.typed_data();
-  w.zeros = zeros.element_count() > 0 ? zeros.typed_data() : nullptr;
-  w.N = scales.dimensions()[0], w.E = x.dimensions()[1], w.S = scales.dimensions()[1];
-  error = CheckWidths(w, values.dimensions(), zeros.element_count());
-  if (error.success() && w.order == Order::kInterleaved) error = CheckInterleaved(w, chosen);
+  ffi::Error error = Read(values, scales, zeros, x.dimensions()[1], {form, activations, interleaved}, &w, &chosen);
   if (error.failure()) return error;
   int64_t all = x.dimensions()[0], T = std::clamp<int64_t>(count.typed_data()[0], 0, all);
   std::memset(y->typed_data() + T * w.N, 0, (all - T) * w.N * sizeof(float));
@@ -58,6 +49,20 @@ ffi::Error Product(ffi::ThreadPool pool, Bf16<2> x, ffi::AnyBuffer values, Float
   return ffi::Error::Success();
 }
 }  // namespace
+
+ffi::Error Read(const ffi::AnyBuffer& values, const Float32<2>& scales, const Float32<2>& zeros, int64_t E, const Told& told,
+                Quantized* w, Activations* activations) {
+  ffi::Error error = Parse("form", told.form, {"int8", "int4", "fp8"}, &w->form);
+  if (error.success()) error = Parse("activations", told.activations, {"plain", "int8", "int16"}, activations);
+  if (error.failure()) return error;
+  w->order = told.interleaved ? Order::kInterleaved : Order::kRows;
+  w->values = values.untyped_data(), w->scales = scales.typed_data();
+  w->zeros = zeros.element_count() > 0 ? zeros.typed_data() : nullptr;
+  w->N = scales.dimensions()[0], w->E = E, w->S = scales.dimensions()[1];
+  error = CheckWidths(*w, values.dimensions(), zeros.element_count());
+  if (error.success() && w->order == Order::kInterleaved) error = CheckInterleaved(*w, *activations);
+  return error;
+}
 }  // namespace jpaged
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_quantized, jpaged::Product,

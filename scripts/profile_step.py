@@ -9,7 +9,8 @@ Steps run through the public LLM, first timed, then under jax's profiler. XLA:CP
 operations on different threads; time that several operations share is split evenly between them, so
 that the table adds up to the span of the traced steps. `(no operation)` is the rest: dispatch, host
 and waiting. Tracing makes small operations a little slower: compare the sum with the untraced time
-above it. The trace can be read as HLO on CPU only. scripts/bench_cpu_kernels.py shows what plain
+above it. Products within a call of a layer's whole feed-forward part (kernels_cpu/mlp.py) have no
+rates. The trace can be read as HLO on CPU only. scripts/bench_cpu_kernels.py shows what plain
 matmuls of the same shapes reach.
 """
 

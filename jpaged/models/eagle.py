@@ -72,11 +72,11 @@ class EagleHead(DraftHead):
         normed = self.hidden_norm(hidden)
         rotary = Rotary.at(rope, positions, step.max_len or tokens.shape[-1])
         with jax.named_scope("attention"):
-            pair = jnp.concatenate([layer.around_mixer.taken(x), normed], axis=-1)
+            pair = jnp.concatenate([layer.around_mixer.taken(x, step), normed], axis=-1)
             attended, kv = layer.mixer(pair, step, rotary, kv, (Place(0, np.int32(0)),))
         x = (normed if self.config.norm_before_residual else hidden) + attended
         with jax.named_scope("mlp"):
-            return x + layer.ffn(layer.around_ffn.taken(x), step), kv
+            return x + layer.ffn(layer.around_ffn.taken(x, step), step), kv
 
     def logits(self, target: Forward, x: Array, step: StepContext) -> Array:
         """Return f32 logits [..., V] over the model's vocabulary for what the layer gave, -inf for

@@ -193,18 +193,22 @@ def choose_kernel(
 
 
 def _fused(kernel: Kernel, unfused: str | None, device: Any) -> Kernel:
-    """Return a kernel that prepares attention too: on CUDA, or if its kernels are interpreted.
+    """Return a kernel that prepares attention too: on CUDA, and on a CPU if it is C++ or its
+    kernels are interpreted.
 
     Elsewhere there are no launches to save, and the bits of XLA's kernels are kept. unfused: as in
     choose_kernel.
     """
-    if device.platform not in CUDA and IMPLEMENTATIONS[kernel.name].platforms != CUDA:
-        return kernel
-    names = [*head_write.IMPLEMENTATIONS]
-    if device.platform == "cpu":  # interpreted: that of the kernel, before others
-        names = names[names.index(kernel.name) :]
+    writers = head_write.IMPLEMENTATIONS
+    names = [name for name, writer in writers.items() if writer.is_compiled_for(device.platform)]
+    if device.platform not in CUDA:
+        if kernel.name not in writers:
+            return kernel
+        platforms = writers[kernel.name].platforms  # that of the kernel, before others like it
+        alike = [name for name, writer in writers.items() if writer.platforms == platforms]
+        names = alike[alike.index(kernel.name) :]
     for name in names:
-        writer = head_write.IMPLEMENTATIONS[name]
+        writer = writers[name]
         reason = unfused or writer.module().unsupported(kernel.shapes, kernel.pool_layout, device)
         if reason is None:
             return dataclasses.replace(kernel, head_writer=writer)

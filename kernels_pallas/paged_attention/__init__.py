@@ -15,8 +15,8 @@ Each module has the same functions, whose arguments `interface` describes:
 If a query's bits depend only on that query and its context, in prefill and decode alike, the module
 also has `batch_invariant() -> bool`, which returns True.
 
-`kv_write` writes new keys and values for all of them. On CUDA, `head_write` can do that in the same
-kernel as the norms and the rotation of queries and keys.
+`kv_write` writes new keys and values for all of them. On CUDA, and in bf16 on CPUs, `head_write`
+can do that in the same kernel as the norms and the rotation of queries and keys.
 """
 
 from typing import Literal

@@ -12,9 +12,11 @@
 #include "experts.h"
 #include "gated_delta.h"
 #include "group_attention.h"
+#include "head_write.h"
 #include "linear.h"
 #include "low_rank.h"
 #include "mamba2.h"
+#include "mlp.h"
 #include "paged_attention.h"
 #include "panels.h"
 #include "quantized.h"
@@ -264,6 +266,86 @@ void GroupCases(ffi::ThreadPool& pool) {
                              {{30, 150, 7}, 200, 4, 2, 24, 40, false}, {{270, 100}, 512, 1, 1, 72, 72, false},
                              {{140, 60}, 230, 2, 1, 16, 16, true},  {{}, 9, 1, 1, 8, 8, false}};
   for (const GroupCase& c : cases) Groups<float>(pool, "f32", c), Groups<bf16>(pool, "bf16", c);
+}
+
+// The second is of more numbers than one thread activates before another begins.
+void ActivationCases(ffi::ThreadPool& pool) {
+  for (auto [T, F] : {std::array<int64_t, 2>{1, 5}, {3, 5000}, {9, 96}}) {
+    Random random(F);
+    auto gate_up = random.Floats(T * 2 * F, -12, 12);
+    for (Activation kind : {Activation::kSilu, Activation::kGeluTanh}) {
+      std::vector<bf16> h(T * F);
+      Activate(pool, kind, gate_up.data(), h.data(), T, F);
+      std::vector<double> wanted(T * F), allowed(T * F);
+      for (int64_t i = 0; i < T * F; ++i) {
+        double gate = gate_up[i / F * 2 * F + i % F], up = gate_up[(i / F * 2 + 1) * F + i % F];
+        double u = kind == Activation::kSilu ? gate : 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate);
+        wanted[i] = gate / (1 + std::exp(-u)) * up, allowed[i] = std::fabs(wanted[i]) * 0.00392 + 1e-30;
+      }
+      Check(std::string("activation ") + (kind == Activation::kSilu ? "silu " : "gelu ") + std::to_string(T) + "x" + std::to_string(F),
+            h, wanted, allowed);
+    }
+  }
+}
+
+struct HeadCase {
+  int64_t T, K, G, D, half;
+  bool norm, in_f32;
+};
+
+// A token in three is dropped, by a slot on either side of the layer's.
+void HeadWrites() {
+  const HeadCase cases[] = {{3, 1, 1, 32, 16, true, false}, {7, 2, 3, 96, 32, true, true}, {5, 3, 2, 64, 0, false, false}};
+  for (const HeadCase& c : cases) {
+    Random random(c.D);
+    int64_t slots = 10, layers = 3, row = c.D, X = c.G + 2;
+    auto qkv = random.Bf16s(c.T * c.K * X * row), pool = random.Bf16s(layers * slots * 2 * c.K * row);
+    auto q_scale = random.Floats(row, 0.5f, 2), k_scale = random.Floats(row, 0.5f, 2), angles = random.Floats(c.T * c.half, -9, 9);
+    std::vector<float> cos(angles.size()), sin(angles.size());
+    for (float& scale : q_scale) scale = FromBf16(ToBf16(scale));
+    for (float& scale : k_scale) scale = FromBf16(ToBf16(scale));
+    for (size_t i = 0; i < angles.size(); ++i) cos[i] = std::cos(angles[i]), sin[i] = std::sin(angles[i]);
+    std::vector<int32_t> to(c.T);
+    for (int64_t t = 0; t < c.T; ++t) to[t] = t % 3 != 1 ? (3 * t) % slots : t % 2 == 0 ? -1 : slots;
+    std::vector<bf16> q(c.T * c.K * c.G * row);
+    std::vector<double> wanted_q(q.size()), wanted(pool.size()), allowed_q(q.size()), allowed(pool.size());
+    for (size_t i = 0; i < pool.size(); ++i) wanted[i] = FromBf16(pool[i]);
+    auto prepare = [&](int64_t t, const bf16* from, const float* scale, double* y, double* within) {
+      std::vector<double> x(row);
+      double sum = 0;
+      for (int64_t d = 0; d < row; ++d) x[d] = FromBf16(from[d]), sum += x[d] * x[d];
+      for (int64_t d = 0; d < row && c.norm; ++d) x[d] *= scale[d] / std::sqrt(sum / row + 1e-6);
+      for (int64_t d = 0; d < row; ++d) {
+        int64_t i = d % std::max<int64_t>(1, c.half), pair = d < c.half ? d + c.half : d - c.half;
+        bool turns = d < 2 * c.half;
+        double of_cos = turns ? cos[t * c.half + i] : 1, of_sin = !turns ? 0 : (d < c.half ? -1 : 1) * sin[t * c.half + i];
+        y[d] = x[d] * of_cos + (turns ? x[pair] * of_sin : 0);
+        // A number and its pair are rounded once or twice, and their sum once.
+        double size = std::fabs(x[d] * of_cos) + (turns ? std::fabs(x[pair] * of_sin) : 0);
+        within[d] = (c.norm ? size * 2 * 0.00392 : 0) + (turns ? std::fabs(y[d]) * 0.00392 + size * 1e-6 : 0);
+      }
+    };
+    for (int64_t t = 0; t < c.T; ++t) {
+      for (int64_t k = 0; k < c.K; ++k) {
+        const bf16* from = &qkv[(t * c.K + k) * X * row];
+        for (int64_t g = 0; g < c.G; ++g) {
+          int64_t at = ((t * c.K + k) * c.G + g) * row;
+          prepare(t, from + g * row, q_scale.data(), &wanted_q[at], &allowed_q[at]);
+        }
+        if (t % 3 == 1) continue;
+        int64_t at = ((slots + to[t]) * 2 * c.K + 2 * k) * row;
+        prepare(t, from + c.G * row, k_scale.data(), &wanted[at], &allowed[at]);
+        for (int64_t d = 0; d < row; ++d) wanted[at + row + d] = FromBf16(from[(c.G + 1) * row + d]);
+      }
+    }
+    HeadProblem p{.qkv = qkv.data(), .q = q.data(), .pool = pool.data(), .slots = to.data()};
+    if (c.norm) p.q_scale = q_scale.data(), p.k_scale = k_scale.data();
+    p.cos = cos.data(), p.sin = sin.data(), p.K = c.K, p.G = c.G, p.D = c.D, p.half = c.half, p.eps = 1e-6f, p.in_f32 = c.in_f32;
+    p.first_slot = slots, p.slots_of_layer = slots;
+    for (int64_t t = 0; t < c.T; ++t) WriteHeads(p, t);
+    std::string name = "heads " + std::to_string(c.K) + "x" + std::to_string(c.D);
+    Check(name, q, wanted_q, allowed_q), Check(name + " pool", pool, wanted, allowed);
+  }
 }
 
 void LowRank() {
@@ -628,9 +710,9 @@ int main() {
   {
     jpaged::Pool pool;
     jpaged::Linear(*pool), jpaged::Panels(*pool), jpaged::GroupCases(*pool);
-    jpaged::QuantizedProducts(*pool), jpaged::InterleavedProducts(*pool);
+    jpaged::QuantizedProducts(*pool), jpaged::InterleavedProducts(*pool), jpaged::ActivationCases(*pool);
   }
-  jpaged::LowRank(), jpaged::GatedDelta(), jpaged::Mamba2(), jpaged::AttentionCases();
+  jpaged::LowRank(), jpaged::HeadWrites(), jpaged::GatedDelta(), jpaged::Mamba2(), jpaged::AttentionCases();
   if (jpaged::failures > 0) std::printf("%d elements are wrong\n", jpaged::failures);
   return jpaged::failures > 0;
 }

@@ -97,13 +97,14 @@ def build(case: Case, dtype: str) -> Inputs:
     )
 
 
-def check(module: Any, case: Case, dtype: str, layer: int = 1) -> None:
+def check(module: Any, case: Case, dtype: str, layer: int = 1, *, interpret: bool = True) -> None:
     """Queries and the whole pool to two units in the last place, whatever the kernel does not
     compute to the bit.
     """
     given = build(case, dtype)
     pool, slots = jnp.asarray(given.pool), jnp.asarray(given.slots)
     how = given.how | {"norm": module.HeadNorm(EPS, *case.norm) if case.norm else None}
+    how |= {"interpret": interpret}
     q, written = module.write_heads(given.qkv, pool, jnp.int32(layer), slots, **how)
     q_THD, k_TKD, v_TKD = given.heads(given.qkv)
     kv_T2KD = np.stack([k_TKD, v_TKD], axis=2).reshape(case.T, 2 * case.K, case.D)

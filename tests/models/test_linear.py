@@ -26,7 +26,7 @@ class Recorder:
     def __init__(self) -> None:
         self.counts: list[Any] = []
 
-    def supported(self, x: jax.Array, weight: jax.Array) -> bool:
+    def supported(self, x: Any, weight: jax.Array) -> bool:
         return x.ndim == weight.ndim == 2
 
     def linear(self, x: jax.Array, weight: jax.Array, count: Any, dtype: Any) -> jax.Array:
@@ -53,6 +53,20 @@ class Recorder:
         self.counts.append(count)
         assert form == "int8" and zeros is None and not interleaved
         return self.linear(x, values.astype(x.dtype), count, jnp.float32) * scales[:, 0][None]
+
+    def norms(self, x: jax.Array, scale: jax.Array) -> bool:
+        return False
+
+    def normed(self, *args: Any) -> jax.Array:
+        raise AssertionError("it has no norms")
+
+    def activates(self, activation: str) -> bool:
+        return False
+
+    def mlp(self, *args: Any) -> jax.Array:
+        raise AssertionError("it has no activation")
+
+    activated = mlp
 
     def adds(self, x: jax.Array, a: jax.Array) -> bool:
         return x.ndim == 2 and a.ndim == 4

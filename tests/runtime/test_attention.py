@@ -122,14 +122,18 @@ def test_auto_takes_the_best_for_the_device(device: Any, name: str, sees_images:
     assert choose(device, shards=2).shapes.num_kv_heads == 1
 
 
-def test_one_kernel_prepares_attention_on_cuda() -> None:
+def test_one_kernel_prepares_attention_on_cuda_and_cpus() -> None:
     """Where it can; elsewhere XLA does so, to the bits that it had."""
     assert choose(AMPERE).head_writer == IMPLEMENTATIONS["triton"]
     assert choose(HOPPER).head_writer == IMPLEMENTATIONS["mosaic_gpu"]
     assert choose(CPU, attention="triton").head_writer == IMPLEMENTATIONS["triton"]
     assert choose(HOPPER, attention="xla").writes_heads, "it is no matter of attention's kernel"
     assert choose(CPU, attention="triton").writes_heads, "interpreted, as that is"
-    assert not choose(CPU).writes_heads and not choose(TPU).writes_heads
+    native = IMPLEMENTATIONS["native"] if ON_CPU == "native" else None
+    assert choose(CPU).head_writer == native and not choose(TPU).writes_heads
+    assert not choose(CPU, attention="xla").writes_heads
+    assert not choose(CPU, dtype=jnp.float32).writes_heads
+    assert not choose(CPU, kv_cache_dtype="int8").writes_heads
     assert not choose(HOPPER, kv_cache_dtype="int8").writes_heads
     whole = dataclasses.replace(MODEL, qk_norm=False, qk_norm_whole=True)
     assert not choose(HOPPER, model=whole).writes_heads

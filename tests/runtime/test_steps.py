@@ -147,9 +147,10 @@ def test_those_of_a_draft_model_too(name: str) -> None:
 @pytest.mark.parametrize("name", ["prefill", "decode"])
 def test_so_it_is_under_the_cpu_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choices, "rates", lambda: Rates(ratios={512: 0.5}))
-    table = make_steps(MANY, config(head_dim=32), dtype=jnp.bfloat16)
+    table = make_steps(MANY, config(head_dim=32, intermediate_size=64), dtype=jnp.bfloat16)
     step = table.lower(BUCKETS[name]).compile()
-    assert {"jpaged_linear", "jpaged_paged_attention"} <= set(
+    calls = {"linear", "paged_attention", "head_write", "mlp", "norm"}
+    assert {f"jpaged_{call}" for call in calls} <= set(
         re.findall(r'custom_call_target="(\w+)"', step.as_text())
     )
     copies, is_small = in_place(step, table.setting.pools)

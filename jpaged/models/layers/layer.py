@@ -240,9 +240,18 @@ class Residual:
     after: RMSNorm | None
     multiplier: float = dataclasses.field(default=1.0, metadata={"static": True})
 
-    def taken(self, x: Array) -> Array:
-        """Return what the part takes of x [..., E]."""
-        return x if self.before is None else self.before(x)
+    def taken(self, x: Array, step: StepContext) -> Array:
+        """Return what the part takes of x [..., E], normed by the step's module of products where
+        that can.
+        """
+        norm, products = self.before, step.products
+        if norm is None:
+            return x
+        if products is None or norm.scale is None or not products.norms(x, norm.scale):
+            return norm(x)
+        config = norm.config
+        rest = (config.eps, config.has_offset, config.in_f32)
+        return products.normed(x, norm.scale, step.count(x), *rest)
 
     def added(self, x: Array, y: Array) -> Array:
         """x with what the part gives."""
@@ -298,11 +307,11 @@ class Layer:
             *mixed, routes = places
         if self.mixer is not None:
             with jax.named_scope("attention"):
-                y, kv = self.mixer(self.around_mixer.taken(x), step, rotary, kv, tuple(mixed))
+                y, kv = self.mixer(self.around_mixer.taken(x, step), step, rotary, kv, tuple(mixed))
                 x = self.around_mixer.added(x, y)
         if self.ffn is not None:
             with jax.named_scope("mlp"):
-                taken, routed = self.around_ffn.taken(x), None
+                taken, routed = self.around_ffn.taken(x, step), None
                 if experts is not None and routes is not None:
                     seen = x if isinstance(self.ffn, ParallelFFN) else taken
                     routed, kv = experts.route(seen, step, kv, routes)

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jpaged.models.layers.low_rank import AdapterTable, Adder, ExpertLowRank, LowRank
 from jpaged.models.param_spec import MeshAxis, Parameter
 from jpaged.models.quantized import QuantizedWeight
+from kernels_cpu.mlp import Matrix
 from kernels_pallas.experts.interface import ExpertWeights, Glu
 from kernels_pallas.packed_rows import PackedRows
 
@@ -26,7 +27,7 @@ class Products(Adder, Protocol):
     @property
     def activations(self) -> str: ...
 
-    def supported(self, x: Array, weight: Array, /) -> bool:
+    def supported(self, x: Array | jax.ShapeDtypeStruct, weight: Array, /) -> bool:
         """Return whether it is the better one for x [T, E] and weight [N, E]."""
         ...
 
@@ -61,6 +62,39 @@ class Products(Adder, Protocol):
         """x [T, E] in bf16 times the weight that values, scales and zeros [N, ...] stand for,
         transposed, [T, N] in f32; see models/quantized.py.
         """
+        ...
+
+    def norms(self, x: Array, scale: Array, /) -> bool:
+        """Return whether `normed` takes x [T, E] and the scale [E] of a norm."""
+        ...
+
+    def normed(
+        self, x: Array, scale: Array, count: Any, eps: float, has_offset: bool, in_f32: bool, /
+    ) -> Array:
+        """Return what RMSNorm does of x [T, E]; eps, has_offset and in_f32: of NormConfig."""
+        ...
+
+    def activates(self, activation: str, /) -> bool:
+        """Return whether `mlp` and `activated` have the activation of this name."""
+        ...
+
+    def mlp(
+        self,
+        x: Array,
+        gate_up: Matrix,
+        down: Matrix,
+        activation: str,
+        count: Any,
+        dtype: DTypeLike,
+        /,
+    ) -> Array:
+        """Return down times the activation of gate times up, [T, N] in dtype: what the products
+        with `activated` between them give, to the bit.
+        """
+        ...
+
+    def activated(self, gate_up: Array, activation: str, count: Any, /) -> Array:
+        """Return the activation of gates times up of f32 [T, 2, F], in bf16 [T, F]."""
         ...
 
 
@@ -303,18 +337,47 @@ class Linear:
             y = y + self.bias.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + outputs)
         return y.astype(dtype)
 
+    def alone(
+        self, x: Array | jax.ShapeDtypeStruct, step: StepContext, *, is_partial: bool = False
+    ) -> Matrix | None:
+        """Return the matrix by which a step's module of products multiplies x [T, inputs], where
+        that is all there is to do: without a bias, adapters, or a sum over devices; else None.
+        """
+        sum_over = None if is_partial else step.axis_over(self.split)
+        is_more = self.bias is not None or sum_over is not None
+        if step.products is None or is_more or step.low_rank(self.name) is not None:
+            return None
+        assert self.weight is not None, "a tied head is lent the embedding's"
+        if isinstance(self.weight, QuantizedWeight):
+            return self._multiplied(x, self.weight.matrix(), step)
+        matrix = self.weight.reshape(math.prod(self.weight.shape[: self.num_outputs]), -1)
+        return Matrix(matrix) if step.products.supported(x, matrix) else None
+
+    @staticmethod
+    def _multiplied(
+        x: Array | jax.ShapeDtypeStruct, weight: QuantizedWeight, step: StepContext
+    ) -> Matrix | None:
+        """Return what the module of products takes of a weight; None where XLA multiplies by it."""
+        products, form = step.products, weight.form.name
+        if products is None or x.dtype != jnp.bfloat16:
+            return None
+        if not products.multiplies(form, x.shape[-1]):
+            return None
+        if weight.form.interleaved and not products.interleaves(form, weight.shape[0]):
+            weight = weight.in_rows()
+        return Matrix(weight.values, weight.scales, weight.zeros, form, weight.form.interleaved)
+
     def _quantized(
         self, x: Array, weight: QuantizedWeight, dtype: DTypeLike, step: StepContext
     ) -> Array:
-        products, form = step.products, weight.form.name
-        width = x.shape[-1]
-        if products is None or x.dtype != jnp.bfloat16 or not products.multiplies(form, width):
+        taken = self._multiplied(x, weight, step)
+        if taken is None:
             return weight.linear(x, in_fp8=step.in_fp8).astype(dtype)
-        if weight.form.interleaved and not products.interleaves(form, weight.shape[0]):
-            weight = weight.in_rows()
-        rows, interleaved = x.reshape(-1, width), weight.form.interleaved
-        parts = (weight.values, weight.scales, weight.zeros, form)
-        return products.quantized(rows, *parts, step.count(rows), interleaved).astype(dtype)
+        assert step.products is not None and taken.scales is not None
+        rows = x.reshape(-1, x.shape[-1])
+        parts = (taken.values, taken.scales, taken.zeros, taken.form)
+        y = step.products.quantized(rows, *parts, step.count(rows), taken.interleaved)
+        return y.astype(dtype)
 
 
 def scaled(x: Array, factor: float) -> Array:

@@ -100,11 +100,40 @@ class MLP:
         is_partial: bool = False,
     ) -> Array:
         """x [..., E], the result in dtype (None is x's). is_partial: as of Linear."""
-        gate_up = self.gate_up(x, step, jnp.float32)
-        gate, *up = (gate_up[..., i, :] for i in range(gate_up.shape[-2]))
-        h = gated(self.activation, scaled(gate, self.gate_multiplier), *up, limit=self.limit)
-        y = self.down(h.astype(x.dtype), step, dtype, is_partial=is_partial)
+        if self._is_products(x, step):
+            y = self._by_products(x, step, dtype, is_partial=is_partial)
+        else:
+            gate_up = self.gate_up(x, step, jnp.float32)
+            gate, *up = (gate_up[..., i, :] for i in range(gate_up.shape[-2]))
+            h = gated(self.activation, scaled(gate, self.gate_multiplier), *up, limit=self.limit)
+            y = self.down(h.astype(x.dtype), step, dtype, is_partial=is_partial)
         return scaled(y, self.multiplier)
+
+    def _is_products(self, x: Array, step: StepContext) -> bool:
+        """Whether the step's module of products activates too. A step's adapters are no matter, so
+        that a row has its bits beside rows that have some.
+        """
+        if step.products is None or x.dtype != jnp.bfloat16 or x.ndim != 2:
+            return False
+        is_plain = self.limit is None and self.gate_multiplier == 1.0 and self.gate_up.bias is None
+        return is_plain and step.products.activates(self.activation)
+
+    def _by_products(
+        self, x: Array, step: StepContext, dtype: DTypeLike | None, *, is_partial: bool
+    ) -> Array:
+        """Return what `down` gives: by one call where nothing is added to the products."""
+        assert step.products is not None and self.gate_up.weight is not None
+        width = self.gate_up.weight.shape[1]
+        between = jax.ShapeDtypeStruct((x.shape[0], width), x.dtype)
+        gate_up = self.gate_up.alone(x, step)
+        down = self.down.alone(between, step, is_partial=is_partial)
+        if gate_up is not None and down is not None:
+            wanted = x.dtype if dtype is None else dtype
+            return step.products.mlp(x, gate_up, down, self.activation, step.count(x), wanted)
+        h = step.products.activated(
+            self.gate_up(x, step, jnp.float32), self.activation, step.count(x)
+        )
+        return self.down(h, step, dtype, is_partial=is_partial)
 
 
 def of_activation(kind: Activation, gate_up: tuple[Part, Part]) -> tuple[Part, ...]:

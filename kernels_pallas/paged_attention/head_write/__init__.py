@@ -1,9 +1,9 @@
-"""One kernel for CUDA cards between a layer's first product and its attention: it norms and
-rotates queries and keys, and writes keys and values to their slots of the pool, in place.
+"""One kernel, for CUDA cards and CPUs, between a layer's first product and its attention: it norms
+and rotates queries and keys, and writes keys and values to their slots of the pool, in place.
 
-XLA makes four kernels of the same work, and a decode step waits for each. A rotation turns pairs
-that are half of the rotated dimensions apart, so a row is taken in pieces: the first halves of the
-pairs, the second halves, and the rest.
+XLA makes four kernels or more of the same work, and a decode step waits for each. A rotation turns
+pairs that are half of the rotated dimensions apart, so on a card a row is taken in pieces: the
+first halves of the pairs, the second halves, and the rest.
 
 IMPLEMENTATIONS lists modules of the same two functions:
 
@@ -29,6 +29,7 @@ from kernels_pallas.paged_attention.head_write.interface import HeadNorm
 IMPLEMENTATIONS = {
     "mosaic_gpu": Implementation("kernels_pallas.paged_attention.head_write.mosaic_gpu", CUDA),
     "triton": Implementation("kernels_pallas.paged_attention.head_write.triton", CUDA),
+    "native": Implementation("kernels_cpu.head_write", ("cpu",)),
 }
 
 __all__ = ["IMPLEMENTATIONS", "HeadNorm"]

@@ -1,0 +1,65 @@
+// The feed-forward part of a layer in one call: a product with gate and up, their activation, a product with down; and the
+// activation alone, for who adds something to one of the products. All that is computed between two products is added up and
+// rounded as it is written here, the same on every level and for any number of rows, so a row's bits are its own.
+#pragma once
+
+#include "kernels.h"
+
+namespace jpaged {
+
+enum class Activation { kSilu, kGeluTanh };
+
+inline uint32_t BitsOf(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  return bits;
+}
+inline float FromBits(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof(x));
+  return x;
+}
+
+// Returns 1 / (1 + e^-u) to 4 units in the last place, below -87 that of -87; any number of NaN. Bits choose what is chosen:
+// compilers make no registers of a loop that compares.
+inline float Sigmoid(float u) {
+  const uint32_t most = 0x42ae0000;  // 87
+  uint32_t size = BitsOf(u) & 0x7fffffff, is_below = 0u - (BitsOf(u) >> 31);
+  float x = -FromBits(size < most ? size : most);       // e^x is Cephes' expf
+  float moved = x * 1.44269504f + 12582912.0f;          // 1.5 * 2^23, whose last bits are whole numbers
+  float n = moved - 12582912.0f, r = x - n * 0.693359375f - n * -2.12194440e-4f;
+  float y = 1.9875691500e-4f;
+  y = y * r + 1.3981999507e-3f, y = y * r + 8.3334519073e-3f, y = y * r + 4.1665795894e-2f;
+  y = y * r + 1.6666665459e-1f, y = y * r + 5.0000001201e-1f, y = y * (r * r) + (r + 1.0f);
+  float e = y * FromBits((BitsOf(moved) << 23) + (127u << 23));  // times 2^n
+  return FromBits((BitsOf(e) & is_below) | (BitsOf(1.0f) & ~is_below)) / (1.0f + e);
+}
+
+// Returns the activation of a gate, times up; NaN of NaN. silu is gate * sigmoid(gate), and gelu_tanh, gate / 2 * (1 + tanh(u /
+// 2)), is gate * sigmoid(u).
+template <Activation kind>
+inline float Gated(float gate, float up) {
+  float u = kind == Activation::kSilu ? gate : 1.59576912f * (gate + 0.044715f * (gate * gate * gate));
+  return gate * Sigmoid(u) * up;
+}
+
+template <Activation kind>
+void ActivateRow(const float* __restrict gate, const float* __restrict up, bf16* __restrict h, int64_t F) {
+  for (int64_t f = 0; f < F; ++f) h[f] = ToBf16(Gated<kind>(gate[f], up[f]));
+}
+
+// h [T, F] of gate and up [T, 2, F].
+inline void Activate(ffi::ThreadPool& pool, Activation kind, const float* gate_up, bf16* h, int64_t T, int64_t F) {
+  constexpr int64_t kAtOnce = 8192;  // numbers that are activated before another thread could begin
+  auto activate = kind == Activation::kSilu ? &ActivateRow<Activation::kSilu> : &ActivateRow<Activation::kGeluTanh>;
+  int64_t items = SharesOf(pool, T, std::max<int64_t>(1, kAtOnce / std::max<int64_t>(1, F)));
+  auto work = [&](int64_t item) {
+    for (int64_t t = T * item / items; t < T * (item + 1) / items; ++t) {
+      activate(gate_up + 2 * t * F, gate_up + (2 * t + 1) * F, h + t * F, F);
+    }
+  };
+  if (items == 1) return work(0);
+  ParallelFor(pool, items, work);
+}
+
+}  // namespace jpaged
