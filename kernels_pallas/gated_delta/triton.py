@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from kernels_pallas.gated_delta.interface import Shapes
-from kernels_pallas.gated_delta.xla import prefill as prefill
+from kernels_pallas.gated_delta.triton_prefill import prefill as prefill
 from kernels_pallas.implementation import before_ampere
 from kernels_pallas.packed_rows import PackedRows
 

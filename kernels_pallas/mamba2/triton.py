@@ -19,7 +19,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from kernels_pallas.implementation import before_ampere
 from kernels_pallas.mamba2.interface import Shapes
-from kernels_pallas.mamba2.xla import prefill as prefill
+from kernels_pallas.mamba2.triton_prefill import prefill as prefill
 from kernels_pallas.packed_rows import PackedRows
 
 ROWS = 32  # B, at most: with N = 128, 32 numbers a thread
