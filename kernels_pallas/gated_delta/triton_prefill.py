@@ -147,7 +147,7 @@ def _kernel(
             of_state += multiply(k * grown, state)
             o += multiply(q * grown, state)
         beta_C1 = plgpu.load(beta_ref.at[token_C, head], mask=real_C, other=0.0)[:, None]
-        inverse = _inverse(jnp.where(i > j, beta_C1 * by_key, 0.0), multiply)
+        inverse = _inverse(beta_C1 * by_key, multiply)
         change = multiply(inverse, beta_C1 * (load(v_ref, head, column_B) - of_state))
         o += multiply(by_query, change)
         at = o_ref.at[token_C[:, None], head, column_B[None, :]]
@@ -209,17 +209,17 @@ def _scores_by_channel(q, k, g, sums, multiply):
     return by_key, by_query + jnp.where(i == j, jnp.sum(q * k, axis=1)[:, None], 0.0)
 
 
-def _inverse(below, multiply):
-    """Return the inverse of I + below, a strictly lower triangular matrix [C, C], by substitution
-    of blocks that double, as in xla.py: of [[a, 0], [b, c]], where x is the inverse of both blocks
-    on the diagonal, it is x - x [[0, 0], [b, 0]] x.
+def _inverse(matrix, multiply):
+    """Return the inverse of the identity and what of a matrix [C, C] is below the diagonal, by
+    substitution of blocks that double, as in xla.py: of [[a, 0], [b, c]], where x is the inverse of
+    both blocks on the diagonal, it is x - x [[0, 0], [b, 0]] x.
     """
     i, j = places(CHUNK)
 
     def doubled(level, inverse):
         half = lax.shift_left(1, level)
         of_i, of_j = lax.div(i, half), lax.div(j, half)
-        corner = jnp.where((lax.rem(of_i, 2) == 1) & (of_j == of_i - 1), below, 0.0)
+        corner = jnp.where((lax.rem(of_i, 2) == 1) & (of_j == of_i - 1), matrix, 0.0)
         return inverse - multiply(multiply(inverse, corner), inverse)
 
     identity = jnp.where(i == j, 1.0, 0.0)
