@@ -216,11 +216,13 @@ def _inverse(matrix, multiply):
     """
     i, j = places(CHUNK)
 
-    def doubled(level, inverse):
-        half = lax.shift_left(1, level)
+    def corner(half):
         of_i, of_j = lax.div(i, half), lax.div(j, half)
-        corner = jnp.where((lax.rem(of_i, 2) == 1) & (of_j == of_i - 1), matrix, 0.0)
-        return inverse - multiply(multiply(inverse, corner), inverse)
+        return jnp.where((lax.rem(of_i, 2) == 1) & (of_j == of_i - 1), matrix, 0.0)
 
-    identity = jnp.where(i == j, 1.0, 0.0)
-    return lax.fori_loop(0, CHUNK.bit_length() - 1, doubled, identity)
+    def doubled(level, inverse):
+        of_blocks = corner(lax.shift_left(1, level))
+        return inverse - multiply(multiply(inverse, of_blocks), inverse)
+
+    of_pairs = jnp.where(i == j, 1.0, 0.0) - corner(1)
+    return lax.fori_loop(1, CHUNK.bit_length() - 1, doubled, of_pairs)

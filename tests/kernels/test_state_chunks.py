@@ -73,6 +73,7 @@ DELTA = {
     "value heads take key heads by turns": ("lax.div(head, Hv // Hk)", "lax.rem(head, Hk)"),
     "tokens do not see each other's changes": ("_inverse(beta_C1", "_inverse(0 * beta_C1"),
     "blocks of one size alone are put together": ("lax.rem(of_i, 2) == 1) &", "of_i == 1) &"),
+    "pairs of tokens do not see each other": ("- corner(1)", "- 0 * corner(1)"),
 }
 BY_HEAD = {
     "the state does not decay": ("by_head.until, by_head.total", "by_head.until, 0 * by_head.total"),
