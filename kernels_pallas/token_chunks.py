@@ -23,7 +23,7 @@ class Span(NamedTuple):
     end: Array
     first: Array
 
-    def count(self, chunk: int) -> Array:
+    def chunks(self, chunk: int) -> Array:
         """Return the number of chunks of so many tokens."""
         touched = lax.div(self.end - self.first + chunk - 1, chunk)
         return jnp.where(self.end > self.begin, touched, 0)

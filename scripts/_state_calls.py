@@ -138,7 +138,10 @@ def calls(sizes: Sizes, interpret: bool | None = None) -> dict[str, StateCall]:
     """
     by_name = {}
     for name, phase in (("step", "decode"), ("chunks", "prefill")):
-        for way, rule, scan in (("xla", delta_xla, mamba2_xla), ("triton", delta_triton, mamba2_triton)):
+        for way, rule, scan in (
+            ("xla", delta_xla, mamba2_xla),
+            ("triton", delta_triton, mamba2_triton),
+        ):
             by_name[f"delta {name}, {way}"] = delta(rule, phase, sizes)
             by_name[f"KDA {name}, {way}"] = delta(rule, phase, sizes, sizes.width)
             by_name[f"Mamba-2 {name}, {way}"] = mamba(scan, phase, sizes)

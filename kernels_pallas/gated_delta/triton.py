@@ -1,4 +1,5 @@
-"""The gated delta rule on CUDA cards: one token a row in one kernel; `triton_prefill.py` has prompts.
+"""The gated delta rule on CUDA cards: one token a row in one kernel. `triton_prefill.py`
+has prompts.
 
 In plain XLA a step gathers the states of its rows, makes products of them, and scatters what they
 become: the states pass through memory three times, not once. Here a program reads some columns of

@@ -127,47 +127,51 @@ def _kernel(
             q, k = (load(ref, key_head, channel_W) for ref in (q_ref, k_ref))
             if by_head is None:
                 return _scores_by_channel(q, k, load(g_ref, head, channel_W), sums, multiply)
-            return tuple(
-                sum_ + multiply(x, k.T) for sum_, x in zip(sums, (k, q), strict=True)
-            )
+            return tuple(sum_ + multiply(x, k.T) for sum_, x in zip(sums, (k, q), strict=True))
 
         sums = (jnp.zeros((CHUNK, CHUNK), jnp.float32),) * 2
         by_key, by_query = lax.fori_loop(0, len(pieces), scores_of, sums)
-        if by_head is not None:
-            left = between(by_head)
-            by_key, by_query = by_key * left, by_query * left
         of_state = o = jnp.zeros((CHUNK, columns), jnp.float32)
         for channel_W, state in zip(pieces, states, strict=True):
             q, k = (load(ref, key_head, channel_W) for ref in (q_ref, k_ref))
             if by_head is None:
                 g = load(g_ref, head, channel_W)
                 grown = jnp.exp(multiply(jnp.where(j <= i, 1.0, 0.0), g))
-            else:
-                grown = jnp.exp(by_head.since)
-            of_state += multiply(k * grown, state)
-            o += multiply(q * grown, state)
+                q, k = q * grown, k * grown
+            of_state += multiply(k, state)
+            o += multiply(q, state)
+        if by_head is not None:  # one decay for all channels: of the sums, not of what is summed
+            left, grown = between(by_head), jnp.exp(by_head.since)
+            by_key, by_query, of_state, o = (
+                by_key * left,
+                by_query * left,
+                of_state * grown,
+                o * grown,
+            )
         beta_C1 = plgpu.load(beta_ref.at[token_C, head], mask=real_C, other=0.0)[:, None]
         inverse = _inverse(beta_C1 * by_key, multiply)
         change = multiply(inverse, beta_C1 * (load(v_ref, head, column_B) - of_state))
         o += multiply(by_query, change)
         at = o_ref.at[token_C[:, None], head, column_B[None, :]]
         plgpu.store(at, o, mask=jnp.broadcast_to(real_C[:, None], o.shape))
+        if by_head is not None:
+            change *= jnp.exp(by_head.until)
         after = []
         for channel_W, state in zip(pieces, states, strict=True):
             k = load(k_ref, key_head, channel_W)  # again: registers hold a piece, not all
             if by_head is None:
                 g = load(g_ref, head, channel_W)
-                until, total = multiply(jnp.where(j > i, 1.0, 0.0), g), jnp.sum(g, axis=0)
+                k *= jnp.exp(multiply(jnp.where(j > i, 1.0, 0.0), g))
+                total = jnp.sum(g, axis=0)
             else:
-                until, total = by_head.until, by_head.total
-            added = multiply((k * jnp.exp(until)).T, change)
-            after.append(jnp.exp(total)[:, None] * state + added)
+                total = by_head.total
+            after.append(jnp.exp(total)[:, None] * state + multiply(k.T, change))
         return tuple(after)
 
     begins = masked(has_tokens & (read < slots))
     before = jnp.minimum(read, slots - 1)
     states = tuple(plgpu.load(state_at(before, x), mask=begins, other=0.0) for x in pieces)
-    states = lax.fori_loop(0, span.count(CHUNK), one_chunk, states)
+    states = lax.fori_loop(0, span.chunks(CHUNK), one_chunk, states)
     writes, after = masked(has_tokens & (write < slots)), jnp.minimum(write, slots - 1)
     for channel_W, state in zip(pieces, states, strict=True):
         plgpu.store(state_at(after, channel_W), state, mask=writes)

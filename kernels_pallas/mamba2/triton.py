@@ -1,4 +1,5 @@
-"""Mamba-2's scan on CUDA cards: one token a row in one kernel; `triton_prefill.py` has prompts.
+"""Mamba-2's scan on CUDA cards: one token a row in one kernel. `triton_prefill.py` has
+prompts.
 
 In plain XLA a step gathers the states of its rows and scatters what they become: the states pass
 through memory twice as often as they have to. Here a program reads some rows of one head's state

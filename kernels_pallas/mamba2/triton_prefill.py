@@ -126,7 +126,7 @@ def _kernel(
     begins = masked(has_tokens & (read < slots))
     before = jnp.minimum(read, slots - 1)
     states = tuple(plgpu.load(state_at(before, x), mask=begins, other=0.0) for x in pieces)
-    states = lax.fori_loop(0, span.count(CHUNK), one_chunk, states)
+    states = lax.fori_loop(0, span.chunks(CHUNK), one_chunk, states)
     writes, after = masked(has_tokens & (write < slots)), jnp.minimum(write, slots - 1)
     for column_W, state in zip(pieces, states, strict=True):
         plgpu.store(state_at(after, column_W), state, mask=writes)

@@ -1,4 +1,4 @@
-"""What ptxas says of the kernels that XLA compiles: registers of a thread, and bytes that it spills.
+"""What ptxas says of the kernels that XLA compiles: registers of a thread, and bytes of spills.
 
 XLA runs the ptxas that it finds on PATH. `noting` puts one before it that runs it, asks it to say
 more, and keeps what it said.

@@ -65,7 +65,7 @@ SHARED = {
     "chunks have what is not the row's": ("mask=real_C, other", "mask=real_C | True, other"),
     "padding keeps what lies there": ("lax.fori_loop(0, turns,", "lax.fori_loop(0, 0,"),
     "padding of one row alone": ("n * S * CHUNK", "n * CHUNK + row"),
-    "the last chunk is left out": ("span.count(CHUNK)", "span.count(CHUNK) - 1"),
+    "the last chunk is left out": ("span.chunks(CHUNK)", "span.chunks(CHUNK) - 1"),
     "all chunks are the first": ("span.tokens(n, CHUNK)", "span.tokens(0 * n, CHUNK)"),
 }
 DELTA = {
@@ -76,13 +76,18 @@ DELTA = {
     "pairs of tokens do not see each other": ("- corner(1)", "- 0 * corner(1)"),
 }
 BY_HEAD = {
-    "the state does not decay": ("by_head.until, by_head.total", "by_head.until, 0 * by_head.total"),
-    "tokens do not forget each other": ("left = between(by_head)", "left = 1.0"),
+    "the state does not decay": ("total = by_head.total", "total = 0 * by_head.total"),
+    "changes do not decay up to the chunk's end": ("(by_head.until)", "(0 * by_head.until)"),
+    "what comes of the state does not decay": ("(by_head.since)", "(0 * by_head.since)"),
+    "tokens do not forget each other": ("left, grown = between(by_head)", "left, grown = 1.0"),
 }
 BY_CHANNEL = {
     "the state does not decay": ("jnp.sum(g, axis=0)\n", "0 * jnp.sum(g, axis=0)\n"),
     "blocks end with their first half": ("j <= i, j > i)\n", "j <= i, j >= i)\n"),
-    "a token does not see itself": ("by_query + jnp.where(i == j", "by_query + 0 * jnp.where(i == j"),
+    "a token does not see itself": (
+        "by_query + jnp.where(i == j",
+        "by_query + 0 * jnp.where(i == j",
+    ),
 }
 MAMBA2 = {
     "all rows of a state are those of the first program": ("part * block + jnp", "jnp"),
