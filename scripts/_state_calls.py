@@ -138,18 +138,19 @@ def calls(sizes: Sizes, interpret: bool | None = None) -> dict[str, StateCall]:
     """
     by_name = {}
     for name, phase in (("step", "decode"), ("chunks", "prefill")):
-        by_name[f"delta {name}, xla"] = delta(delta_xla, phase, sizes)
-        by_name[f"KDA {name}, xla"] = delta(delta_xla, phase, sizes, sizes.width)
-        by_name[f"Mamba-2 {name}, xla"] = mamba(mamba2_xla, phase, sizes)
+        for way, rule, scan in (
+            ("xla", delta_xla, mamba2_xla),
+            ("triton", delta_triton, mamba2_triton),
+        ):
+            by_name[f"delta {name}, {way}"] = delta(rule, phase, sizes)
+            by_name[f"KDA {name}, {way}"] = delta(rule, phase, sizes, sizes.width)
+            by_name[f"Mamba-2 {name}, {way}"] = mamba(scan, phase, sizes)
     by_name["convolution step"] = convolution("decode", sizes)
     by_name["convolution of prompts"] = convolution("packed", sizes)
     for name, phase in (("step", "decode"), ("prompts", "prefill")):
         by_name[f"latents {name}, xla"] = latents(xla, phase, sizes, interpret)
         by_name[f"latents {name}, triton"] = latents(triton, phase, sizes, interpret)
         by_name[f"latents {name}, tpu"] = latents(tpu, phase, sizes, interpret)
-    by_name["delta step, triton"] = delta(delta_triton, "decode", sizes)
-    by_name["KDA step, triton"] = delta(delta_triton, "decode", sizes, sizes.width)
-    by_name["Mamba-2 step, triton"] = mamba(mamba2_triton, "decode", sizes)
     return by_name
 
 

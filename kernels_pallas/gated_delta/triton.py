@@ -1,4 +1,5 @@
-"""The gated delta rule on CUDA cards: one token a row in one kernel, chunks by XLA.
+"""The gated delta rule on CUDA cards: one token a row in one kernel. `triton_prefill.py`
+has prompts.
 
 In plain XLA a step gathers the states of its rows, makes products of them, and scatters what they
 become: the states pass through memory three times, not once. Here a program reads some columns of
@@ -19,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from kernels_pallas.gated_delta.interface import Shapes
-from kernels_pallas.gated_delta.xla import prefill as prefill
+from kernels_pallas.gated_delta.triton_prefill import prefill as prefill
 from kernels_pallas.implementation import before_ampere
 from kernels_pallas.packed_rows import PackedRows
 

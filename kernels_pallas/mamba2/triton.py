@@ -1,4 +1,5 @@
-"""Mamba-2's scan on CUDA cards: one token a row in one kernel, chunks by XLA.
+"""Mamba-2's scan on CUDA cards: one token a row in one kernel. `triton_prefill.py` has
+prompts.
 
 In plain XLA a step gathers the states of its rows and scatters what they become: the states pass
 through memory twice as often as they have to. Here a program reads some rows of one head's state
@@ -19,7 +20,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from kernels_pallas.implementation import before_ampere
 from kernels_pallas.mamba2.interface import Shapes
-from kernels_pallas.mamba2.xla import prefill as prefill
+from kernels_pallas.mamba2.triton_prefill import prefill as prefill
 from kernels_pallas.packed_rows import PackedRows
 
 ROWS = 32  # B, at most: with N = 128, 32 numbers a thread

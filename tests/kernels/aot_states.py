@@ -5,8 +5,9 @@
 
 compiles one layer's step and its chunks of a prompt over a donated pool, and prints a JSON line for
 each: instructions that would copy the pool, bytes of temporaries, those that have to be moved, and
-on CUDA the loops and branches at which the host waits for the card (asked). The control does not
-donate its pool. Names in the command line: these alone. The exit status is 1 where a pool is copied
+on CUDA the loops and branches at which the host waits for the card (asked), and of our kernel
+registers and bytes that it spills, by ptxas (0 where there is none). The control does not donate
+its pool. Names in the command line: these alone. The exit status is 1 where a pool is copied
 that is not known to be, or one that is known is not.
 """
 
@@ -25,10 +26,13 @@ from scripts._common import absent_device, stay_on_cpu
 from scripts._state_calls import FULL, StateCall, calls
 from tests.hlo import pool_copies
 from tests.kernels.aot_decode import asked
+from tests.kernels.noting_ptxas import Notes, noting
 
 CONTROL = "control, not donated"
 PROGRAMS: dict[str, StateCall] = calls(FULL, interpret=False)
 PROGRAMS[CONTROL] = PROGRAMS["delta step, xla"]
+# As ptxas names those of states.
+KERNELS = ("gated_delta_step", "gated_delta_chunks", "mamba2_step", "mamba2_chunks")
 XLA_LATENTS = ("latents step, xla", "latents prompts, xla")
 
 
@@ -54,9 +58,11 @@ class Compiled:
     temporary_bytes: int
     moved: int
     asked: int
+    registers: int
+    spills: int
 
 
-def compiled(platform: str, chip: str, name: str) -> Compiled:
+def compiled(platform: str, chip: str, name: str, notes: Notes) -> Compiled:
     call = PROGRAMS[name]
     pool, rest = jax.eval_shape(call.values)
     with absent_device(platform, chip) as device, warnings.catch_warnings():
@@ -70,18 +76,22 @@ def compiled(platform: str, chip: str, name: str) -> Compiled:
         made = compile_step(program.trace(*placed).lower(), platform)
     text, memory = made.as_text(), made.memory_analysis()
     assert text is not None and memory is not None
+    taken = [x for kernel, x in notes.taken().items() if kernel in KERNELS]
     return Compiled(
         name=name,
         pool_copies=len(pool_copies(text, pool.size)),
         temporary_bytes=memory.temp_size_in_bytes,
         moved=call.moved,
         asked=asked(text) if platform == "cuda" else 0,
+        registers=max((x.registers for x in taken), default=0),
+        spills=sum(x.spills for x in taken),
     )
 
 
 def main(platform: str, chip: str, names: list[str]) -> Iterator[Compiled]:
-    for name in names or programs_of(platform):
-        yield compiled(platform, chip, name)
+    with noting() as notes:
+        for name in names or programs_of(platform):
+            yield compiled(platform, chip, name, notes)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 place, and a step's kernel moves what it has to and no more.
 """
 
+import itertools
 import json
 import os
 import subprocess
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from scripts._common import cannot_compile
+from scripts._common import CARDS, cannot_compile
 from tests.kernels.aot_states import PROGRAMS, is_copied, programs_of
 
 CHIPS = {"sm_80": "cuda", "sm_90a": "cuda", "v5e:2x2": "tpu", "tpu7x:2x2x1": "tpu"}
@@ -33,22 +34,39 @@ def test_pools_are_changed_in_place(chip: str) -> None:
         ours, theirs = (compiled[f"latents step, {way}"] for way in ("tpu", "xla"))
         assert ours["temporary_bytes"] < 1e-3 * theirs["temporary_bytes"]
     if platform == "cuda":
-        for rule in ("delta", "KDA", "Mamba-2"):
-            ours, theirs = (compiled[f"{rule} step, {way}"] for way in ("triton", "xla"))
+        for rule, phase in itertools.product(("delta", "KDA", "Mamba-2"), ("step", "chunks")):
+            ours, theirs = (compiled[f"{rule} {phase}, {way}"] for way in ("triton", "xla"))
             assert ours["temporary_bytes"] < 1e-4 * theirs["temporary_bytes"]
+            assert theirs["asked"] == (phase == "chunks")  # the control of what follows
+        assert compiled["convolution of prompts"]["asked"] == 0
         for name, program in compiled.items():
             # A step's program waits for nothing, but for XLA's loop over blocks of a context.
             assert program["asked"] == 0 or "step" not in name or name == "latents step, xla"
             assert program["asked"] == 0 or "triton" not in name
 
 
-def compiled_for(platform: str, chip: str) -> dict[str, dict[str, Any]]:
+@pytest.mark.parametrize("chip", CARDS)
+def test_prompts_fit_every_card(chip: str) -> None:
+    """In the shared memory that it has, without a question to the host, and in registers: what
+    spills is a few numbers of a thread of the delta rule.
+    """
+    if reason := cannot_compile("cuda"):
+        pytest.skip(reason)
+    names = [f"{rule} chunks, triton" for rule in ("delta", "KDA", "Mamba-2")]
+    for name, program in compiled_for("cuda", chip, *names).items():
+        assert program["asked"] == program["pool_copies"] == 0
+        assert program["temporary_bytes"] < 1024
+        assert 0 < program["registers"] <= 255
+        assert program["spills"] <= (0 if name.startswith("Mamba-2") else 128)
+
+
+def compiled_for(platform: str, chip: str, *names: str) -> dict[str, dict[str, Any]]:
     """Return what aot_states prints, by name. It optimizes as engines do."""
     environment = {k: v for k, v in os.environ.items() if k != "JAX_DISABLE_MOST_OPTIMIZATIONS"}
     environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     environment["JAX_ENABLE_COMPILATION_CACHE"] = "false"
     child = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.aot_states", platform, chip],
+        [sys.executable, "-m", "tests.kernels.aot_states", platform, chip, *names],
         cwd=Path(__file__).parents[2],
         env=environment,
         capture_output=True,

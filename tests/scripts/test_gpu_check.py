@@ -551,8 +551,8 @@ def test_states_are_timed_and_compared(name: str) -> None:
     record = gpu_states.states(dry=True)[name]()
     assert record["xla_us"] > 0 and record["xla_gb_s"] > 0 and "wrong" not in record
     has_mosaic = name in ("heads written", "logits read")
-    steps = ("delta step", "KDA step", "Mamba-2 step", "latents step", "latents prompts")
-    has_kernel = has_mosaic or name in steps
+    rules = [f"{rule} {x}" for rule in ("delta", "KDA", "Mamba-2") for x in ("step", "chunks")]
+    has_kernel = has_mosaic or name in (*rules, "latents step", "latents prompts")
     assert ("difference" in record) == ("triton_us" in record) == has_kernel
     assert ("mosaic_gpu_us" in record) == has_mosaic
 
