@@ -20,6 +20,7 @@ class Case:
     is a padding row. V: where it is not D. latent, causal: as of AttentionOptions. kv_dtype: int8
     or float8_e4m3fn for a pool with scales.
     images: (row, start, end) of positions in a prefill whose queries see each other.
+    sharpness: what scores are multiplied by beside D**-0.5.
     extra_tokens, extra_blocks: padding of the packed tokens and of the block table.
     """
 
@@ -39,6 +40,7 @@ class Case:
     causal: bool = True
     kv_dtype: str | None = None
     images: tuple[tuple[int, int, int], ...] = ()
+    sharpness: float = 1.0
     num_layers: int = 2
     layer: int = 1
     extra_tokens: int = 0
@@ -55,7 +57,7 @@ class Case:
     def options(self) -> Options:
         """Return what the call is compiled for."""
         attention = AttentionOptions(
-            scale=self.D**-0.5,
+            scale=self.sharpness * self.D**-0.5,
             soft_cap=self.soft_cap,
             window=self.sliding_window,
             value_dim=self.V,
@@ -579,6 +581,9 @@ DEVICE = (
         D=256,
         P=64,
         soft_cap=50.0,
+    ),
+    dataclasses.replace(
+        _ROWS, name="decode_1000_sharp", contexts=(1000, 300), H=16, K=8, D=128, P=64, sharpness=8.0
     ),
 )
 

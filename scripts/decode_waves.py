@@ -3,11 +3,11 @@
     python scripts/decode_waves.py [--card H100]
 
 Memory is one flow that the streaming thread blocks share; none streams faster than it computes, and
-none streams while it starts or ends. In 8 bits a warpgroup of its own widens the next tiles beside
-that. `blocks`: a thread block for each item, as many splits as fill
-the card twice and at most 16. `splits`: the kernel's own number. `turns`: as the kernel is, one
-thread block for each place on the card, that takes its items in turn. Shares are of the card's copy
-bandwidth. It knows no caches and no order of addresses, and its seconds are estimates.
+none streams while it starts or ends. In 8 bits another warpgroup widens the next tiles beside that.
+`blocks`: a thread block for each item, as many splits as fill the card twice and at most 16.
+`splits`: the kernel's own number. `turns`: as the kernel is, one thread block for each place on the
+card, that takes its items in turn. Shares are of the card's copy bandwidth. It knows no caches and
+no order of addresses, and its seconds are estimates.
 """
 
 import argparse
@@ -25,14 +25,43 @@ TILE = 64  # slots
 SMS = 132
 START, END = 2.0e-6, 1.2e-6  # of a thread block: before its first bytes, after its last ones
 TURN = 0.3e-6  # between two items of a thread block, whose copies go on
-# That a thread block computes a tile, by head dim: a warp's instructions, its products' clocks, and
-# waiting (docs/kernels.md), of which 200 for what warps exchange.
-CLOCKS = {64: 930, 128: 1210, 256: 1420}
-# In 8 bits, the longest of: as much; what is widened beside it; what shared memory takes of an SM
-# to move the tiles of its thread blocks.
-CLOCKS_IN_8_BITS = {64: 940, 128: 1550, 256: 1600}
-GROUP = 8  # query heads of a KV head, at most, that this is for
+WAITING = {64: 470, 128: 603, 256: 443}  # clocks of a tile, by head dim
+EXCHANGING = 100  # clocks: weights go to the other warps by shared memory, and one barrier
+READING = 250  # clocks: whoever widens a tile waits for it, for its place, and for what it loads
+SHARED = 128  # bytes that an SM's shared memory moves in a clock
+SLOTS = TILE * 2  # bytes of a tile's column of 16 bits
+GROUP = 8  # query heads of a KV head, if nothing is said
 SCALES = 8  # bytes of a slot and head
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """What a thread block does with a tile, read from machine code (docs/kernels.md): instructions
+    of a warp that computes, clocks of its products, and in 8 bits instructions of a warp that
+    copies and widens. places: of widened tiles.
+    """
+
+    instructions: int
+    products: int
+    widening: int = 0
+    places: int = 2
+
+
+# By head dim, query heads of a KV head in whole 8s, and whether keys and values are in 8 bits.
+TILES = {
+    (64, 8, False): Tile(128, 128),
+    (128, 8, False): Tile(128, 256),
+    (256, 8, False): Tile(255, 512),
+    (64, 8, True): Tile(113, 128, widening=263),
+    (64, 16, True): Tile(146, 128, widening=257),
+    (64, 24, True): Tile(180, 128, widening=264),
+    (64, 32, True): Tile(210, 128, widening=251),
+    (128, 8, True): Tile(130, 256, widening=424),
+    (128, 16, True): Tile(155, 256, widening=424, places=1),
+    (128, 24, True): Tile(196, 256, widening=433, places=1),
+    (128, 32, True): Tile(226, 256, widening=419),
+    (256, 8, True): Tile(231, 512, widening=758),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,29 +73,32 @@ class Card:
 CARDS = {"H200": Card(4.3e12, 1.9e9), "H100": Card(3.0e12, 1.8e9)}
 
 _lengths = random.Random(0)
-# Contexts, KV heads, head dim, and whether keys and values are in 8 bits.
-CASES: dict[str, tuple[list[int], int, int, bool]] = {
-    "256 x 100": ([100] * 256, 8, 128, False),
-    "256 x 512": ([512] * 256, 8, 128, False),
-    "256 x 1024": ([1024] * 256, 8, 128, False),
-    "256 x 1024, D 64": ([1024] * 256, 8, 64, False),
+# Contexts, KV heads, head dim, and in 8 bits the query heads of a KV head, else None.
+CASES: dict[str, tuple[list[int], int, int, int | None]] = {
+    "256 x 100": ([100] * 256, 8, 128, None),
+    "256 x 512": ([512] * 256, 8, 128, None),
+    "256 x 1024": ([1024] * 256, 8, 128, None),
+    "256 x 1024, D 64": ([1024] * 256, 8, 64, None),
     "256 x 200-2048": (
         [sum(_lengths.choices(range(100, 1024), k=2)) for _ in range(256)],
         8,
         128,
-        False,
+        None,
     ),
-    "128 x 2048": ([2048] * 128, 8, 128, False),
-    "128 x 2048, 8 bits": ([2048] * 128, 8, 128, True),
-    "128 x 2048, D 64": ([2048] * 128, 8, 64, False),
-    "128 x 2048, D 64, 8 bits": ([2048] * 128, 8, 64, True),
-    "128 x 2048, D 256": ([2048] * 128, 8, 256, False),
-    "128 x 2048, D 256, 8 bits": ([2048] * 128, 8, 256, True),
-    "32 x 1024": ([1024] * 32, 8, 128, False),
-    "20 x 8192": ([8192] * 20, 8, 128, False),
-    "8 x 8192": ([8192] * 8, 8, 128, False),
-    "1 x 32768": ([32768], 8, 128, False),
-    "1 x 32768, 1 KV head": ([32768], 1, 128, False),
+    "128 x 2048": ([2048] * 128, 8, 128, None),
+    "128 x 2048, 8 bits": ([2048] * 128, 8, 128, GROUP),
+    "128 x 2048, G 16, 8 bits": ([2048] * 128, 8, 128, 16),
+    "128 x 2048, D 64": ([2048] * 128, 8, 64, None),
+    "128 x 2048, D 64, 8 bits": ([2048] * 128, 8, 64, GROUP),
+    "128 x 2048, D 64, G 16, 8 bits": ([2048] * 128, 8, 64, 16),
+    "128 x 2048, D 64, G 32, 8 bits": ([2048] * 128, 8, 64, 32),
+    "128 x 2048, D 256": ([2048] * 128, 8, 256, None),
+    "128 x 2048, D 256, 8 bits": ([2048] * 128, 8, 256, GROUP),
+    "32 x 1024": ([1024] * 32, 8, 128, None),
+    "20 x 8192": ([8192] * 20, 8, 128, None),
+    "8 x 8192": ([8192] * 8, 8, 128, None),
+    "1 x 32768": ([32768], 8, 128, None),
+    "1 x 32768, 1 KV head": ([32768], 1, 128, None),
 }
 
 
@@ -115,14 +147,39 @@ def items_of(
     return items
 
 
+def clocks(head_dim: int, group: int, in_8_bits: bool) -> float:
+    """Return the clocks in which a thread block goes through a tile, if memory does not bound it.
+
+    Widening is beside computing where the next tile has a place. All thread blocks of an SM share
+    its shared memory, and each of its four schedulers, which issues an instruction a clock, has a
+    warp of each warpgroup.
+    """
+    rows = -(-group // 8) * 8
+    tile = TILES[head_dim, rows, in_8_bits]
+    computing = tile.instructions + tile.products + WAITING[head_dim] + EXCHANGING
+    if not in_8_bits:
+        return computing
+    widening = tile.widening + READING
+    alone = max(computing, widening) if tile.places > 1 else computing + widening
+    blocks = resident(head_dim, group, in_8_bits=True)
+    issued = blocks * (tile.instructions + tile.widening)
+    # What is copied and read, what is widened and read, queries, and weights twice.
+    copied, queries = TILE * bytes_of_a_slot(head_dim, True), 2 * rows * head_dim
+    weights = rows * SLOTS * (1 + head_dim // 64)
+    moved = 2 * copied + 2 * 2 * head_dim * SLOTS + queries + weights
+    return max(alone, issued, blocks * moved / SHARED)
+
+
 def shares(
-    contexts: list[int], kv_heads: int, head_dim: int, in_8_bits: bool = False, *, card: Card
+    contexts: list[int], kv_heads: int, head_dim: int, group: int | None = None, *, card: Card
 ) -> dict[str, float]:
-    """Return the share of the bandwidth, by what the module's docstring names."""
-    places = SMS * resident(head_dim, GROUP, in_8_bits=in_8_bits)
+    """Return the share of the bandwidth, by what the module's docstring names. group: query heads
+    of a KV head, in 8 bits; None is in 16 bits, with GROUP.
+    """
+    in_8_bits, group = group is not None, group or GROUP
+    places = SMS * resident(head_dim, group, in_8_bits=in_8_bits)
     tiles, slot = -(-max(contexts) // TILE), bytes_of_a_slot(head_dim, in_8_bits)
-    clocks = (CLOCKS_IN_8_BITS if in_8_bits else CLOCKS)[head_dim]
-    fastest = TILE * slot * card.clock / clocks
+    fastest = TILE * slot * card.clock / clocks(head_dim, group, in_8_bits)
     old = min(max(-(-264 // (len(contexts) * kv_heads)), 1), 16, tiles)
     new = split_count(len(contexts) * kv_heads, tiles, places)
     items = items_of(contexts, kv_heads, head_dim, new, in_8_bits)

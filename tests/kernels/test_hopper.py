@@ -140,6 +140,32 @@ def test_barriers() -> None:
         run("	bar.sync 1, 16;\n")
 
 
+@pytest.mark.parametrize(("asker", "answer"), [(3, 1), (40, 1), (64, 0)])
+def test_a_question_at_a_barrier(asker: int, answer: int) -> None:
+    """All threads of two warps learn whether it is true of one."""
+    body = f"""
+	setp.eq.u32 %p2, %r1, {asker};
+	bar.red.or.pred %p3, 1, 64, %p2;
+	selp.b32 %r6, 1, 0, %p3;
+	st.global.b32 [%rd6], %r6;
+"""
+    result = run(body, threads=64).view(np.uint32).reshape(-1)[:64]
+    assert (result == answer).all()
+
+
+def test_nobody_asks_where_others_only_wait() -> None:
+    body = """
+	setp.ge.u32 %p2, %r1, 32;
+	@%p2 bra $L__1;
+	bar.red.or.pred %p3, 1, 64, %p2;
+	ret;
+$L__1:
+	bar.sync 1, 64;
+"""
+    with pytest.raises(Fault, match="some ask and others do not"):
+        run(body, threads=64)
+
+
 def test_registers_of_a_block() -> None:
     """Four warpgroups' worth of nobody: one warp gives registers, another one waits for them."""
     body = """

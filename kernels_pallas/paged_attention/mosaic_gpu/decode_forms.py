@@ -7,13 +7,19 @@ Where there are many queries, registers for those columns and for what is summed
 and queries are the rows, as they are in prefill.
 """
 
+import functools
+import itertools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, nvvm, vector
 
 from kernels_pallas.paged_attention.common import NEG
 from kernels_pallas.paged_attention.mosaic_gpu.pieces import (
@@ -31,6 +37,9 @@ from kernels_pallas.paged_attention.mosaic_gpu.pieces import (
 )
 
 TRANSPOSED = plgpu.Layout.WGMMA_TRANSPOSED
+# Weights are at most 2^LEAP. A float16 takes them times the scale of values in 8 bits, which is at
+# most 65,504 / 127.
+LEAP = 6.0
 
 
 class BySlot(NamedTuple):
@@ -51,11 +60,11 @@ class BySlot(NamedTuple):
         """
         rows, C, D, dtype = self.rows, self.C, self.D, self.dtype
         q_and_o = tiled_smem((places, rows, D), dtype), plgpu.SMEM((rows, D), out_dtype)
-        return q_and_o, tiled_smem((rows, C), dtype), plgpu.SMEM((rows,), jnp.float32)
+        return q_and_o, tiled_smem((2, rows, C), dtype), plgpu.SMEM((rows,), jnp.float32)
 
     def bytes(self, places: int, out_dtype: DTypeLike) -> int:
         """Return how many bytes `buffers` takes, without the logarithms."""
-        in_16 = (places * self.D + self.C) * jnp.dtype(self.dtype).itemsize
+        in_16 = (places * self.D + 2 * self.C) * jnp.dtype(self.dtype).itemsize
         return self.rows * (in_16 + self.D * jnp.dtype(out_dtype).itemsize)
 
     def start(self) -> tuple[Array, Array, Array]:
@@ -87,36 +96,60 @@ class BySlot(NamedTuple):
         of_slot = plgpu.load(scales_sm, layout=WGMMA.reduce(1))
         return lax.broadcast_in_dim(of_slot, (self.C, self.rows), [0])
 
-    def fold(self, s, acc, m, totals, scales) -> tuple[Array, Array, Array, Array]:
-        """Do what `pieces.fold` does. Sums stay apart, a slot each, until the end."""
-        s = plgpu.layout_cast(s, WGMMA)
-        highest = plgpu.layout_cast(jnp.max(s, axis=0), WGMMA.reduce(0))
-        m_new = jnp.maximum(m, highest)
-        alpha = jnp.exp2(m - m_new)
-        p = jnp.exp2(s - lax.broadcast_in_dim(m_new, s.shape, [1]))
-        totals = totals * lax.broadcast_in_dim(alpha, s.shape, [1]) + p
-        p = p if scales is None else p * scales
-        acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [1])
-        return p.astype(self.dtype), acc, m_new, totals
+    def add(self, s, state, scales, p_sm, kv_sm) -> tuple[Array, Array, Array]:
+        """Return the state of the softmax, which `start` begins, with a tile of scores s and the
+        values of kv_sm. scales: of the values in 8 bits. p_sm [2, rows, C]: where weights go.
 
-    def add(self, acc, p, p_sm, kv_sm) -> Array:
-        """Return acc + v^T . p, by way of p_sm [rows, C].
-
-        jax's search for a layout of a store to a transposed buffer ends if the layout is named.
+        The running maximum stays as it is while no score is above it by more than LEAP: weights are
+        numbers of floating point, which may as well be above 1, and sums are divided in the end.
+        What a new maximum takes, exchanges between lanes and warps above all, few tiles need. Sums
+        stay apart, a slot each, until the end.
         """
-        p = plgpu.layout_cast(plgpu.layout_cast(p, WGMMA), TRANSPOSED)
-        plgpu.store(p_sm.transpose((1, 0)), p, optimized=False)
-        plgpu.commit_smem()
+        acc, m, totals = state
+        s = plgpu.layout_cast(s, WGMMA)
+
+        def above(m):
+            return plgpu.layout_cast(s - lax.broadcast_in_dim(m, s.shape, [1]), WGMMA)
+
+        def store(p):
+            p = plgpu.layout_cast((p if scales is None else p * scales).astype(self.dtype), WGMMA)
+            p = plgpu.layout_cast(p, TRANSPOSED)
+            # jax's search for a layout of a store to a transposed buffer ends if it is named.
+            plgpu.store(p_sm.transpose((1, 0)), p, optimized=False)
+
+        p = jnp.exp2(above(m))
+        store(p)
+        totals += p
+        leaps = commit_and_ask(above(m), LEAP, self.interpret)
+
+        def raise_maximum():
+            highest = plgpu.layout_cast(jnp.max(s, axis=0), WGMMA.reduce(0))
+            m_new = jnp.maximum(m, highest)
+            alpha = jnp.exp2(m - m_new)
+            p_new = jnp.exp2(above(m_new))
+            store(p_new)
+            plgpu.commit_smem()
+            # The sums before this tile. Subtracting loses what alpha makes nothing of; but p may be
+            # infinite.
+            p = jnp.exp2(above(m))
+            before = jnp.where(p < 2.0**100, totals - p, 0.0)
+            before, scaled_acc = (
+                x * lax.broadcast_in_dim(alpha, x.shape, [1]) for x in (before, acc)
+            )
+            return scaled_acc, m_new, before + p_new
+
+        acc, m, totals = lax.cond(leaps, raise_maximum, lambda: (acc, m, totals))
         v_sm = kv_sm.at[:, pl.ds(self.D, self.D)]
         if self.interpret:  # see add_values
-            acc = acc + jnp.dot(v_sm[...].T, p, preferred_element_type=jnp.float32)
+            acc = acc + jnp.dot(v_sm[...].T, p_sm[...].T, preferred_element_type=jnp.float32)
             plgpu.commit_smem()
-            return acc
+            return acc, m, totals
 
         def product(acc_ref):
             plgpu.wgmma(acc_ref, v_sm.transpose((1, 0)), p_sm.transpose((1, 0)))
 
-        return pl.run_state(product)(plgpu.WGMMAAccumulatorRef.init(acc))  # pyright: ignore[reportReturnType]
+        acc = pl.run_state(product)(plgpu.WGMMAAccumulatorRef.init(acc))
+        return acc, m, totals  # pyright: ignore[reportReturnType]
 
     def total(self, totals) -> Array:
         """Return the sum of weights [rows]."""
@@ -163,11 +196,10 @@ class ByQuery(NamedTuple):
     def scales(self, scales_sm) -> Array:
         return along_slots(scales_sm)
 
-    def fold(self, s, acc, m, total, scales) -> tuple[Array, Array, Array, Array]:
-        return fold(s, acc, m, total, self.dtype, scales)
-
-    def add(self, acc, p, p_sm, kv_sm) -> Array:
-        return add_values(acc, p, kv_sm, self.interpret)
+    def add(self, s, state, scales, p_sm, kv_sm) -> tuple[Array, Array, Array]:
+        acc, m, total = state
+        p, acc, m, total = fold(s, acc, m, total, self.dtype, scales)
+        return add_values(acc, p, kv_sm, self.interpret), m, total
 
     def total(self, totals) -> Array:
         return totals
@@ -181,3 +213,39 @@ class ByQuery(NamedTuple):
 def log_of(m, total) -> Array:
     """Return the logarithm of sums of weights. A sum is at least 1, its maximum's weight, or 0."""
     return m + jnp.log2(jnp.maximum(total, 1.0))
+
+
+def commit_and_ask(x: Array, limit: float, interpret: Any) -> Array:
+    """Return whether any number of a warpgroup's x [C, rows] is above a limit.
+
+    What its threads have stored to shared memory is then there for wgmma, as it is after
+    plgpu.commit_smem, whose barrier carries the question.
+    """
+    if interpret:
+        plgpu.commit_smem()
+        return jnp.max(x) > limit
+    answer = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.bool_), layout=WGMMA)
+    ask = plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=answer)
+    return ask(functools.partial(_commit_and_ask, limit=limit))(x)
+
+
+def _commit_and_ask(_, x, *, limit: float):
+    numbers = [
+        vector.extract(register, dynamic_position=[], static_position=[i])
+        for register in x.registers.flat
+        for i in range(ir.VectorType(register.type).shape[0])
+    ]
+    while len(numbers) > 1:
+        pairs = itertools.batched(numbers, 2)
+        numbers = [arith.maxnumf(*pair) if len(pair) == 2 else pair[0] for pair in pairs]
+    f32, i1 = ir.F32Type.get(), ir.IntegerType.get_signless(1)
+    is_above = arith.cmpf(arith.CmpFPredicate.OGT, numbers[0], utils.c(limit, f32))
+    nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
+    any_is = utils.inline_ptx(
+        f"bar.red.or.pred $0, $1, {utils.WARPGROUP_SIZE}, $2;",
+        *(utils.warpgroup_barrier_idx(sync=False), is_above),
+        result_types=i1,
+        has_side_effects=True,
+        convergent=True,
+    )
+    return mgpu.FragmentedArray.splat(any_is, (), is_signed=False)

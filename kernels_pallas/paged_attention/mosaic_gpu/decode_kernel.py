@@ -6,8 +6,8 @@ as the card holds go through the list, each its share: while one computes the en
 copies are those of the next, so that short contexts too are read without a pause. (At D = 256
 shared memory has no room for that: there each item is a thread block.)
 
-Keys and values in 8 bits are copied as they lie, with their scales; a third warpgroup makes tiles
-of 16 bits of them in shared memory, from where alone a wgmma takes its second operand, while the
+Keys and values in 8 bits are copied as they lie, with their scales; the warpgroup that copies makes
+tiles of 16 bits of them in shared memory, from where alone a wgmma takes keys and values, while the
 computing one is at the tile before. Scores and weights are what scales multiply.
 
 A context is split over several items where rows are too few to fill the card; the parts meet in a
@@ -34,6 +34,7 @@ from kernels_pallas.paged_attention.mosaic_gpu.pieces import (
     DECODE_C,
     SMEM_BYTES,
     Ring,
+    copy_and_widen,
     drain,
     launch,
     rings_in_8_bits,
@@ -41,17 +42,13 @@ from kernels_pallas.paged_attention.mosaic_gpu.pieces import (
     stream_tiles,
     turns_of,
     unsupported,
-    widen_tiles,
     work_item,
     zero_unseen,
 )
 from kernels_pallas.paged_attention.pool_layout import ScaledPool, pad
 
 MAX_SPLITS = 128
-# Registers of a thread of the computing warpgroup and the widening one, and of the copying one,
-# which start with 168: for 8 bits, where there are three, if queries are rows.
-COMPUTING, COPYING = 240, 24
-AT_ONCE = 128  # columns of 8 bits that become 16: with twice as many 80 registers would not do
+AT_ONCE = 128  # columns of 8 bits that become 16 at a time
 START = 3  # the time in which an item starts and ends, in KV tiles that could be read
 
 
@@ -76,15 +73,16 @@ def by_slot(head_dim: int, rows: int) -> bool:
 
 
 def resident(head_dim: int, group: int, *, in_8_bits: bool = False) -> int:
-    """Return the number of thread blocks on an SM: two if it pays and their registers fit, so that
-    one computes while the other waits.
+    """Return the number of thread blocks on an SM: two if it pays and their registers fit, 128 a
+    thread, so that one computes while the other waits.
 
-    group: query heads of a KV head. in_8_bits: whether keys and values are; a block then has three
-    warpgroups, of which two blocks have room for 80 registers a thread, for 128 where it has two.
-    In 16 bits a tile of a head_dim of 128 is bytes enough to hide what is computed.
+    group: query heads of a KV head. in_8_bits: whether keys and values are. In 16 bits a tile of a
+    head_dim of 128 is bytes enough to hide what is computed; one of 256 leaves no room for two.
     """
+    rows = -(-group // 8) * 8
     if in_8_bits:
-        return 2 if head_dim * -(-group // 8) * 8 <= 1024 else 1
+        fits = head_dim <= 128 and head_dim * rows <= 3072
+        return 2 if fits and by_slot(head_dim, rows) else 1
     return 2 if head_dim == 64 else 1
 
 
@@ -132,9 +130,8 @@ def decode(
     # Shared memory holds results and, of several items, the queries of two, so that the next one's
     # are there in time. An SM keeps 1 KiB of it for each thread block.
     form = (BySlot if by_slot(D, rows) else ByQuery)(rows, C, D, dtype, interpret)
-    sets_registers = in_8_bits and not by_slot(D, rows)
     places, shape = min(turns, 2), (C, 2 * D)
-    fixed = 6144 + form.bytes(places, out_dtype)
+    fixed = 5120 + form.bytes(places, out_dtype)
     room = (SMEM_BYTES + 1024) // on_an_sm - 1024 - fixed
     if in_8_bits:
         rings = rings_in_8_bits(room, C, D, pool.dtype, dtype, readers=1)
@@ -143,7 +140,7 @@ def decode(
         rings = Ring.types(stages, shape, dtype, arrivals=C // P, readers=1), None
 
     def kernel(q_ref, pool_ref, table_ref, work_refs, layer_ref, *refs):
-        (*out_refs, (ring, copied), ((q_sm, o_sm), p_sm, lse_sm), (q_full, q_empty)) = refs
+        (*out_refs, (ring, copied), ((q_sm, o_sm), p_sm, lse_sm), q_full) = refs
         pool_ref, scales_ref = pool_ref if in_8_bits else (pool_ref, None)
         stages = ring.tiles.shape[0]
         order_ref, contexts_ref = work_refs
@@ -170,17 +167,21 @@ def decode(
 
         @pl.when(warpgroup == 0)
         def _():
-            if sets_registers:
-                plgpu.set_max_registers(COMPUTING, action="increase")
+            def copy_queries(turn):
+                row, _, head, *_ = span_of(turn)
+                place = lax.rem(turn, jnp.int32(places))
+                queries = q_ref.at[row, lax.div(head, jnp.int32(shared))]
+                plgpu.copy_gmem_to_smem(queries, q_sm.at[place, pl.ds(0, rows)], q_full.at[place])
 
             def item(turn, done):
                 """Compute one item. done: KV tiles of the turns before."""
                 row, split, head, begin, context, first, count = span_of(turn)
                 place = lax.rem(turn, jnp.int32(places))
+                if turns > 1:  # into the place of the item before this one
+                    pl.when(turn + 1 < my_turns)(lambda: copy_queries(turn + 1))
                 plgpu.barrier_wait(q_full.at[place])
 
                 def body(i, carry):
-                    acc, m, total = carry
                     stage = lax.rem(done + i, jnp.int32(stages))
                     # Slots of the tile that are seen.
                     low, high = begin - (first + i) * C, context - (first + i) * C
@@ -189,9 +190,12 @@ def decode(
                     if not in_8_bits:
                         pl.when(ragged)(lambda: zero_unseen(tile, low, high))
                     s = form.scores(tile, q_sm.at[place])
+                    of_keys, of_values = None, None
                     if in_8_bits:
-                        s *= form.scales(ring.scales.at[stage, 0])
-                    s = scaled(s, options.attention)
+                        of_keys, of_values = (
+                            form.scales(ring.scales.at[stage, x]) for x in range(2)
+                        )
+                    s = scaled(s, options.attention, of_keys)
 
                     def masked(s):
                         slot = form.slots()
@@ -201,15 +205,14 @@ def decode(
                         s = lax.cond(ragged, masked, lambda whole: whole, s)
                     else:  # a branch takes registers, which two blocks with queries as rows lack
                         s = masked(s)
-                    of_values = form.scales(ring.scales.at[stage, 1]) if in_8_bits else None
-                    p, acc, m, total = form.fold(s, acc, m, total, of_values)
-                    acc = form.add(acc, p, p_sm, tile)
+                    weights_sm = p_sm
+                    if p_sm is not None:
+                        weights_sm = p_sm.at[lax.rem(done + i, jnp.int32(2))]
+                    carry = form.add(s, carry, of_values, weights_sm, tile)
                     plgpu.barrier_arrive(ring.empty.at[stage])
-                    return acc, m, total
+                    return carry
 
                 acc, m, totals = lax.fori_loop(0, count, body, form.start())
-                if turns > 1:
-                    plgpu.barrier_arrive(q_empty.at[place])
                 total = form.total(totals)
                 if turns > 1:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item's results
@@ -223,46 +226,32 @@ def decode(
                     plgpu.copy_smem_to_gmem(lse_sm.at[pl.ds(0, rows)], lse_ref)
                 return done + count
 
+            copy_queries(jnp.int32(0))
             lax.fori_loop(0, my_turns, item, jnp.int32(0))
             plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(warpgroup == 1)
-        def _():
-            if sets_registers:
-                plgpu.set_max_registers(COPYING, action="decrease")
-            into = copied if in_8_bits else ring
+        def copy_tiles():
+            """Copy the tiles of all turns; return how many there are."""
 
             def item(turn, done):
                 row, _, head, _, context, first, count = span_of(turn)
-                place = lax.rem(turn, jnp.int32(places))
-                if turns > 1:
-                    pl.when(turn >= 2)(lambda: plgpu.barrier_wait(q_empty.at[place]))
-                queries = q_ref.at[row, lax.div(head, jnp.int32(shared))]
-                plgpu.copy_gmem_to_smem(queries, q_sm.at[place, pl.ds(0, rows)], q_full.at[place])
-                base, table = layer_ref[0] * N, table_ref.at[row]
-                source = (pool_ref, base, table, context, head)
-                stream_tiles(*source, first, count, done, into, scales_ref)
+                source = (pool_ref, layer_ref[0] * N, table_ref.at[row], context, head)
+                stream_tiles(*source, first, count, done, ring)
                 return done + count
 
-            done = lax.fori_loop(0, my_turns, item, jnp.int32(0))
-            drain(done, into.tiles.shape[0], into.empty)
-            if turns > 1:
-                drain(my_turns, 2, q_empty)
+            return lax.fori_loop(0, my_turns, item, jnp.int32(0))
 
-        if not in_8_bits:
-            return
+        def read_of(turn):
+            row, _, *rest = span_of(turn)
+            return row, *rest
 
-        @pl.when(warpgroup == 2)
+        @pl.when(warpgroup == 1)
         def _():
-            if sets_registers:
-                plgpu.set_max_registers(COMPUTING, action="increase")
-
-            def item(turn, done):
-                *_, begin, context, first, count = span_of(turn)
-                widen_tiles(first, count, done, begin, context, copied, ring, AT_ONCE)
-                return done + count
-
-            done = lax.fori_loop(0, my_turns, item, jnp.int32(0))
+            if in_8_bits:
+                source = (pool_ref, layer_ref[0] * N, table_ref, scales_ref)
+                done = copy_and_widen(my_turns, read_of, *source, copied, ring, AT_ONCE)
+            else:
+                done = copy_tiles()
             drain(done, stages, ring.empty)
 
     outputs = [((S, X, H, D), out_dtype), ((S, X, K, rows), jnp.float32)]
@@ -277,13 +266,14 @@ def decode(
         (order_S, context_lens_S),
         layer,
         interpret=interpret,
-        warpgroups=3 if in_8_bits else 2,
+        barriers=not by_slot(D, rows),
+        warpgroups=2,
         grid={"block": blocks},
         out_type=[jax.ShapeDtypeStruct(*output) for output in outputs[: 2 if are_parts else 1]],
         scratch_types=(
             rings,
             form.buffers(places, out_dtype),
-            (plgpu.Barrier(num_barriers=places), plgpu.Barrier(num_barriers=places)),
+            plgpu.Barrier(num_barriers=places),
         ),
     )
     if not are_parts:

@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
@@ -72,12 +71,15 @@ def launch(
     interpret: bool | plgpu.InterpretGPUParams,
     grid: dict[str, int],
     warpgroups: int,
+    barriers: bool = True,
     **types: Any,
 ) -> Any:
     """Run a kernel over q, the pool as [L*N, P, K, 2D], the block table, `work` and the layer.
 
     A pool in 8 bits comes with its scales [L*N, 2K, P]. work: an array or several that describe the
-    work of each row or tile. The last axis of the grid is the fastest.
+    work of each row or tile. The last axis of the grid is the fastest. barriers: whether jax puts
+    barriers of a warpgroup around its stores to shared memory; without, a kernel has those that it
+    needs, by commit_smem.
     """
     if interpret:
         types["interpret"] = plgpu.InterpretGPUParams() if interpret is True else interpret
@@ -87,7 +89,9 @@ def launch(
         grid_names=tuple(grid),
         num_threads=warpgroups,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=not barriers
+        ),
         **types,
     )
     layer_1 = jnp.asarray(layer, jnp.int32).reshape(1)
@@ -150,19 +154,18 @@ class Ring(NamedTuple):
 def rings_in_8_bits(
     room: int, C: int, D: int, kv_dtype: DTypeLike, dtype: DTypeLike, *, readers: int
 ) -> tuple[Ring, Ring]:
-    """Return the types of two rings in so many bytes: of tiles in 16 bits that `readers` read, two
-    if so many fit, and of tiles in 8 bits as they are copied, with their scales.
+    """Return the types of the rings of `copy_and_widen` in so many bytes: of tiles in 16 bits that
+    `readers` read, two if so many fit, and of tiles in 8 bits as they are copied.
     """
     wide, narrow = C * (2 * D * 2 + 8), C * (2 * D + 8)
     places = 2 if room >= 2 * wide + 2 * narrow else 1
     stages = (room - places * wide) // narrow
     shape = (C, 2 * D)
-    return (
-        Ring.types(places, shape, dtype, arrivals=1, readers=readers, has_scales=True),
-        Ring.types(
-            *(stages, shape, kv_dtype), arrivals=2, readers=1, width=WIDENED, has_scales=True
-        ),
+    wide_ring = Ring.types(places, shape, dtype, arrivals=1, readers=readers, has_scales=True)
+    narrow_ring = Ring.types(
+        *(stages, shape, kv_dtype), arrivals=2, readers=1, width=WIDENED, has_scales=True
     )
+    return wide_ring, narrow_ring._replace(empty=None)  # who reads a tile copies the next
 
 
 def tiled_smem(shape: tuple[int, ...], dtype: DTypeLike, width: int = 128) -> Any:
@@ -177,15 +180,12 @@ def tiled_smem(shape: tuple[int, ...], dtype: DTypeLike, width: int = 128) -> An
     return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
 
 
-def stream_tiles(
-    pool_ref, base, table_ref, context, head, first, count, done, ring: Ring, scales_ref=None
-) -> None:
+def stream_tiles(pool_ref, base, table_ref, context, head, first, count, done, ring: Ring) -> None:
     """Copy KV tiles first, ..., first + count - 1 of a row's head through the ring, each as soon as
     a stage is free.
 
     base: first pool row of the layer. done: tiles that went through the ring before. Past the
-    context's end the last block is copied again, since the table may end there. scales_ref: of a
-    pool in 8 bits; a block is then a tile or more.
+    context's end the last block is copied again, since the table may end there.
     """
     (stages, C, _), P = ring.tiles.shape, pool_ref.shape[1]
     last = lax.div(context - 1, jnp.int32(P))
@@ -201,46 +201,125 @@ def stream_tiles(
             if offsets[0] == 0:
                 pl.when(done + i >= stages)(lambda: plgpu.barrier_wait(ring.empty.at[stage]))
             for j, block in zip(offsets, blocks, strict=True):
-                # A whole block or, where that is larger, the tile's part of it.
-                part = slice(None)
-                if P > C:
-                    part = pl.ds(pl.multiple_of(lax.rem(slot, jnp.int32(P)), C), C)
-                src, dst = pool_ref.at[block, part, head], pl.ds(j, min(C, P))
-                plgpu.copy_gmem_to_smem(src, ring.tiles.at[stage, dst], ring.full.at[stage])
-                if scales_ref is not None:
-                    of_head = scales_ref.at[block, pl.ds(2 * head, 2), part]
-                    plgpu.copy_gmem_to_smem(of_head, ring.scales.at[stage], ring.full.at[stage])
+                copy_block(pool_ref, block, slot, head, ring, stage, j=j)
 
 
-def widen_tiles(
-    first, count, done, low, high, narrow: Ring, wide: Ring, width: int = WIDENED
-) -> None:
-    """Make tiles of 16 bits of tiles of 8, those that stream_tiles copies, in their order.
+def copy_block(pool_ref, block, slot, head, ring: Ring, stage, scales_ref=None, j: int = 0) -> None:
+    """Copy a block to row j of a stage's tile, or, where it is larger than a tile, the part of it
+    from a slot of the context on. scales_ref: of a pool in 8 bits; a block is then a tile or more.
+    """
+    C, P = ring.tiles.shape[1], pool_ref.shape[1]
+    part = slice(None)
+    if P > C:
+        part = pl.ds(pl.multiple_of(lax.rem(slot, jnp.int32(P)), C), C)
+    src, dst = pool_ref.at[block, part, head], pl.ds(j, min(C, P))
+    plgpu.copy_gmem_to_smem(src, ring.tiles.at[stage, dst], ring.full.at[stage])
+    if scales_ref is not None:
+        of_head = scales_ref.at[block, pl.ds(2 * head, 2), part]
+        plgpu.copy_gmem_to_smem(of_head, ring.scales.at[stage], ring.full.at[stage])
 
-    low, high: first and last + 1 of the slots that are seen. What others hold, which may be NaN,
-    becomes 0: values, and the scales of both. done: tiles that were widened before. width: the
-    columns that are widened at a time; between two times the warps wait for each other.
+
+def copy_and_widen(
+    my_turns,
+    span_of: Callable[[Any], tuple[Any, ...]],
+    pool_ref,
+    base,
+    table_ref,
+    scales_ref,
+    narrow: Ring,
+    wide: Ring,
+    width: int,
+) -> Array:
+    """Copy the KV tiles of all turns and make 16 bits of their 8; return how many there are.
+
+    As soon as a tile is read, its stage takes the next one that is to be copied, of this turn or a
+    later one: who reads it copies, so that nobody has to be told.
+
+    span_of: from a turn to its row, KV head, the first and last + 1 of the slots that it sees,
+    which last is the row's context, its first tile and the number of its tiles. base: first pool
+    row of the layer. width: the columns that are widened at a time.
+    """
+    (stages, C, _), P = narrow.tiles.shape, pool_ref.shape[1]
+
+    def next_of(place):
+        """Return the place of the tile after this one: its turn, which is my_turns after the last
+        one, its number in it, row, KV head, context, first tile and number of tiles of the turn.
+        """
+
+        def is_past(place):
+            turn, i, *_, count = place
+            return (i >= count) & (turn < my_turns)
+
+        def next_turn(place):
+            turn = place[0] + 1
+            # After the last turn nothing is copied, and what this returns is not used.
+            last = jnp.maximum(my_turns - 1, 0)
+            row, head, _, context, first, count = span_of(jnp.minimum(turn, last))
+            return turn, jnp.int32(0), row, head, context, first, count
+
+        turn, i, *rest = place
+        return lax.while_loop(is_past, next_turn, (turn, i + 1, *rest))
+
+    def block_of(place):
+        """Return the block of a tile, which is read from the table long before it is used.
+
+        Padding, which has no tiles, may be a row that the table has not.
+        """
+        _, i, row, _, context, first, _ = place
+        row = jnp.minimum(row, table_ref.shape[0] - 1)
+        last = lax.div(jnp.maximum(context - 1, 0), jnp.int32(P))
+        return base + table_ref[row, jnp.minimum(lax.div((first + i) * C, jnp.int32(P)), last)]
+
+    def copy_next(nth, copies):
+        (turn, i, _, head, _, first, _), block = copies
+        stage = lax.rem(nth, jnp.int32(stages))
+
+        @pl.when(turn < my_turns)
+        def _():
+            copy_block(pool_ref, block, (first + i) * C, head, narrow, stage, scales_ref)
+
+        place = next_of(copies[0])
+        return place, block_of(place)
+
+    nowhere = (jnp.int32(-1), *(jnp.int32(0),) * 6)
+    first_place = next_of(nowhere)
+    copies = lax.fori_loop(0, stages, copy_next, (first_place, block_of(first_place)))
+
+    def item(turn, state):
+        _, _, low, high, first, count = span_of(turn)
+
+        def tile(i, state):
+            nth, copies = state
+            begin, end = low - (first + i) * C, high - (first + i) * C
+            widen_tile(nth, begin, end, narrow, wide, width)
+            return nth + 1, copy_next(nth + stages, copies)
+
+        return lax.fori_loop(0, count, tile, state)
+
+    return lax.fori_loop(0, my_turns, item, (jnp.int32(0), copies))[0]
+
+
+def widen_tile(nth, begin, end, narrow: Ring, wide: Ring, width: int) -> None:
+    """Make a tile of 16 bits of the nth tile of 8 bits that went through the ring.
+
+    begin, end: first and last + 1 of its slots that are seen. What others hold, which may be NaN,
+    becomes 0: values, and the scales of both. width: the columns that are widened at a time.
     """
     (stages, C, _), places = narrow.tiles.shape, wide.tiles.shape[0]
+    stage, place = lax.rem(nth, jnp.int32(stages)), lax.rem(nth, jnp.int32(places))
+    plgpu.barrier_wait(narrow.full.at[stage])
+    pl.when(nth >= places)(lambda: plgpu.barrier_wait(wide.empty.at[place]))
+    layout = plgpu.Layout.WG_STRIDED((2, C), 1)
+    scales = plgpu.load(narrow.scales.at[stage], layout=layout)
+    slot = plgpu.broadcasted_iota(jnp.int32, (2, C), 1, layout=layout)
+    wide.scales.at[place][...] = jnp.where((slot >= begin) & (slot < end), scales, 0.0)
+    widen(narrow.tiles.at[stage], wide.tiles.at[place], width)
 
-    @pl.loop(0, count)
-    def _(i):
-        stage, place = lax.rem(done + i, jnp.int32(stages)), lax.rem(done + i, jnp.int32(places))
-        begin, end = low - (first + i) * C, high - (first + i) * C
-        plgpu.barrier_wait(narrow.full.at[stage])
-        pl.when(done + i >= places)(lambda: plgpu.barrier_wait(wide.empty.at[place]))
-        layout = plgpu.Layout.WG_STRIDED((2, C), 1)
-        scales = plgpu.load(narrow.scales.at[stage], layout=layout)
-        slot = plgpu.broadcasted_iota(jnp.int32, (2, C), 1, layout=layout)
-        wide.scales.at[place][...] = jnp.where((slot >= begin) & (slot < end), scales, 0.0)
-        widen(narrow.tiles.at[stage], wide.tiles.at[place], width)
-        plgpu.barrier_arrive(narrow.empty.at[stage])
+    @pl.when((begin > 0) | (end < C))
+    def _():
+        zero_unseen(wide.tiles.at[place], begin, end)
 
-        @pl.when((begin > 0) | (end < C))
-        def _():
-            zero_unseen(wide.tiles.at[place], begin, end)
-
-        plgpu.barrier_arrive(wide.full.at[place])
+    plgpu.barrier_arrive(wide.full.at[place])
 
 
 def drain(used, places: int, empty) -> None:
@@ -279,41 +358,39 @@ def scores(q_sm, kv_sm, meanwhile: Callable[[], None] = lambda: None) -> Array:
     return pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((Q, kv_sm.shape[0]), jnp.float32))
 
 
-def scaled(s: Array, options: AttentionOptions) -> Array:
-    """Return scores in base 2, scaled and capped.
+def scaled(s: Array, options: AttentionOptions, of_keys: Array | None = None) -> Array:
+    """Return scores in base 2, scaled and capped. of_keys: the scales of keys in 8 bits.
 
     The hardware's tanh is good to 11 bits only, which a cap of 50 would show.
     """
     scale, soft_cap = options.scale, options.soft_cap
+    factor = scale * LOG2E if soft_cap is None else 2 * LOG2E * scale / soft_cap
+    s = s * (factor if of_keys is None else of_keys * factor)
     if soft_cap is None:
-        return s * (scale * LOG2E)
-    tanh = 1.0 - 2.0 / (1.0 + jnp.exp2(s * (2 * LOG2E * scale / soft_cap)))
+        return s
+    tanh = 1.0 - 2.0 / (1.0 + jnp.exp2(s))
     return tanh * (soft_cap * LOG2E)
 
 
-def fold(s, acc, m, total, dtype, scales=None) -> tuple[Array, Any, Array, Array]:
+def fold(s, acc, m, total, dtype, scales=None) -> tuple[Array, Array, Array, Array]:
     """Return the weights of a tile's scores, and the softmax state at the new maximum.
 
-    acc: the accumulator, or a tuple of some of its columns each. scales: of the values in 8 bits;
-    the weights are multiplied by them.
+    scales: of the values in 8 bits; the weights are multiplied by them.
     """
     m_new = jnp.maximum(m, jnp.max(s, axis=1))
     alpha = jnp.exp2(m - m_new)
     p = jnp.exp2(s - lax.broadcast_in_dim(m_new, s.shape, [0]))
     total = total * alpha + jnp.sum(p, axis=1)
     p = p if scales is None else p * scales
-    acc = jax.tree.map(lambda x: x * lax.broadcast_in_dim(alpha, x.shape, [0]), acc)
+    acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
     return p.astype(dtype), acc, m_new, total
 
 
 def add_values(
-    acc, p, kv_sm, interpret: Any, meanwhile: Callable[[], None] = lambda: None, first: int = 0
+    acc, p, kv_sm, interpret: Any, meanwhile: Callable[[], None] = lambda: None
 ) -> Array:
-    """Return acc + p . v, [Q, columns]; `meanwhile` runs while the product does.
-
-    first: the first of the values' columns that acc has.
-    """
-    v_sm = kv_sm.at[:, pl.ds(kv_sm.shape[1] // 2 + first, acc.shape[1])]
+    """Return acc + p . v, [Q, D]; `meanwhile` runs while the product does."""
+    v_sm = kv_sm.at[:, pl.ds(acc.shape[1], acc.shape[1])]
     if interpret:  # the interpreter knows wgmma neither on registers nor into a given accumulator
         acc = acc + jnp.dot(p, v_sm[...], preferred_element_type=jnp.float32)
         plgpu.commit_smem()  # orders this plain read before the copy that refills the stage

@@ -9,8 +9,8 @@ go through their items: how many tiles a step has depends on its rows, and a gri
 be as large as the most that its padded shape can have. While one computes the end of a tile, its
 copies are those of the next.
 
-Keys and values in 8 bits become 16 in shared memory as in decode, by a warpgroup of their own.
-Smaller tiles leave it room and registers.
+Keys and values in 8 bits become 16 in shared memory as in decode, by the warpgroup that copies
+them. Smaller tiles leave it room and registers.
 
 Shapes: T packed tokens, S rows, M blocks a row, L layers, N pool blocks, P block size, H query
 heads, K KV heads, G = H/K, D head dim; C slots of a KV tile, Q rows of a product, A query tiles.
@@ -32,10 +32,12 @@ from kernels_pallas.paged_attention.mosaic_gpu.pieces import (
     PREFILL_C,
     SMEM_BYTES,
     WGMMA,
+    WIDENED,
     Q,
     Ring,
     add_values,
     along_slots,
+    copy_and_widen,
     drain,
     fold,
     iota,
@@ -50,7 +52,6 @@ from kernels_pallas.paged_attention.mosaic_gpu.pieces import (
     tiled_smem,
     turns_of,
     unsupported,
-    widen_tiles,
     work_item,
     zero_unseen,
 )
@@ -59,8 +60,8 @@ from kernels_pallas.paged_attention.pool_layout import ScaledPool
 # Registers of a thread of the two computing warpgroups and of the copying one. 384 threads start
 # with 168, and a thread block gets no more than it started with: 65,536 at 32 would wait for ever.
 COMPUTING, COPYING = 240, 24
-# The same in 8 bits, where 512 threads start with 128, and of those that widen.
-COMPUTING_IN_8_BITS, WIDENING = 208, 72
+# The same in 8 bits, where the one that copies widens.
+COMPUTING_IN_8_BITS, WIDENING = 224, 56
 
 
 class Tiles(NamedTuple):
@@ -144,9 +145,6 @@ def prefill(
     assert not in_8_bits or pool.slots_last, "as pool_layout has them"
     C, N = PREFILL_C if D < 256 else PREFILL_C // 2, pool.shape[0] // options.num_layers
     C = DECODE_C if in_8_bits else C
-    # With 128 registers to start with, ptxas takes no product of more columns.
-    width = min(D, 128) if in_8_bits else D
-    columns = range(0, D, width)
     heads = _tile_heads(H, K)
     room = SMEM_BYTES - 2048 - 2 * Q * D * dtype.itemsize
     if in_8_bits:
@@ -258,7 +256,10 @@ def prefill(
                             plgpu.barrier_arrive(zeroed)
 
                         pl.when(ragged & (warpgroup == 1))(lambda: plgpu.barrier_wait(zeroed))
-                    s = scores(q_sm, tile, next_turn)
+                    # ptxas would compute the descriptors of all parts of q_sm before the loop, and
+                    # keep them in registers that lack, or in memory.
+                    here = warpgroup if interpret else lax.optimization_barrier(warpgroup)
+                    s = scores(qo_sm[0].at[here], tile, next_turn)
                     if in_8_bits:
                         s *= along_slots(ring.scales.at[stage, 0])
                     s = scaled(s, options.attention)
@@ -279,23 +280,15 @@ def prefill(
                         p, acc, m, total = lax.optimization_barrier((p, acc, m, total))
                     next_turn()
 
-                    def wait_for_next(first: int):
-                        if take_turns and first == columns[-1]:
+                    def wait_for_next():
+                        if take_turns:
                             wait_for(i + 1)
 
-                    acc = tuple(
-                        add_values(
-                            *(part, p, tile, interpret),
-                            functools.partial(wait_for_next, first),
-                            first,
-                        )
-                        for part, first in zip(acc, columns, strict=True)
-                    )
+                    acc = add_values(acc, p, tile, interpret, wait_for_next)
                     plgpu.barrier_arrive(ring.empty.at[stage])
                     return acc, m, total
 
-                acc, *rest = softmax_start(width, None if sinks_ref is None else sinks_ref[head])
-                state: Any = ((acc,) * len(columns), *rest)
+                state: Any = softmax_start(D, None if sinks_ref is None else sinks_ref[head])
                 masked_from = begin
                 # Tiles before the queries' own need no mask; but a second loop takes registers,
                 # which these cases lack.
@@ -311,8 +304,7 @@ def prefill(
 
                 if interpret and not take_turns:  # as above: the other's queries are there by now
                     meet()
-                for i, part in enumerate(acc):
-                    store_flat(o_sm.at[i], normalized(part, total).astype(dtype))
+                store_flat(o_sm, normalized(acc, total).astype(dtype))
                 plgpu.commit_smem()
                 # A copy's size is static: the bits of the number of queries say which sizes add up
                 # to it.
@@ -323,50 +315,40 @@ def prefill(
                     def _(size=size):
                         sent = offset + (rest & (size - 1))
                         to = o_ref.at[pl.ds(start + sent, size), head]
-                        for i, first in enumerate(columns):
-                            src = o_sm.at[i, pl.ds(sent, size)]
-                            plgpu.copy_smem_to_gmem(src, to.at[:, pl.ds(first, width)])
+                        plgpu.copy_smem_to_gmem(o_sm.at[pl.ds(sent, size)], to)
 
                 return done + end - begin
 
             lax.fori_loop(0, my_turns, item, jnp.int32(0))
             plgpu.wait_smem_to_gmem(0)
 
+        def read_of(turn):
+            row, _, _, _, context, head, low, begin, end = tile_of(turn)
+            return row, lax.div(head, jnp.int32(H // K)), low, context, begin, end - begin
+
+        def copy_tiles():
+            """Copy the KV tiles of all turns; return how many there are."""
+
+            def item(turn, done):
+                row, kv_head, _, context, first, count = read_of(turn)
+                source = (pool_ref, layer_ref[0] * N, table_ref.at[row], context)
+                stream_tiles(*source, kv_head, first, count, done, ring)
+                return done + count
+
+            return lax.fori_loop(0, my_turns, item, jnp.int32(0))
+
         @pl.when(warpgroup == 2)
         def _():
-            plgpu.set_max_registers(COPYING, action="decrease")
-            into = copied if in_8_bits else ring
-
-            def item(turn, done):
-                row, _, _, _, context, head, _, begin, end = tile_of(turn)
-                source = (pool_ref, layer_ref[0] * N, table_ref.at[row], context)
-                kv_head = lax.div(head, jnp.int32(H // K))
-                stream_tiles(*source, kv_head, begin, end - begin, done, into, scales_ref)
-                return done + end - begin
-
-            done = lax.fori_loop(0, my_turns, item, jnp.int32(0))
-            drain(done, into.tiles.shape[0], into.empty)
-
-        if not in_8_bits:
-            return
-
-        @pl.when(warpgroup == 3)
-        def _():
-            plgpu.set_max_registers(WIDENING, action="decrease")
-
-            def item(turn, done):
-                _, _, _, _, context, _, low, begin, end = tile_of(turn)
-                widen_tiles(begin, end - begin, done, low, context, copied, ring)
-                return done + end - begin
-
-            done = lax.fori_loop(0, my_turns, item, jnp.int32(0))
+            plgpu.set_max_registers(WIDENING if in_8_bits else COPYING, action="decrease")
+            if in_8_bits:
+                source = (pool_ref, layer_ref[0] * N, table_ref, scales_ref)
+                done = copy_and_widen(my_turns, read_of, *source, copied, ring, WIDENED)
+            else:
+                done = copy_tiles()
             drain(done, stages, ring.empty)
 
     padding = max(0, Q - T)
-    # Results have a buffer for each part of their columns: a part of a buffer that TMA swizzles is
-    # stored where its copy does not look (in jax 0.12, by the emulator of tests/kernels/hopper).
-    results = plgpu.SMEM((2, len(columns), Q, width), dtype)
-    q_and_o = plgpu.RefUnion(tiled_smem((2, Q, D), dtype), results)
+    q_and_o = plgpu.RefUnion(tiled_smem((2, Q, D), dtype), plgpu.SMEM((2, Q, D), dtype))
     q = jnp.pad(q_THD.astype(dtype), ((0, padding), (0, 0), (0, 0)))
     ahead = None
     if ends_T is not None:
@@ -383,7 +365,7 @@ def prefill(
         ),
         layer,
         interpret=interpret,
-        warpgroups=4 if in_8_bits else 3,
+        warpgroups=3,
         grid={"block": blocks},
         out_type=jax.ShapeDtypeStruct((T + padding, H, D), dtype),
         scratch_types=(

@@ -137,7 +137,8 @@ class ThreadBlock:
         garbage = np.full(count, 0xFF, np.uint8) if self.timing.nan else noise
         self.shared = SharedMemory(size, garbage)
         self.barriers: dict[int, Barrier] = {}
-        self.named: dict[int, list[Warp]] = {}
+        # Who waits at named barriers, the registers for answers there, and what a warp says.
+        self.named: dict[int, list[tuple[Warp, str | None, bool]]] = {}
         self.work: list[Work] = []
         self.started: set[str] = set()  # kinds of work, so far
         self.free_registers = 0  # of the block's, a thread's at a time
@@ -287,6 +288,7 @@ class ThreadBlock:
             ("mbarrier.arrive", self._arrive),
             ("mbarrier.try_wait", self._wait_for_barrier),
             ("bar.sync", self._named_barrier),
+            ("bar.red.or.pred", self._named_barrier),
             ("setmaxnreg", self._set_registers),
             ("cp.async.bulk.tensor", self._copy_window),
             ("cp.async.bulk.global", self._copy_bytes),
@@ -472,21 +474,31 @@ class ThreadBlock:
         return run
 
     def _named_barrier(self, instruction: Instruction) -> "Masked":
-        number = self._value(instruction.operands[0])
-        count = self._value(instruction.operands[1]) if len(instruction.operands) > 1 else None
+        """bar.sync, and bar.red.or.pred, of which all learn whether a predicate is true of any."""
+        operands = instruction.operands
+        answer, asked = None, None
+        if instruction.opcode.startswith("bar.red"):
+            answer, *operands, asked = operands
+        number = self._value(operands[0])
+        count = self._value(operands[1]) if len(operands) > 1 else None
 
         def run(warp: Warp, mask: np.ndarray) -> None:
             _whole(mask, instruction)
             n = number(warp.registers, 0)
             threads = self.launch.threads if count is None else count(warp.registers, 0)
             arrived = self.named.setdefault(n, [])
-            arrived.append(warp)
+            arrived.append((warp, answer, asked is not None and bool(warp.registers[asked].any())))
             if not 0 <= n < 16 or threads % LANES or len(arrived) * LANES > threads:
                 raise Fault(f"a named barrier {n} of {threads} threads")
+            if len({register is None for _, register, _ in arrived}) > 1:
+                raise Fault(f"a named barrier {n} where some ask and others do not")
             if len(arrived) * LANES == threads:
                 del self.named[n]
-                for other in arrived:
+                says = np.full(LANES, any(said for *_, said in arrived))
+                for other, register, _ in arrived:
                     other.may_go = None
+                    if register is not None:
+                        other.registers[register] = says
             else:
                 warp.may_go = lambda: False  # until the last one arrives
 
