@@ -95,7 +95,7 @@ def test_what_is_made_to_be_served_is(form: Any) -> None:
     rows = served(held, quantized_activations="int16")
     assert not any(forms_of(rows).values()), "what a caller holds stays as it lies"
     for ours, theirs in zip(llm.score(whole), rows.score(whole), strict=True):
-        assert np.abs(np.subtract(ours, theirs)).max() < 0.02
+        assert np.abs(np.subtract(ours, theirs)).max() < 0.05  # of logprobs down to -16
     again = served(llm.session.served.params, quantized_activations="int16", quantization=form)
     assert [ids for ids, _ in answers(again)] == [ids for ids, _ in found]
 
