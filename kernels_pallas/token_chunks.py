@@ -50,8 +50,8 @@ def product(a: Array, b: Array, *, interpret: bool) -> Array:
 
 
 class Decays(NamedTuple):
-    """Of tokens with decays g [C, 1] or [C, D]: since, the sum of those from the chunk's first
-    token up to each one; until, the sum of those after each one; total, of all, [1] or [D].
+    """Sums of the decays of a chunk's tokens, g [C, 1] or [C, D]. since: from the chunk's first
+    token up to each one; until: after each one; total: of all, [1] or [D].
     """
 
     since: Array

@@ -22,6 +22,7 @@ from jpaged.engine.shapes import DecodeShape, StepShapes
 from jpaged.fleet.holdings import Holdings, Report
 from jpaged.models.config import ModelConfig
 from jpaged.sampling_params import SamplingParams
+from jpaged.served_pool import DISPATCHES_IN_FLIGHT
 
 MODEL = ModelConfig(
     family="llama",
@@ -34,7 +35,6 @@ MODEL = ModelConfig(
     head_dim=2,
     max_position_embeddings=1 << 20,
 )
-DEPTH = 2  # dispatches in flight, as sessions have
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -189,7 +189,7 @@ class EngineReplica:
             swap_space_gib=host_tokens * times.kv_bytes / 2**30,
         ).resolve(MODEL)
         self.device = ModelledDevice(config, times)
-        self.engine = Engine(config, self.device, depth=DEPTH)
+        self.engine = Engine(config, self.device, depth=DISPATCHES_IN_FLIGHT)
         self._live: dict[str, tuple[Sequence, float]] = {}
         self.firsts: dict[str, float] = {}  # seconds to the first token, by request
         self.ends: dict[str, float] = {}

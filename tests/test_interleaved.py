@@ -94,8 +94,10 @@ def test_what_is_made_to_be_served_is(form: Any) -> None:
     held = Params(quantized_tree(params, form), params.config)
     rows = served(held, quantized_activations="int16")
     assert not any(forms_of(rows).values()), "what a caller holds stays as it lies"
-    for ours, theirs in zip(llm.score(whole), rows.score(whole), strict=True):
-        assert np.abs(np.subtract(ours, theirs)).max() < 0.05  # of logprobs down to -16
+    plain = served(params).score(whole)
+    for ours, theirs, exact in zip(llm.score(whole), rows.score(whole), plain, strict=True):
+        near, far = (np.abs(np.subtract(ours, other)).max() for other in (theirs, exact))
+        assert near < 0.05 < far, "a control: what weights lose to fewer bits is more"
     again = served(llm.session.served.params, quantized_activations="int16", quantization=form)
     assert [ids for ids, _ in answers(again)] == [ids for ids, _ in found]
 

@@ -49,11 +49,11 @@ def test_each_layer(layer: int) -> None:
 
 def written(case: Case, rows: slice) -> tuple[Any, Any]:
     given = build(case, "bfloat16")
-    how: dict[str, Any] = given.how | {"interpret": False}
-    if (turn := how.get("rotation")) is not None:
-        how["rotation"] = turn[0][rows], turn[1][rows]
+    settings: dict[str, Any] = given.how | {"interpret": False}
+    if (turn := settings.get("rotation")) is not None:
+        settings["rotation"] = turn[0][rows], turn[1][rows]
     pool, slots = jnp.asarray(given.pool), jnp.asarray(given.slots[rows])
-    q, pool = head_write.write_heads(given.qkv[rows], pool, 1, slots, **how)
+    q, pool = head_write.write_heads(given.qkv[rows], pool, 1, slots, **settings)
     return np.asarray(q), np.asarray(pool)
 
 
@@ -89,12 +89,12 @@ def test_unsupported(own: dict[str, Any], layout: Any, reason: str | None) -> No
 def test_widths_that_are_not_the_pools() -> None:
     given = build(QWEN3, "bfloat16")
     pool, slots = jnp.asarray(given.pool)[:, :, :2], jnp.asarray(given.slots)
-    how: dict[str, Any] = given.how | {"interpret": False}
+    settings: dict[str, Any] = given.how | {"interpret": False}
     with pytest.raises(Exception, match="heads of other widths"):
-        head_write.write_heads(given.qkv, pool, 1, slots, **how)
-    how["scales"] = given.how["scales"][0][:32], given.how["scales"][1]
+        head_write.write_heads(given.qkv, pool, 1, slots, **settings)
+    settings["scales"] = given.how["scales"][0][:32], given.how["scales"][1]
     with pytest.raises(Exception, match="one number a dimension"):
-        head_write.write_heads(given.qkv, jnp.asarray(given.pool), 1, slots, **how)
+        head_write.write_heads(given.qkv, jnp.asarray(given.pool), 1, slots, **settings)
 
 
 STEP = StepContext(products=NativeProducts(most_rows=0))
