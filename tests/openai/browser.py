@@ -25,6 +25,7 @@ class Browser:
         self._sends, self._hears, self._rest = sends, hears, b""
         self._ids = itertools.count(1)
         self._session: str | None = None
+        self._navigations = 0
         self.problems: list[str] = []
 
     def open(self, url: str) -> None:
@@ -34,6 +35,15 @@ class Browser:
         for domain in ("Page", "Runtime", "Log"):
             self._ask(f"{domain}.enable")
         self._ask("Page.navigate", url=url)
+
+    def reload(self) -> None:
+        """Load the page anew. What runs next runs in the new document: a script that the browser
+        holds while it changes documents would be answered by an error.
+        """
+        before = self._navigations
+        self._ask("Page.reload")
+        while self._navigations == before:
+            self._note(self._hear())
 
     def run(self, script: str) -> Any:
         """What an expression of JavaScript comes to."""
@@ -107,8 +117,15 @@ class Browser:
             if found.get("id") == number:
                 assert "error" not in found, found
                 return found["result"]
-            if found.get("method") in ("Log.entryAdded", "Runtime.exceptionThrown"):
-                self.problems.append(json.dumps(found["params"]))
+            self._note(found)
+
+    def _note(self, event: Any) -> None:
+        """Keep what an event tells."""
+        method = event.get("method")
+        if method in ("Log.entryAdded", "Runtime.exceptionThrown"):
+            self.problems.append(json.dumps(event["params"]))
+        elif method == "Page.frameNavigated":
+            self._navigations += "parentId" not in event["params"]["frame"]
 
     def _hear(self) -> Any:
         while b"\0" not in self._rest:
