@@ -24,7 +24,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -448,23 +448,53 @@ def experts_are_plain(tree: Any) -> bool:
     return not any(map(is_quantized, experts))
 
 
-def quantized(weight: Array, form: WeightForm | str, num_outputs: int) -> QuantizedWeight:
+class Quantizer(Protocol):
+    """A module that makes values and scales by a kernel, to the bits of `quantized`."""
+
+    def supported(self, weight: jax.ShapeDtypeStruct | Array, form: str, interleaved: bool) -> bool:
+        """Return whether it takes a matrix [outputs, inputs] in the form of a name."""
+        ...
+
+    def quantize(
+        self, weight_NE: Array, form: str, *, interleaved: bool = False
+    ) -> tuple[Array, Array]:
+        """Return values and scales, each with the outputs on the first axis."""
+        ...
+
+
+def quantized(
+    weight: Array, form: WeightForm | str, num_outputs: int, kernel: Quantizer | None = None
+) -> QuantizedWeight:
     """Return a plain weight [*outputs, *inputs] in a form (or in the form of a name).
 
-    Numbers are rounded to the nearest; a scale takes the largest of its output (or group) to the
-    form's largest value. A scale of zeros alone is 1; values that are not finite leave scales that
-    are not.
+    A scale takes the largest of its output (or group) to the form's largest value; numbers are
+    those nearest to the weight times the inverse of the scale. A scale of zeros alone is 1; values
+    that are not finite leave scales that are not. kernel: what makes the same where it supports the
+    weight; None is XLA alone.
     """
     form = FORMS[form] if isinstance(form, str) else form
     assert form.encode is not None, f"only files have {form.name}"
+    if kernel is not None:
+        matrix = weight.reshape(math.prod(weight.shape[:num_outputs]), -1)
+        if kernel.supported(matrix, form.name, form.interleaved):
+            values, scales = kernel.quantize(matrix, form.name, interleaved=form.interleaved)
+            shape = form.scale_shape(weight.shape, num_outputs, form.group)
+            assert shape is not None
+            return QuantizedWeight(
+                values=values.reshape(form.value_shape(weight.shape)),
+                scales=scales.reshape(shape),
+                form=form,
+                num_outputs=num_outputs,
+                dtype=weight.dtype,
+            )
     x = weight.astype(jnp.float32)
     if form.group is not None:
         groups = x.reshape(*x.shape[:-1], -1, form.group)
         scales = _scales(groups, (-1,), form)
-        numbers, scales = form.encode(groups / scales).reshape(x.shape), scales[..., 0]
+        numbers, scales = form.encode(groups * (1 / scales)).reshape(x.shape), scales[..., 0]
     else:
         scales = _scales(x, tuple(range(num_outputs, x.ndim)), form)
-        numbers = form.encode(x / scales)
+        numbers = form.encode(x * (1 / scales))
     made = QuantizedWeight(
         values=form.pack(numbers),
         scales=scales,
@@ -476,7 +506,7 @@ def quantized(weight: Array, form: WeightForm | str, num_outputs: int) -> Quanti
 
 
 def _scales(x: Array, axes: tuple[int, ...], form: WeightForm) -> Array:
-    top = jnp.max(jnp.abs(x), axis=axes, keepdims=True) / form.largest
+    top = jnp.max(jnp.abs(x), axis=axes, keepdims=True) * np.float32(1 / form.largest)
     return jnp.where(top == 0, jnp.float32(1), top)
 
 

@@ -23,6 +23,7 @@ from jpaged.errors import ConfigError
 from jpaged.models.quantized import (
     INTERLEAVED,
     QuantizedWeight,
+    Quantizer,
     WeightForm,
     is_quantized,
     partition,
@@ -31,6 +32,7 @@ from jpaged.models.quantized import (
 from jpaged.models.served import in_order
 from jpaged.models.weight import HUGE_PAGE, Change, Weight, aligned
 from jpaged.runtime.processes import put
+from kernels_cpu import library, quantize
 
 PIECE_BYTES = 16 << 20  # of plain rows that are read and quantised at a time
 
@@ -141,7 +143,8 @@ class Placer:
         assert form is not None
         key = (plain.shape, plain.dtype, form, num_outputs, split)
         if key not in self._functions:
-            make = functools.partial(quantized, form=form, num_outputs=num_outputs)
+            kernel = _quantizer(self._sharding(split))
+            make = functools.partial(quantized, form=form, num_outputs=num_outputs, kernel=kernel)
             specs = partition(jax.eval_shape(make, plain), split)
             targets = jax.tree.map(self._sharding, specs)
             self._functions[key] = jax.jit(make, out_shardings=targets)
@@ -156,7 +159,7 @@ class Placer:
         form, spec, dtype = weight.form, weight.spec, weight.wanted_dtype
         assert form is not None
         (N, E), rows = spec.shape, _rows_of_a_piece(weight)
-        make = functools.partial(quantized, form=form, num_outputs=1)
+        make = functools.partial(quantized, form=form, num_outputs=1, kernel=_quantizer(target))
         whole = jax.eval_shape(make, jax.ShapeDtypeStruct((N, E), dtype))
         parts, structure = jax.tree.flatten(whole)
         buffers = [aligned(part.shape, part.dtype) for part in parts]
@@ -229,6 +232,11 @@ def _is_one_cpu(target: Sharding | None) -> bool:
     """Return whether arrays with this sharding lie on one CPU."""
     devices = jax.devices()[:1] if target is None else list(target.device_set)
     return len(devices) == 1 and devices[0].platform == "cpu"
+
+
+def _quantizer(target: Sharding | None) -> Quantizer | None:
+    """Return the kernel that quantises what has this sharding; None is XLA."""
+    return quantize if _is_one_cpu(target) and library.unavailable() is None else None
 
 
 def _on_huge_pages(array: Array) -> Array:

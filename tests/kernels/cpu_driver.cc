@@ -19,6 +19,7 @@
 #include "mlp.h"
 #include "paged_attention.h"
 #include "panels.h"
+#include "quantize.h"
 #include "quantized.h"
 #include "zeros.h"
 
@@ -345,6 +346,44 @@ void HeadWrites() {
     for (int64_t t = 0; t < c.T; ++t) WriteHeads(p, t);
     std::string name = "heads " + std::to_string(c.K) + "x" + std::to_string(c.D);
     Check(name, q, wanted_q, allowed_q), Check(name + " pool", pool, wanted, allowed);
+  }
+}
+
+// Weights that become int8 and int4: what their numbers and scales stand for is within half a step of each weight.
+template <typename X>
+void QuantizedWeights(const char* dtype) {
+  for (Form form : {Form::kInt8, Form::kInt4}) {
+    for (Order order : {Order::kRows, Order::kInterleaved}) {
+      bool is_int4 = form == Form::kInt4, is_interleaved = order == Order::kInterleaved;
+      int64_t N = is_interleaved ? 32 : 5, E = 96, S = is_int4 ? E / kPacked : 1, row = Bytes(form, E), group = E / S;
+      Random random(N);
+      std::vector<X> w(N * E);
+      for (int64_t i = 0; i < N * E; ++i) {
+        float x = i / E == 1 ? 0 : random.Number() * std::ldexp(1.0f, i / E % 9);
+        if constexpr (sizeof(X) == 2) w[i] = ToBf16(x); else w[i] = x;
+      }
+      std::vector<uint8_t> values(N * row);
+      std::vector<float> scales(N * S), y(N * E), in_rows(N * S);
+      QuantizeRows<X>({w.data(), sizeof(X) == 4, N, E}, {form, order, values.data(), scales.data()}, 0, N);
+      std::vector<double> wanted(N * E), allowed(N * E), wanted_scales(N * S), allowed_scales(N * S);
+      for (int64_t i = 0; i < N * E; ++i) {
+        int64_t n = i / E, e = i % E, half = is_interleaved ? 4 : 16;
+        int64_t place = is_int4 ? e / (2 * half) * half + e % half : e;  // of the byte in its row
+        if (is_interleaved) place = (place / 4 * 16 + n % 16) * 4 + place % 4;
+        uint8_t byte = values[(is_interleaved ? n / 16 * 16 : n) * row + place];
+        int number = is_int4 ? (e / half % 2 ? byte >> 4 : byte & 15) - 8 : is_interleaved ? byte - 128 : static_cast<int8_t>(byte);
+        float scale = scales[is_interleaved ? (n / 16 * S + e / group) * 16 + n % 16 : n * S + e / group];
+        y[i] = number * scale, wanted[i] = AsFloat(w[i]), allowed[i] = scale * 0.50001, in_rows[n * S + e / group] = scale;
+        double& most = wanted_scales[n * S + e / group];
+        most = std::max(most, std::fabs(wanted[i]) / (is_int4 ? 7 : 127));
+      }
+      for (int64_t i = 0; i < N * S; ++i) {
+        if (wanted_scales[i] == 0) wanted_scales[i] = 1;
+        allowed_scales[i] = wanted_scales[i] * 2e-7;
+      }
+      std::string name = std::string("quantize ") + (is_int4 ? "int4 " : "int8 ") + dtype + (is_interleaved ? " interleaved" : "");
+      Check(name, y, wanted, allowed), Check(name + " scales", in_rows, wanted_scales, allowed_scales);
+    }
   }
 }
 
@@ -712,6 +751,7 @@ int main() {
     jpaged::Linear(*pool), jpaged::Panels(*pool), jpaged::GroupCases(*pool);
     jpaged::QuantizedProducts(*pool), jpaged::InterleavedProducts(*pool), jpaged::ActivationCases(*pool);
   }
+  jpaged::QuantizedWeights<jpaged::bf16>("bf16"), jpaged::QuantizedWeights<float>("f32");
   jpaged::LowRank(), jpaged::HeadWrites(), jpaged::GatedDelta(), jpaged::Mamba2(), jpaged::AttentionCases();
   if (jpaged::failures > 0) std::printf("%d elements are wrong\n", jpaged::failures);
   return jpaged::failures > 0;

@@ -28,7 +28,7 @@ DRIVER = Path(__file__).with_name("cpu_driver.cc")
 EMULATION = Path(__file__).with_name("amx_emulation.h")
 TILES = {"amx_tile", "amx_bf16"}
 SANITIZE = ("-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-CASES = 282
+CASES = 298
 
 
 def compiler_of(name: str) -> str:
@@ -119,8 +119,8 @@ def test_a_level_builds_without_a_warning_and_is_as_defined(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in LEVELS if name != "avx2"])
 def test_arithmetic_of_a_name_has_the_bits_of_other_levels(name: str) -> None:
-    """Products of integers, activations and heads on every level; all that NEON has, which is built
-    as AVX2 is.
+    """Products of integers, activations, heads and weights that are quantised, on every level; all
+    that NEON has, which is built as AVX2 is.
     """
     ours, others = results_of(name), results_of("avx2")
     assert ours.keys() == others.keys()
@@ -130,7 +130,7 @@ def test_arithmetic_of_a_name_has_the_bits_of_other_levels(name: str) -> None:
         if case.startswith(("quantized int8", "quantized int16")) and "fp8" not in case
     ]
     assert len(integers) == 74
-    integers += [case for case in ours if case.startswith(("activation", "heads"))]
+    integers += [case for case in ours if case.startswith(("activation", "heads", "quantize "))]
     equal = {case for case in ours if ours[case] == others[case]}
     assert equal >= set(ours if name == "neon" else integers)
     assert (len(equal) == CASES) == (name == "neon"), "a control: sums in f32 have other orders"
@@ -211,6 +211,8 @@ FAULTS = [
         ),
         "has other bits alone",
     ),
+    (("quantize.h", "is_interleaved ? 4 : kPacked / 2", "kPacked / 2"), "FAILED quantize int4"),
+    (("quantize.h", "kInterleaved, numbers, values", "1, numbers, values"), "FAILED quantize int4"),
     (("int8_products.h", "127.0f / largest", "126.0f / largest"), "FAILED quantized int8"),
     (
         ("interleaved_products.h", "pair < 2 ? L::And", "pair < 1 ? L::And"),
