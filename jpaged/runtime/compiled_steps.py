@@ -149,28 +149,33 @@ class CompiledSteps:
         shapes, specs = StepParams(), StepParams()
         if needs.model:
             shapes = dataclasses.replace(shapes, model=self.form)
-            split = self._split(setting.model, self.form)
-            specs = dataclasses.replace(specs, model=split)
+            specs = dataclasses.replace(specs, model=self._model_specs)
         if needs.logits:
             shapes = dataclasses.replace(shapes, model=self.form.for_logits)
-            split = self._split(setting.model, self.form).for_logits
-            specs = dataclasses.replace(specs, model=split)
+            specs = dataclasses.replace(specs, model=self._model_specs.for_logits)
         if needs.adapters:
             tables = table_form(setting.model, setting.config, placement, self.form.dtype)
             split = table_specs(setting.model, setting.config, placement)
             shapes = dataclasses.replace(shapes, adapters=tables)
             specs = dataclasses.replace(specs, adapters=split)
         if needs.draft:
-            assert setting.draft is not None
             shapes = dataclasses.replace(shapes, draft=self.draft)
-            split = self._split(setting.draft.model, self.draft)
-            specs = dataclasses.replace(specs, draft=split)
+            specs = dataclasses.replace(specs, draft=self._draft_specs)
         if needs.embeddings:
             pool: Any = pool_form(setting.model, setting.config, placement, self.form.dtype)
             split: Any = placement.by_replica
             shapes = dataclasses.replace(shapes, embeddings=pool)
             specs = dataclasses.replace(specs, embeddings=split)
         return shapes, specs
+
+    @functools.cached_property
+    def _model_specs(self) -> Any:
+        return self._split(self.setting.model, self.form)
+
+    @functools.cached_property
+    def _draft_specs(self) -> Any:
+        assert self.setting.draft is not None
+        return self._split(self.setting.draft.model, self.draft)
 
     def _split(self, model: ModelConfig, form: Any) -> Any:
         """Return the PartitionSpecs of the modules of a served model."""
