@@ -13,7 +13,8 @@
 //   SetQuery(row, q): takes a query row of the item, [heads, count, G]
 //   Enter(tile): begins a tile
 //   Score(tile, head, scores): scores[row][slot] of rows from `head` on
-//   Weigh(tile, head, weights, alpha, o): o[row] = alpha[row] * o[row] + weights[row] . values, of the same rows
+//   Weigh(tile, head, weights, alpha, o): o[row] = alpha[row] * o[row] + weights[row] . values, of the same rows, whose weights
+//       may be changed
 //   Write(o, total, to): a row's o / total in bf16, in the dimensions' own order
 #pragma once
 
@@ -62,30 +63,47 @@ inline typename L::Floats Exp(typename L::Floats x) {
   return L::TimesPower(L::NotBelow(x, L::Set(-87.0f)), y, n);
 }
 
-// Turns a query row's scores against a tile into weights, and updates the row's running maximum and sum. Returns the factor
-// for what the row has accumulated. The query sees slots [low, high) of the tile.
-template <typename L, typename Weight>
-float UpdateSoftmax(const Problem& p, float* scores, Weight* weights, int64_t low, int64_t high, float* top, float* total) {
+// Of a query row's scores against a tile takes the scaled ones, kMasked where the query does not see the slot: slots [low, high)
+// of the tile. Updates the row's running maximum.
+template <typename L>
+void ScaleScores(const Problem& p, float* scores, int64_t low, int64_t high, float* top) {
   constexpr int kParts = kTile / L::kCount;
   if (p.soft_cap > 0) {
     for (int64_t i = 0; i < kTile; ++i) scores[i] = p.soft_cap * std::tanh(scores[i] * p.scale / p.soft_cap) / p.scale;
   }
-  typename L::Range seen(std::clamp<int64_t>(low, 0, kTile), std::clamp<int64_t>(high, 0, kTile));
-  typename L::Floats s[kParts], most = L::Set(kMasked);
-  for (int i = 0; i < kParts; ++i) {
-    s[i] = L::MulOr(L::Set(kMasked), seen.Lanes(i), L::Load(scores + L::kCount * i), L::Set(p.scale));
-    most = L::Max(most, s[i]);
+  typename L::Floats scale = L::Set(p.scale), masked = L::Set(kMasked), most = masked;
+  if (low <= 0 && high >= kTile) {
+    for (int i = 0; i < kParts; ++i) {
+      typename L::Floats s = L::Mul(L::Load(scores + L::kCount * i), scale);
+      L::Store(scores + L::kCount * i, s), most = L::Max(most, s);
+    }
+  } else {
+    typename L::Range seen(std::clamp<int64_t>(low, 0, kTile), std::clamp<int64_t>(high, 0, kTile));
+    for (int i = 0; i < kParts; ++i) {
+      typename L::Floats s = L::MulOr(masked, seen.Lanes(i), L::Load(scores + L::kCount * i), scale);
+      L::Store(scores + L::kCount * i, s), most = L::Max(most, s);
+    }
   }
-  float before = *top;
-  *top = std::max(before, L::Largest(most));
-  typename L::Floats sum = L::Zero();
-  for (int i = 0; i < kParts; ++i) {
-    typename L::Floats weight = L::OrZero(seen.Lanes(i), Exp<L>(L::Sub(s[i], L::Set(*top))));
-    sum = L::Add(sum, L::Put(weights + L::kCount * i, weight));
+  *top = std::max(*top, L::Largest(most));
+}
+
+// Turns these into weights relative to the maximum, and returns their sum.
+template <typename L, typename Weight>
+float WeightsOf(const float* scores, Weight* weights, int64_t low, int64_t high, float top) {
+  constexpr int kParts = kTile / L::kCount;
+  typename L::Floats sum = L::Zero(), base = L::Set(top);
+  if (low <= 0 && high >= kTile) {
+    for (int i = 0; i < kParts; ++i) {
+      sum = L::Add(sum, L::Put(weights + L::kCount * i, Exp<L>(L::Sub(L::Load(scores + L::kCount * i), base))));
+    }
+  } else {
+    typename L::Range seen(std::clamp<int64_t>(low, 0, kTile), std::clamp<int64_t>(high, 0, kTile));
+    for (int i = 0; i < kParts; ++i) {
+      typename L::Floats weight = Exp<L>(L::Sub(L::Load(scores + L::kCount * i), base));
+      sum = L::Add(sum, L::Put(weights + L::kCount * i, L::OrZero(seen.Lanes(i), weight)));
+    }
   }
-  float alpha = before == *top ? 1.0f : std::exp(before - *top);
-  *total = std::fma(*total, alpha, L::Sum(sum));
-  return alpha;
+  return L::Sum(sum);
 }
 
 // Adds the sums of a span to those of the spans before it, each of V numbers.
@@ -181,18 +199,27 @@ void AttendBy(const Problem& p, const Item& item, const Item* after) {
     tiles.Enter(tile);
     int64_t together = tiles.Together();
     for (int64_t head = 0; head < item.heads; head += together) {
-      int64_t begin = head * of_head, row = begin;
+      int64_t begin = head * of_head;
       tiles.Score(tile, head, state.scores + begin * kTile);
-      for (int64_t i = 0; i < together; ++i) {
-        for (int64_t token = 0; token < item.count; ++token) {
-          int64_t position = item.position + token, low = p.window > 0 ? position + 1 - p.window - first : 0;
-          int64_t past = Past(p, item.token + token, position);
-          for (int64_t g = 0; g < p.G; ++g, ++row) {
-            state.alpha[row] = UpdateSoftmax<L>(p, state.scores + row * kTile, state.weights + row * kTile, low,
-                                                past - first, state.top + row, state.total + row);
+      // Maxima first: what follows from a row's would be waited for.
+      auto each_row = [&](auto body) {
+        for (int64_t i = 0, row = begin; i < together; ++i) {
+          for (int64_t token = 0; token < item.count; ++token) {
+            int64_t position = item.position + token, low = p.window > 0 ? position + 1 - p.window - first : 0;
+            int64_t past = Past(p, item.token + token, position);
+            for (int64_t g = 0; g < p.G; ++g, ++row) body(row, low, past - first);
           }
         }
-      }
+      };
+      each_row([&](int64_t row, int64_t low, int64_t high) {
+        state.alpha[row] = state.top[row];
+        ScaleScores<L>(p, state.scores + row * kTile, low, high, state.top + row);
+      });
+      each_row([&](int64_t row, int64_t low, int64_t high) {
+        float top = state.top[row], alpha = state.alpha[row] == top ? 1.0f : std::exp(state.alpha[row] - top);
+        float sum = WeightsOf<L>(state.scores + row * kTile, state.weights + row * kTile, low, high, top);
+        state.alpha[row] = alpha, state.total[row] = std::fma(state.total[row], alpha, sum);
+      });
       tiles.Weigh(tile, head, state.weights + begin * kTile, state.alpha + begin, state.o + begin * V);
     }
     std::memcpy(tile.keys, tile.next, sizeof(tile.keys));

@@ -21,8 +21,8 @@ struct EvenOddWidener {
 
   static void Scaled(const int8_t* from, float scale, bf16* to) {
     for (int64_t i = 0; i < kPacked; i += 2 * L::kCount) {
-      typename L::Floats even, odd, s = L::Set(scale);
-      L::EvenOdd(from + i, even, odd);
+      typename L::Floats even, odd, s = L::Set(scale * L::kInt8);
+      L::FromInt8(from + i, even, odd);
       L::PutEvenOdd(to + i, L::Mul(even, s), L::Mul(odd, s));
     }
   }

@@ -1,7 +1,7 @@
 // The products of attention in f32, on any level whose Lanes hold 8 f32; see attend.h. A tile's keys and values become f32
 // once for all queries of an item and head; where they are few, as in decode, they do in registers, as they are needed: a tile
 // of f32 would not stay in the L1 cache. Both sum in one order. Head dimensions lie as L::EvenOdd splits them: of each 16 the
-// even ones, then the odd ones.
+// even ones, then the odd ones. Keys and values in 8 bits are multiplied as they are: scores and weights take their scales.
 #pragma once
 
 #include "attend.h"
@@ -18,9 +18,10 @@ class F32Tiles {
   static constexpr bool kFetches = true;
 
   F32Tiles(const Problem& p, const Item& item)
-      : p_(p), item_(item), D_(p.D), V_(p.V), rows_(item.count * p.G), in_place_(kIsBf16 && !p.latent && rows_ <= kFew) {
-    static thread_local Memory q, k, v;
+      : p_(p), item_(item), D_(p.D), V_(p.V), rows_(item.count * p.G), in_place_(!p.latent && rows_ <= kFew) {
+    static thread_local Memory q, k, v, scales;
     q_ = Scratch<float>(q, item.heads * rows_ * D_);
+    if constexpr (kIsScaled) scales_ = Scratch<float>(scales, item.heads * 2 * kTile);
     if (in_place_) return;
     k_ = Scratch<float>(k, kTile * D_), v_ = p.latent ? k_ : Scratch<float>(v, kTile * V_);
   }
@@ -28,46 +29,59 @@ class F32Tiles {
   // Where keys and values become f32 in registers, all heads: what lies together is read together.
   int64_t Together() const { return in_place_ ? item_.heads : 1; }
 
-  void SetQuery(int64_t row, const bf16* q) { Widen(q, D_, q_ + row * D_); }
+  void SetQuery(int64_t row, const bf16* q) { Widen(q, D_, 1.0f, q_ + row * D_); }
 
   void Enter(const Tile<Slot>& tile) {
-    if constexpr (sizeof(Slot) == 1) {
-      for (int64_t slot = 0; slot < kTile; ++slot) {  // null where the slot is not seen
+    if constexpr (kIsScaled) {
+      int64_t heads = p_.latent ? 1 : item_.heads;
+      for (int64_t slot = 0; slot < kTile; ++slot) {  // 0 where the slot is not seen
         bool is_seen = tile.keys[slot] != tile.zeros;
-        int64_t head = (tile.keys[slot] - static_cast<const Slot*>(p_.pool)) / p_.Width();  // of all in the pool
-        scales_[slot] = is_seen ? p_.scales + 2 * head : nullptr;
+        int64_t first = (tile.keys[slot] - static_cast<const Slot*>(p_.pool)) / p_.Width();  // of all heads in the pool
+        for (int64_t i = 0; i < 2 * heads; ++i) scales_[i * kTile + slot] = is_seen ? p_.scales[2 * first + i] * kUnit : 0.0f;
       }
     }
   }
 
   void Score(const Tile<Slot>& tile, int64_t head, float* scores) {
-    if constexpr (kIsBf16) {
-      if (in_place_) {
-        static constexpr decltype(&F32Tiles::template ScoreSlots<1, 8>) kBySize[] = {
-            &F32Tiles::template ScoreSlots<1, 8>, &F32Tiles::template ScoreSlots<2, 4>, &F32Tiles::template ScoreSlots<3, 4>,
-            &F32Tiles::template ScoreSlots<4, 2>};
-        auto score = kBySize[rows_ - 1];
-        return (this->*score)(tile, scores);
+    if (in_place_) {
+      static constexpr decltype(&F32Tiles::template ScoreSlots<1, 8>) kBySize[] = {
+          &F32Tiles::template ScoreSlots<1, 8>, &F32Tiles::template ScoreSlots<2, 4>, &F32Tiles::template ScoreSlots<3, 4>,
+          &F32Tiles::template ScoreSlots<4, 2>};
+      ahead_.Begin(*this, tile);
+      int64_t step = rows_ <= kMost ? tile.slots : kSlots;
+      for (int64_t slot = 0; slot < tile.slots; slot += step) {
+        for (int64_t r = 0, n; r < rows_; r += n) {
+          n = std::min(Chunk(), rows_ - r);
+          (this->*kBySize[n - 1])(tile, slot, slot + step, r, scores);
+        }
+      }
+    } else {
+      const float* q = q_ + head * rows_ * D_;
+      WidenTile(tile, head);
+      for (int64_t r = 0, n; r < rows_; r += n) {
+        n = std::min<int64_t>(3, rows_ - r);
+        auto score = n == 3 ? &ScoreRows<3, 4> : n == 2 ? &ScoreRows<2, 4> : &ScoreRows<1, 8>;
+        score(q + r * D_, k_, D_, tile.slots, scores + r * kTile);
       }
     }
-    const float* q = q_ + head * rows_ * D_;
-    WidenTile(tile, head);
-    for (int64_t r = 0, n; r < rows_; r += n) {
-      n = std::min<int64_t>(3, rows_ - r);
-      auto score = n == 3 ? &ScoreRows<3, 4> : n == 2 ? &ScoreRows<2, 4> : &ScoreRows<1, 8>;
-      score(q + r * D_, k_, D_, tile.slots, scores + r * kTile);
-    }
+    if (kIsScaled && !p_.latent) Scale(head, 0, scores);
   }
 
-  void Weigh(const Tile<Slot>& tile, int64_t, const float* weights, const float* alpha, float* o) {
-    if constexpr (kIsBf16) {
-      if (in_place_) {
-        static constexpr decltype(&F32Tiles::template WeighSlots<1, 2>) kBySize[] = {
-            &F32Tiles::template WeighSlots<1, 2>, &F32Tiles::template WeighSlots<2, 2>, &F32Tiles::template WeighSlots<3, 1>,
-            &F32Tiles::template WeighSlots<4, 1>};
-        auto weigh = kBySize[rows_ - 1];
-        return (this->*weigh)(tile, weights, alpha, o);
+  void Weigh(const Tile<Slot>& tile, int64_t head, float* weights, const float* alpha, float* o) {
+    if (kIsScaled && !p_.latent) Scale(head, 1, weights);
+    if (in_place_) {
+      static constexpr decltype(&F32Tiles::template WeighSlots<1, 2>) kBySize[] = {
+          &F32Tiles::template WeighSlots<1, 2>, &F32Tiles::template WeighSlots<2, 2>, &F32Tiles::template WeighSlots<3, 1>,
+          &F32Tiles::template WeighSlots<4, 1>};
+      for (int64_t slot = 0, end; slot < tile.slots; slot = end) {
+        end = std::min(slot + kGroup, tile.slots);
+        for (int64_t r = 0, n; r < rows_; r += n) {
+          n = std::min(Chunk(), rows_ - r);
+          (this->*kBySize[n - 1])(tile, slot, end, r, weights, alpha, o);
+        }
       }
+      ahead_.FetchRest();
+      return;
     }
     static constexpr decltype(&WeighRows<1, 4>) kBySize[] = {&WeighRows<1, 4>, &WeighRows<2, 4>, &WeighRows<3, 2>,
                                                              &WeighRows<4, 2>, &WeighRows<5, 2>, &WeighRows<6, 2>};
@@ -88,35 +102,84 @@ class F32Tiles {
 
  private:
   using Floats = typename L::Floats;
-  static constexpr bool kIsBf16 = sizeof(Slot) == sizeof(bf16);
-  static constexpr int64_t kGroup = 16;  // slots whose values are added up before those of the next head
-  static constexpr int64_t kFew = 4;  // query rows of a head that share what registers hold of a slot
+  static constexpr bool kIsScaled = sizeof(Slot) == 1;
+  static constexpr float kUnit = std::is_same_v<Slot, int8_t> ? L::kInt8 : std::is_same_v<Slot, E4m3> ? L::kE4m3 : 1.0f;
+  static constexpr int64_t kGroup = 32;  // slots whose values are added up before those of the next head
+  static constexpr int64_t kFew = 8;     // query rows of a head, at most, whose keys and values become f32 in registers
+  static constexpr int64_t kMost = 4;    // query rows that share what registers hold of a slot
 
-  void Widen(const bf16* from, int64_t count, float* to) {
+  // How many query rows are multiplied at a time.
+  int64_t Chunk() const { return rows_ <= kMost ? rows_ : (rows_ + 1) / 2; }
+
+  // 16 values in units of kUnit: those in even places and those in odd ones.
+  static void EvenOdd(const bf16* from, Floats& even, Floats& odd) { L::EvenOdd(from, even, odd); }
+  static void EvenOdd(const int8_t* from, Floats& even, Floats& odd) { L::FromInt8(from, even, odd); }
+  static void EvenOdd(const E4m3* from, Floats& even, Floats& odd) { L::FromE4m3(from, even, odd); }
+
+  template <typename From>
+  static void Widen(const From* from, int64_t count, float scale, float* to) {
+    Floats s = L::Set(scale);
     for (int64_t d = 0; d < count; d += 2 * L::kCount) {
       Floats even, odd;
-      L::EvenOdd(from + d, even, odd);
+      EvenOdd(from + d, even, odd);
+      if (sizeof(From) == 1 && scale != 1.0f) even = L::Mul(even, s), odd = L::Mul(odd, s);
       L::Store(to + d, even), L::Store(to + d + L::kCount, odd);
     }
   }
 
-  void Widen(const int8_t* from, int64_t count, float scale, float* to) {
-    Floats s = L::Set(scale);
-    for (int64_t d = 0; d < count; d += 2 * L::kCount) {
-      Floats even, odd;
-      L::EvenOdd(from + d, even, odd);
-      L::Store(to + d, L::Mul(even, s)), L::Store(to + d + L::kCount, L::Mul(odd, s));
+  // Multiplies the scores or the weights of the rows that are at work by the scales of keys (0) or of values (1).
+  void Scale(int64_t head, int64_t of, float* rows) const {
+    for (int64_t i = 0; i < Together(); ++i) {
+      const float* scales = scales_ + (2 * (head + i) + of) * kTile;
+      for (int64_t r = 0; r < rows_; ++r, rows += kTile) {
+        for (int64_t slot = 0; slot < kTile; slot += L::kCount) {
+          L::Store(rows + slot, L::Mul(L::Load(rows + slot), L::Load(scales + slot)));
+        }
+      }
     }
   }
 
-  // A value that is no number has a scale that is none.
-  void Widen(const E4m3* from, int64_t count, float scale, float* to) {
-    Floats s = L::Set(scale * L::kE4m3);
-    for (int64_t d = 0; d < count; d += 2 * L::kCount) {
-      Floats even, odd;
-      L::FromE4m3(from + d, even, odd);
-      L::Store(to + d, L::Mul(even, s)), L::Store(to + d + L::kCount, L::Mul(odd, s));
+  // Brings the next tile into the cache, all heads of it, line by line between the products of this one, as much as these read: a
+  // processor drops what it is asked for beyond the lines that it waits for already.
+  class Ahead {
+   public:
+    void Begin(const F32Tiles& tiles, const Tile<Slot>& tile) {
+      slots_ = tile.next, zeros_ = tile.zeros, size_ = tiles.item_.heads * tiles.p_.Width(), slot_ = 0;
+      NextRun();
     }
+    // Returns where to fetch so many bytes. What lies there behind the end of a run of slots is fetched for nothing.
+    const char* Take(int64_t bytes) {
+      const char* at = at_;
+      if ((at_ += bytes) >= end_) NextRun();
+      return at;
+    }
+    void FetchRest() {
+      while (at_ != end_) PrefetchL2(Take(kCacheLine));
+    }
+
+   private:
+    // Goes on with the next slots that lie one after the other, if there are any.
+    void NextRun() {
+      while (slot_ < kTile && slots_[slot_] == zeros_) ++slot_;
+      if (slot_ == kTile) {
+        at_ = end_ = reinterpret_cast<const char*>(zeros_);
+        return;
+      }
+      int64_t first = slot_++;
+      while (slot_ < kTile && slots_[slot_] == slots_[slot_ - 1] + size_) ++slot_;
+      at_ = reinterpret_cast<const char*>(slots_[first]), end_ = at_ + (slot_ - first) * size_ * sizeof(Slot);
+    }
+
+    const Slot* const* slots_;
+    const Slot* zeros_;
+    const char *at_, *end_;
+    int64_t size_, slot_;
+  };
+
+  template <int64_t bytes>
+  static void Fetch(const char* from) {
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < bytes; i += kCacheLine) PrefetchL2(from + i);
   }
 
   // What is needed after a head of a tile: the next head of the same slots, or the next tile.
@@ -143,17 +206,12 @@ class F32Tiles {
     for (int64_t slot = 0; slot < tile.slots; ++slot) {
       next.Fetch(slot);
       const Slot* key = tile.keys[slot] + offset;
-      if constexpr (sizeof(Slot) == 1) {
-        const float *of_slot = scales_[slot], zero[2] = {0.0f, 0.0f}, *pair = of_slot == nullptr ? zero : of_slot;
-        if (p_.latent) {
-          Widen(key, V_, pair[0], k_ + slot * D_), Widen(key + V_, D_ - V_, pair[1], k_ + slot * D_ + V_);
-          continue;
-        }
-        if (of_slot != nullptr) pair += 2 * head;
-        Widen(key, D_, pair[0], k_ + slot * D_), Widen(key + D_, V_, pair[1], v_ + slot * V_);
+      if (!p_.latent) {
+        Widen(key, D_, 1.0f, k_ + slot * D_), Widen(key + D_, V_, 1.0f, v_ + slot * V_);
+      } else if constexpr (kIsScaled) {
+        Widen(key, V_, scales_[slot], k_ + slot * D_), Widen(key + V_, D_ - V_, scales_[kTile + slot], k_ + slot * D_ + V_);
       } else {
-        Widen(key, D_, k_ + slot * D_);
-        if (!p_.latent) Widen(key + D_, V_, v_ + slot * V_);
+        Widen(key, D_, 1.0f, k_ + slot * D_);
       }
     }
   }
@@ -186,39 +244,33 @@ class F32Tiles {
     }
   }
 
-  // Brings half of the next tile's slots into the cache, of all heads: as large a part of them as `done` is of this tile's. It
-  // is the first half or the second one. fetched: how many have been.
-  void FetchNext(const Tile<Slot>& tile, int64_t half, int64_t done, int64_t& fetched) const {
-    constexpr int64_t kHalf = kTile / 2;
-    for (int64_t size = item_.heads * p_.Width(); fetched * tile.slots < done * kHalf; ++fetched) {
-      const Slot* from = tile.next[half * kHalf + fetched];
-      for (int64_t i = 0; i < size; i += kCacheLine / sizeof(Slot)) PrefetchL2(from + i);
-    }
-  }
-
-  // As WidenTile and ScoreRows, C slots at a time of all heads, which lie side by side.
+  // As ScoreRows, of the slots [slot, end) of all heads, which lie side by side, and R query rows of each from `row` on. C slots
+  // are read at a time.
   template <int R, int C>
-  void ScoreSlots(const Tile<Slot>& tile, float* scores) {
+  void ScoreSlots(const Tile<Slot>& tile, int64_t slot, int64_t end, int64_t row, float* scores) {
     static_assert(R * C % 4 == 0);
-    for (int64_t slot = 0, fetched = 0; slot < tile.slots; slot += C) {
-      FetchNext(tile, 0, slot + C, fetched);
+    constexpr int64_t kRead = C * 2 * L::kCount * sizeof(Slot);
+    int64_t D = D_, apart = p_.Apart(), rows = rows_, step = row == 0 ? kRead : 0;
+    for (; slot < end; slot += C) {
       const Slot* keys[C];
       for (int c = 0; c < C; ++c) keys[c] = tile.keys[slot + c];
-      const float* q = q_;
-      float* to = scores + slot;
-      for (int64_t head = 0; head < item_.heads; ++head, q += R * D_, to += R * kTile) {
+      const float* q = q_ + row * D;
+      float* to = scores + row * kTile + slot;
+      for (int64_t head = 0; head < item_.heads; ++head, q += rows * D, to += rows * kTile) {
+        const char* ahead = ahead_.Take(step * D / (2 * L::kCount));
         Floats acc[R * C];
 #pragma GCC unroll 12
         for (int i = 0; i < R * C; ++i) acc[i] = L::Zero();
-        for (int64_t d = 0; d < D_; d += 2 * L::kCount) {
+        for (int64_t d = 0; d < D; d += 2 * L::kCount) {
+          Fetch<kRead>(ahead), ahead += step;
 #pragma GCC unroll 8
           for (int c = 0; c < C; ++c) {
             Floats even, odd;
-            L::EvenOdd(keys[c] + d, even, odd);
+            EvenOdd(keys[c] + d, even, odd);
 #pragma GCC unroll 4
             for (int r = 0; r < R; ++r) {
-              acc[r * C + c] = L::Fma(L::Load(q + r * D_ + d), even, acc[r * C + c]);
-              acc[r * C + c] = L::Fma(L::Load(q + r * D_ + d + L::kCount), odd, acc[r * C + c]);
+              acc[r * C + c] = L::Fma(L::Load(q + r * D + d), even, acc[r * C + c]);
+              acc[r * C + c] = L::Fma(L::Load(q + r * D + d + L::kCount), odd, acc[r * C + c]);
             }
           }
         }
@@ -226,50 +278,53 @@ class F32Tiles {
 #pragma GCC unroll 3
         for (int i = 0; i < R * C; i += 4) L::PutSums(sums + i, acc[i], acc[i + 1], acc[i + 2], acc[i + 3]);
         for (int r = 0; r < R; ++r) std::memcpy(to + r * kTile, sums + r * C, C * sizeof(float));
-        for (int c = 0; c < C; ++c) keys[c] += p_.Apart();
+        for (int c = 0; c < C; ++c) keys[c] += apart;
       }
     }
   }
 
-  // As WeighRows, kGroup slots at a time of all heads, 16 C dimensions after the other.
+  // As WeighRows, of the slots [first, end) of all heads and R query rows of each from `row` on, 16 C dimensions after the other.
   template <int R, int C>
-  void WeighSlots(const Tile<Slot>& tile, const float* weights, const float* alpha, float* o) {
-    for (int64_t slot = 0, fetched = 0, end; slot < tile.slots; slot = end) {
-      end = std::min(slot + kGroup, tile.slots);
-      FetchNext(tile, 1, end, fetched);
-      int64_t value = p_.ValueAt();
-      for (int64_t row = 0; row < item_.heads * R; row += R, value += p_.Apart()) {
-        for (int64_t d = 0; d < V_; d += 2 * C * L::kCount) {
-          Floats acc[R][2 * C];
+  void WeighSlots(const Tile<Slot>& tile, int64_t first, int64_t end, int64_t row, const float* weights,
+                  const float* alpha, float* o) {
+    int64_t V = V_, value = p_.ValueAt();
+    constexpr int64_t kRead = C * 2 * L::kCount * sizeof(Slot);
+    int64_t step = row == 0 ? kRead : 0;
+    weights += row * kTile, alpha += row, o += row * V;
+    for (int64_t head = 0; head < item_.heads; ++head) {
+      for (int64_t d = 0; d < V; d += 2 * C * L::kCount) {
+        const char* ahead = ahead_.Take(step * (end - first));
+        Floats acc[R][2 * C];
 #pragma GCC unroll 4
-          for (int r = 0; r < R; ++r) {
+        for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-            for (int i = 0; i < 2 * C; ++i) {
-              acc[r][i] = L::Load(o + (row + r) * V_ + d + L::kCount * i);
-              if (slot == 0) acc[r][i] = L::Mul(acc[r][i], L::Set(alpha[row + r]));
-            }
-          }
-#pragma GCC unroll 4
-          for (int64_t s = slot; s < end; ++s) {
-            Floats values[2 * C];
-#pragma GCC unroll 2
-            for (int i = 0; i < C; ++i) {
-              L::EvenOdd(tile.keys[s] + value + d + 2 * L::kCount * i, values[2 * i], values[2 * i + 1]);
-            }
-#pragma GCC unroll 4
-            for (int r = 0; r < R; ++r) {
-              Floats weight = L::Set(weights[(row + r) * kTile + s]);
-#pragma GCC unroll 4
-              for (int i = 0; i < 2 * C; ++i) acc[r][i] = L::Fma(weight, values[i], acc[r][i]);
-            }
-          }
-#pragma GCC unroll 4
-          for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-            for (int i = 0; i < 2 * C; ++i) L::Store(o + (row + r) * V_ + d + L::kCount * i, acc[r][i]);
+          for (int i = 0; i < 2 * C; ++i) {
+            acc[r][i] = L::Load(o + r * V + d + L::kCount * i);
+            if (first == 0) acc[r][i] = L::Mul(acc[r][i], L::Set(alpha[r]));
           }
         }
+#pragma GCC unroll 4
+        for (int64_t s = first; s < end; ++s) {
+          Fetch<kRead>(ahead), ahead += step;
+          Floats values[2 * C];
+#pragma GCC unroll 2
+          for (int i = 0; i < C; ++i) {
+            EvenOdd(tile.keys[s] + value + d + 2 * L::kCount * i, values[2 * i], values[2 * i + 1]);
+          }
+#pragma GCC unroll 4
+          for (int r = 0; r < R; ++r) {
+            Floats weight = L::Set(weights[r * kTile + s]);
+#pragma GCC unroll 4
+            for (int i = 0; i < 2 * C; ++i) acc[r][i] = L::Fma(weight, values[i], acc[r][i]);
+          }
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+          for (int i = 0; i < 2 * C; ++i) L::Store(o + r * V + d + L::kCount * i, acc[r][i]);
+        }
       }
+      value += p_.Apart(), weights += rows_ * kTile, alpha += rows_, o += rows_ * V;
     }
   }
 
@@ -307,7 +362,8 @@ class F32Tiles {
   int64_t D_, V_, rows_;  // rows: of a head
   bool in_place_;         // keys and values become f32 in registers
   float *q_, *k_, *v_;
-  const float* scales_[kTile];  // of a slot's keys and values, in turn
+  float* scales_;  // [heads][2][kTile] of keys and values, in units of kUnit; of latents [2][kTile] of the value and the rotated key
+  Ahead ahead_;
 };
 
 }  // namespace jpaged

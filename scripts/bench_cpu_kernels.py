@@ -5,7 +5,8 @@ their ratio.
 
 Every call has another weight, or another layer of the pool, so that what a step reads from memory
 is read from memory here. Products are bf16 [M, K] . [N, K]; attention is of rows alike, blocks of
-64 tokens, in bf16. Products with weights in 8 and 4 bits, interleaved where they are served so, are
+64 tokens, in bf16. Decode over long contexts is timed in bf16 and in 8 bits, over a pool on huge pages,
+beside a plain read. Products with weights in 8 and 4 bits, interleaved where they are served so, are
 beside the native one in bf16: GB/s are of their values and scales, and of a plain read. A layer of
 experts (8 of 64) is computed for all of them (dense), in XLA's tiles and natively; its GB/s are of
 the weights of those that were drawn. The gated delta rule is that of a layer of Qwen3.5-35B-A3B,
@@ -30,6 +31,7 @@ import numpy as np
 
 from jpaged.models.layers.mlp import gated
 from jpaged.models.quantized import FORMS, QuantizedWeight, quantized
+from jpaged.models.weight import aligned
 from kernels_cpu import experts as native_experts
 from kernels_cpu import gated_delta as native_delta
 from kernels_cpu import mamba2 as native_scan
@@ -44,6 +46,7 @@ from kernels_pallas.mamba2 import xla as scan_xla
 from kernels_pallas.packed_rows import PackedRows
 from kernels_pallas.paged_attention import xla
 from kernels_pallas.paged_attention.interface import AttentionOptions, Options
+from kernels_pallas.paged_attention.pool_layout import ScaledPool
 
 # N, K: gate_up and down of the 0.6B and of the 60M model
 WEIGHTS = [(6144, 1024), (1024, 3072), (3072, 512), (512, 1536)]
@@ -61,6 +64,12 @@ ATTENTION = [
     ("60m", 8, 128, 128),
     ("0.6b", 4, 250, 250),
     ("0.6b", 1, 2048, 2048),
+]
+# H, K, D of decode over long contexts, its rows, and their tokens.
+LONG = [
+    *((heads, 1, 16384) for heads in ((4, 4, 64), (8, 4, 64), (16, 4, 64), (32, 4, 64))),
+    *((heads, 1, 16384) for heads in ((8, 8, 128), (16, 8, 128), (32, 8, 128), (64, 8, 128))),
+    *((heads, 16, 16384) for heads in ((8, 4, 64), (16, 8, 128), (32, 8, 128), (64, 8, 128))),
 ]
 EXPERTS = (64, 8, 1024, 384)  # X, of which A a token; E, F
 EXPERT_ROWS = (1, 8, 32, 128, 512)
@@ -156,7 +165,7 @@ def quantized_products(rng: np.random.Generator, rounds: int) -> Iterator[dict[s
 
 
 def layers(
-    module: Any, q: jax.Array, pool: jax.Array, args: tuple[jax.Array, ...], num_layers: int
+    module: Any, q: jax.Array, pool: Any, args: tuple[jax.Array, ...], num_layers: int
 ) -> jax.Array:
     """Attend over each layer of the pool in turn; with query starts in the args it is a prefill."""
     attend = module.decode if len(args) == 2 else module.prefill
@@ -191,6 +200,40 @@ def attention(rng: np.random.Generator, rounds: int) -> Iterator[dict[str, Any]]
             "ratio": seconds["native"] / seconds["xla"],
             "native_gb_s": S * context * 4 * K * D * L / seconds["native"] / 1e9,
         }
+
+
+def decode(rng: np.random.Generator, rounds: int) -> Iterator[dict[str, Any]]:
+    """Time native decode over long contexts. Its share is that of a plain read."""
+    run = jax.jit(layers, static_argnums=(0, 4))
+    drawn = rng.standard_normal(1 << 22, np.float32)
+    for (H, K, D), S, context in LONG:
+        M = context // BLOCK
+        table = jnp.asarray(rng.permutation(S * M).reshape(S, M), jnp.int32)
+        args = (table, jnp.full((S,), context, jnp.int32))
+        q = jnp.asarray(rng.standard_normal((S, H, D)), jnp.bfloat16)
+        for dtype in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.int8)):
+            nbytes = 2 * S * context * K * D * dtype.itemsize  # of a layer
+            L = max(1, BYTES // nbytes)
+            values = aligned((L * S * M, BLOCK, 2 * K, D), dtype)
+            numbers = (drawn if dtype.itemsize == 2 else 30 * drawn.clip(-4, 4)).astype(dtype)
+            flat = values.reshape(-1)
+            for begin in range(0, flat.size, numbers.size):
+                part = flat[begin : begin + numbers.size]
+                part[...] = numbers[: part.size]
+            pool: Any = jax.device_put(values)
+            if dtype.itemsize == 1:
+                pool = ScaledPool(pool, jnp.full(values.shape[:3], 1 / 30, jnp.float32))
+                nbytes += 8 * S * context * K
+            calls = {"native": functools.partial(run, native, q, pool, args, L)}
+            read, seconds = common.read_bandwidth(), medians(calls, rounds)["native"]
+            rate = nbytes * L / seconds / 1e9
+            yield {
+                "decode": f"{dtype.name} K {K} G {H // K} D {D}, {S} x {context}",
+                "native_ms": 1e3 * seconds / L,
+                "native_gb_s": rate,
+                "read_gb_s": read,
+                "share": rate / read,
+            }
 
 
 def all_of_them(
@@ -314,6 +357,7 @@ PARTS = {
     "scan": scan,
     "products": products,
     "attention": attention,
+    "decode": decode,
     "experts": experts,
     "quantized": quantized_products,
 }

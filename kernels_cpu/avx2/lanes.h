@@ -116,10 +116,14 @@ struct Lanes {
 
   // --- 16 bytes, likewise.
 
-  static void EvenOdd(const int8_t* from, Floats& even, Floats& odd) {
-    __m256i pairs = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from));
-    even = _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(pairs, 24), 24));
-    odd = _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(pairs, 16), 24));
+  // Values of int8 over kInt8: in the upper byte of each lane.
+  static constexpr float kInt8 = 0x1p-24f;
+  static void FromInt8(const int8_t* from, Floats& even, Floats& odd) {
+    __m256i bytes = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)from));
+    const __m256i evens = _mm256_setr_epi64x(0x0280808000808080, 0x0680808004808080, 0x0a80808008808080, 0x0e8080800c808080);
+    const __m256i odds = _mm256_setr_epi64x(0x0380808001808080, 0x0780808005808080, 0x0b80808009808080, 0x0f8080800d808080);
+    even = _mm256_cvtepi32_ps(_mm256_shuffle_epi8(bytes, evens));
+    odd = _mm256_cvtepi32_ps(_mm256_shuffle_epi8(bytes, odds));
   }
 
   // Values of e4m3 over kE4m3: with one bit more of exponent they are f16, in which those below the normal ones come right.

@@ -158,7 +158,9 @@ struct Lanes {
 
   // --- 16 bytes, likewise.
 
-  static void EvenOdd(const int8_t* from, Floats& even, Floats& odd) {
+  // Values of int8 over kInt8.
+  static constexpr float kInt8 = 1.0f;
+  static void FromInt8(const int8_t* from, Floats& even, Floats& odd) {
     int16x8_t pairs = vreinterpretq_s16_s8(vld1q_s8(from));
     even = FromWords(vshrq_n_s16(vshlq_n_s16(pairs, 8), 8)), odd = FromWords(vshrq_n_s16(pairs, 8));
   }
