@@ -5,13 +5,13 @@ their ratio.
 
 Every call has another weight, or another layer of the pool, so that what a step reads from memory
 is read from memory here. Products are bf16 [M, K] . [N, K]; attention is of rows alike, blocks of
-64 tokens, in bf16. Decode over long contexts is timed in bf16 and in 8 bits, over a pool on huge pages,
-beside a plain read. Products with weights in 8 and 4 bits, interleaved where they are served so, are
-beside the native one in bf16: GB/s are of their values and scales, and of a plain read. A layer of
-experts (8 of 64) is computed for all of them (dense), in XLA's tiles and natively; its GB/s are of
-the weights of those that were drawn. The gated delta rule is that of a layer of Qwen3.5-35B-A3B,
-Mamba-2's scan that of one of Nemotron 3 Nano; their GB/s are of the states that are read and
-written, and of a plain read of as many bytes.
+64 tokens, in bf16. Decode over long contexts is in bf16 and in 8 bits, of a pool on huge pages, its
+share that of a plain read. Products with weights in 8 and 4 bits, interleaved where they are served
+so, are beside the native one in bf16: GB/s are of their values and scales, and of a plain read. A
+layer of experts (8 of 64) is computed for all of them (dense), in XLA's tiles and natively; its
+GB/s are of the weights of those that were drawn. The gated delta rule is that of a layer of
+Qwen3.5-35B-A3B, Mamba-2's scan that of one of Nemotron 3 Nano; their GB/s are of the states that
+are read and written, and of a plain read of as many bytes.
 """
 
 import dataclasses

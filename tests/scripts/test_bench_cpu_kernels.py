@@ -21,11 +21,15 @@ def test_a_run(
     monkeypatch.setattr(bench, "EXPERTS", (4, 2, 64, 32))
     monkeypatch.setattr(bench, "EXPERT_ROWS", (8,))
     monkeypatch.setattr(bench, "DELTA", (1, 2, 32))
-    monkeypatch.setattr(bench, "DELTA_ROWS", ((64, 1), (1, 65)))
+    monkeypatch.setattr(bench, "SCAN", (2, 1, 16, 16))
+    monkeypatch.setattr(bench, "STATE_ROWS", ((64, 1), (1, 65)))
+    monkeypatch.setattr(bench, "LONG", [((4, 2, 32), 1, 128)])
     assert bench.main(["--rounds", "2", "--json", str(tmp_path / "rows")]) == 0
     rows = map(json.loads, (tmp_path / "rows").read_text().splitlines())
-    steps, chunks, product, decode, prefill, experts, weights = rows
+    steps, by_channel, chunks, _, scanned, _, product, decode, prefill, *rest = rows
+    in_bf16, in_int8, experts, weights = rest
     assert (steps["gated delta"], chunks["gated delta"]) == ("64 x 1", "1 x 65")
+    assert (by_channel["gated delta"], scanned["Mamba-2"]) == ("64 x 1 by channel", "64 x 1")
     assert steps["ratio"] == pytest.approx(steps["native_ms"] / steps["xla_ms"], rel=1e-4)
     assert steps["native_gb_s"] * steps["native_ms"] == pytest.approx(2 * 0.524288, rel=1e-3)
     assert (
@@ -45,6 +49,11 @@ def test_a_run(
         "60m prefill 1 x 65",
     )
     assert decode["ratio"] == pytest.approx(decode["native_ms"] / decode["xla_ms"], rel=1e-4)
+    assert in_bf16["decode"] == "bfloat16 K 2 G 2 D 32, 1 x 128"
+    assert in_int8["decode"] == "int8 K 2 G 2 D 32, 1 x 128"
+    for row, nbytes in ((in_bf16, 2 * 2 * 128 * 2 * 32), (in_int8, 2 * 128 * 2 * (32 + 4))):
+        assert row["native_gb_s"] * row["native_ms"] == pytest.approx(nbytes / 1e6, rel=1e-3)
+        assert row["share"] == pytest.approx(row["native_gb_s"] / row["read_gb_s"], rel=1e-3)
     assert experts["experts"] == "8 tokens, 4 of 4"
     assert experts["ratio"] == pytest.approx(experts["native_ms"] / experts["dense_ms"], rel=1e-4)
     assert experts["native_gb_s"] * experts["native_ms"] == pytest.approx(0.049152, rel=1e-3)
