@@ -52,7 +52,8 @@ class F32Tiles {
       for (int64_t slot = 0; slot < tile.slots; slot += step) {
         for (int64_t r = 0, n; r < rows_; r += n) {
           n = std::min(Chunk(), rows_ - r);
-          (this->*kBySize[n - 1])(tile, slot, slot + step, r, scores);
+          auto score = kBySize[n - 1];
+          (this->*score)(tile, slot, slot + step, r, scores);
         }
       }
     } else {
@@ -77,7 +78,8 @@ class F32Tiles {
         end = std::min(slot + kGroup, tile.slots);
         for (int64_t r = 0, n; r < rows_; r += n) {
           n = std::min(Chunk(), rows_ - r);
-          (this->*kBySize[n - 1])(tile, slot, end, r, weights, alpha, o);
+          auto weigh = kBySize[n - 1];
+          (this->*weigh)(tile, slot, end, r, weights, alpha, o);
         }
       }
       ahead_.FetchRest();
