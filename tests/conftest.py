@@ -108,7 +108,7 @@ KEPT_TABLES = 48  # each executable holds memory maps, of which a process may ha
 COMPILED_EVENT = "/jax/core/compile/backend_compile_duration"
 MANY_MAPS = 30_000  # after which a worker lets go of what it has compiled; without, it crashes
 TOO_MANY_MAPS = 50_000  # within a file, whose engines then compile what they need again
-LOOK_AFTER = 40  # executables, of six maps and more: to count 16,000 maps takes 20 ms
+LOOK_AFTER = 15  # executables, of up to 500 maps: to count 16,000 maps takes 20 ms
 
 
 class SharedSteps:
@@ -153,7 +153,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Spare each later collection of garbage the modules and the tests, which stay until the end."""
+    """Spare later collections of garbage the modules and the tests, which stay until the end."""
     gc.collect()
     gc.freeze()
 
