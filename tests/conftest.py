@@ -177,7 +177,7 @@ class NewExecutables:
         self.count = 0
         jax.monitoring.register_event_duration_secs_listener(self._note)
 
-    def _note(self, event: str, _: float, **__: Any) -> None:
+    def _note(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         self.count += event == COMPILED_EVENT
 
 
