@@ -34,7 +34,6 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import hypothesis
 import jax
@@ -70,9 +69,17 @@ def _promotion(request: pytest.FixtureRequest) -> Iterator[None]:
 def _environment() -> Iterator[None]:
     """No test reads what an entry point wrote to the environment when another test called it (the
     share of a GPU's memory is written there).
+
+    Only what has changed is written back: setenv moves the table of the process, in which native
+    threads may be reading, and a thread that reads a table that was moved crashes the worker.
     """
-    with mock.patch.dict(os.environ):
-        yield
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    for name, value in before.items():
+        if name != "PYTEST_CURRENT_TEST" and os.environ.get(name) != value:
+            os.environ[name] = value
 
 
 # Fields of EngineConfig that no step reads (what they decide is in a bucket or in the pools).
@@ -98,8 +105,10 @@ HOST_SETTINGS = {
 }
 OPTIMISE_LESS = jax.config.read("jax_disable_most_optimizations")  # as the Makefile asks
 KEPT_TABLES = 48  # each executable holds memory maps, of which a process may have 65,530
+COMPILED_EVENT = "/jax/core/compile/backend_compile_duration"
 MANY_MAPS = 30_000  # after which a worker lets go of what it has compiled; without, it crashes
 TOO_MANY_MAPS = 50_000  # within a file, whose engines then compile what they need again
+LOOK_AFTER = 15  # executables, of up to 500 maps: to count 16,000 maps takes 20 ms
 
 
 class SharedSteps:
@@ -143,6 +152,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(mark)
 
 
+def pytest_collection_finish() -> None:
+    """Spare later collections of garbage the modules and the tests, which stay until the end."""
+    gc.collect()
+    gc.freeze()
+
+
 SHARED = SharedSteps()
 setattr(runner, "CompiledSteps", SHARED)  # noqa: B010
 
@@ -155,6 +170,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     jax.config.update("jax_disable_most_optimizations", less)
 
 
+class NewExecutables:
+    """Counts what was compiled, or read from the persistent cache, since maps were last counted."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._note)
+
+    def _note(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+        self.count += event == COMPILED_EVENT
+
+
+NEW = NewExecutables()
+
+
 def _memory_maps() -> int:
     """Of this process; 0 where the system does not tell."""
     file = Path("/proc/self/maps")
@@ -165,6 +194,9 @@ def _memory_maps() -> int:
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Between files, when their engines are gone; within one where it can wait no longer."""
     is_last = nextitem is not None and nextitem.path != item.path
+    if NEW.count < (1 if is_last else LOOK_AFTER):
+        return
+    NEW.count = 0
     if _memory_maps() > (MANY_MAPS if is_last else TOO_MANY_MAPS):
         SHARED.tables.clear()
         jpaged.release(compiled=True)

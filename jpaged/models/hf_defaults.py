@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import json
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,12 @@ def replace_text(file: Path, text: str) -> None:
 def import_transformers() -> Any:
     """Return the transformers package, imported here alone: it takes a second, and would advise to
     install PyTorch.
+
+    The environment is written at the first import alone: XLA's threads read it while steps run, and
+    a read of a table that is being moved ends the process.
     """
+    if "transformers" in sys.modules:
+        return importlib.import_module("transformers")
     quiet = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
     is_set = quiet in os.environ
     os.environ.setdefault(quiet, "1")

@@ -9,12 +9,11 @@ import pytest
 from jpaged.engine.policy import MOST_IN_A_ROW, SLACK
 from jpaged.engine.sequence import Request, Sequence, Status
 from jpaged.errors import RequestError
-from tests.engine.host import CheckedEngine, Host, cases
+from tests.engine.host import CheckedEngine, Host
 from tests.engine.mock import ROOTS, MockReplicas, expected, generated
 from tests.engine.test_interrupts import interrupted
 
 GUESSING: dict[str, Any] = {"num_tokens": 3, "adaptive": False}
-COUNTS = cases((2, 3, 4), (2,))
 
 
 class Team(Host):
@@ -95,8 +94,19 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", cases(KINDS, ["crowded", "swapping", "mixed"]))
-@pytest.mark.parametrize("count", COUNTS)
+def kinds_by_count() -> list[Any]:
+    """Return all kinds with 2, 3 and 4 replicas: a few of two are quick, and of three and four the
+    middle set has one a kind, by turns.
+    """
+    pairs = list[Any]()
+    for (turn, kind), count in itertools.product(enumerate(KINDS), (2, 3, 4)):
+        is_quick = count == 2 and kind in ("crowded", "swapping", "mixed")
+        mark = pytest.mark.middle if count in (2, 3 + turn % 2) else pytest.mark.slow
+        pairs.append(pytest.param(count, kind, marks=() if is_quick else mark))
+    return pairs
+
+
+@pytest.mark.parametrize(("count", "kind"), kinds_by_count())
 def test_each_request_is_as_if_alone(count: int, kind: str, depth: int) -> None:
     """Host and check_ended compare every one with what the mock model gives alone."""
     team = Team(count, depth, **KINDS[kind])

@@ -33,6 +33,19 @@ def test_transformers_is_imported_once(tmp_path: Path) -> None:
     assert len(list((tmp_path / "jpaged" / "configs").iterdir())) == 1
 
 
+def test_the_environment_is_written_at_the_first_import_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, written = hf_defaults.import_transformers(), list[str]()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "putenv", lambda name, _: written.append(name))
+        patch.setattr(os, "unsetenv", written.append)
+        os.environ["JPAGED_TEST"] = "x"  # the control
+        del os.environ["JPAGED_TEST"]
+        assert hf_defaults.import_transformers() is first
+    assert len(written) == 2
+
+
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
     """How often transformers was asked, over an empty cache."""

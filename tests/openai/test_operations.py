@@ -2,6 +2,7 @@
 origins, streams that are kept alive, TLS, and files that are read again while it runs.
 """
 
+import asyncio
 import contextlib
 import io
 import json
@@ -18,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,7 +36,7 @@ pytest.importorskip("uvicorn", reason="pip install 'jpaged[server]'")
 
 from jpaged.openai.server import logs
 from jpaged.openai.server.record import RequestRecord
-from jpaged.openai.server.reload import read_adapters, read_keys, signature
+from jpaged.openai.server.reload import Reload, read_adapters, read_keys, signature
 from jpaged.openai.server.settings import ServerSettings
 from tests.openai.live import PATIENCE_S, Live, http_post, serving
 from tests.openai.test_server import SETTINGS
@@ -439,6 +441,13 @@ class TestTraces:
         assert len(named) > 20 and named - known == {"jpaged.request.id"}
 
 
+def rewrite(file: Path, text: str) -> None:
+    """Give a file another text in one step: who watches it never reads a part of that."""
+    new = file.with_suffix(".new")
+    new.write_text(text)
+    new.replace(file)
+
+
 class TestReload:
     def test_keys(self, folder: Path, tmp_path: Path, caplog: Any) -> None:
         """New keys are taken without a restart; a file without one changes nothing."""
@@ -457,16 +466,16 @@ class TestReload:
                 head, _, rest = http_post(COMPLETIONS, body).partition(b"\r\n")
                 key = b"\r\nAuthorization: Bearer first-key\r\n"
                 connection.sendall(head + key + rest)
-                file.write_text("new-key\n")
+                rewrite(file, "new-key\n")
                 wait_for(lambda: status("new-key") == 200)
                 assert (status("first-key"), status("flag-key")) == (401, 200)
                 read = b""
                 while not read.endswith(b"0\r\n\r\n"):
                     read += connection.recv(65536)
                 assert b"[DONE]" in read, "a request of the old key goes on"
-            file.write_text("# none\n")
+            rewrite(file, "# none\n")
             wait_for(lambda: "has no key" in caplog.text)
-            file.write_text("a bad key\n")
+            rewrite(file, "a bad key\n")
             wait_for(lambda: "printable ASCII" in caplog.text)
             assert status("new-key") == 200 and live.request("/v1/models")[0] == 401
             file.unlink()
@@ -497,14 +506,38 @@ class TestReload:
 
             assert names() == ["tiny", "a"]
             first = text("a")
-            file.write_text("a = two\nb = one\n")
+            rewrite(file, "a = two\nb = one\n")
             wait_for(lambda: names() == ["tiny", "a", "b"] and text("b") == first)
             wait_for(lambda: text("a") != first)
-            file.write_text("b = nowhere\n")
+            rewrite(file, "b = nowhere\n")
             wait_for(lambda: "is no NAME=FOLDER that exists" in caplog.text)
             assert names() == ["tiny", "a", "b"]
-            file.write_text("b = one\n")
+            rewrite(file, "b = one\n")
             wait_for(lambda: names() == ["tiny", "b"])
+
+    def test_a_file_that_changes_while_adapters_load(self, tmp_path: Path) -> None:
+        """What is written meanwhile is seen at the next look."""
+        file, added = tmp_path / "adapters", list[str]()
+        for folder in ("one", "two"):
+            (tmp_path / folder).mkdir()
+        file.write_text("")
+
+        class Loading:
+            async def add_adapter(self, name: str, folder: str) -> None:
+                added.append(name)
+                if name == "a":
+                    rewrite(file, "a = one\nb = two\n")
+
+        server: Any = SimpleNamespace(llm=Loading())
+        reload = Reload(server, adapter_file=str(file), adapters={})
+        rewrite(file, "a = one\n")
+
+        async def look(times: int) -> None:
+            for _ in range(times):
+                await reload._look("adapters", is_asked=False)
+
+        asyncio.run(look(3))
+        assert added == ["a", "b"]
 
     def test_files(self, tmp_path: Path) -> None:
         file = tmp_path / "f"

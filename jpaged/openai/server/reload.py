@@ -163,6 +163,7 @@ class Reload:
         """Add the adapters that are new or have changed, and remove those that stand no more in the
         file. One that cannot be loaded ends it, and those before it stay.
         """
+        file = signature(str(self._adapter_file))
         llm, named = self._server.llm, read_adapters(str(self._adapter_file))
         for name in set(self._loaded) - set(named):
             await llm.remove_adapter(name)
@@ -172,5 +173,7 @@ class Reload:
             if self._loaded.get(name) != loaded:
                 await llm.add_adapter(name, folder)
                 self._loaded[name] = loaded
-        self._seen["adapters"] = self._signature("adapters")
+        # As they were when they were read: what has changed since then is seen at the next look.
+        folders = [entry for _, entries in self._loaded.values() for entry in entries]
+        self._seen["adapters"] = (*file, *folders)
         return ", ".join(named) or "none"

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import itertools
-import os
 import re
 import tempfile
 import uuid
@@ -15,6 +14,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import SingleDeviceSharding
 
@@ -67,7 +67,8 @@ def compile_call(function: Callable[..., Any], *args: Any) -> Compiled:
 @contextlib.contextmanager
 def _compiling(folder: str) -> Iterator[None]:
     """Have compilers write what they make to a folder."""
-    with mock.patch.dict(os.environ, MOSAIC_GPU_DUMP_TO=folder), jax.disable_jit(False):
+    with pytest.MonkeyPatch.context() as patch, jax.disable_jit(False):
+        patch.setenv("MOSAIC_GPU_DUMP_TO", folder)
         yield
 
 
