@@ -347,12 +347,14 @@ def plan_within(
     share = probe.placement.share_of(probe.model)
     if needs is not None:
         return plan(config, limits, pool=pool, weights=weights, needs=needs)
-    needs = bound(share, config, probe.pools[0].dtype, pool.moved(config))
+    chosen = probe.compiled.setting.choices
+    needs = bound(share, config, probe.pools[0].dtype, pool.moved(config), chosen)
     # What two steps in flight keep for a replay.
     kept = 2 * probe.compiled.setting.replayed_bytes
     needs = dataclasses.replace(needs, temporaries=needs.temporaries + kept)
     if draft is not None:
-        more = bound(probe.placement.share_of(draft), config, probe.pools[-1].dtype)
+        of_draft = probe.placement.share_of(draft)
+        more = bound(of_draft, config, probe.pools[-1].dtype, choices=chosen.draft)
         copied = probe.compiled.setting.copied_bytes
         temporaries = needs.temporaries + more.temporaries + copied
         needs = dataclasses.replace(needs, temporaries=temporaries)
@@ -491,9 +493,16 @@ def autotuning_bytes(model: ModelConfig, config: EngineConfig, dtype: Any) -> in
     return TRIAL_BYTES + max([head, *(trial(tokens, *side) for side in sides)])
 
 
-def bound(model: ModelConfig, config: EngineConfig, dtype: Any, moved: int = 0) -> Needs:
-    """Needs that no step on CPU exceeds, by either kernel; nothing is compiled. model: what a
-    device has (see share_of). moved: as of state_bytes.
+def bound(
+    model: ModelConfig,
+    config: EngineConfig,
+    dtype: Any,
+    moved: int = 0,
+    choices: Choices | None = None,
+) -> Needs:
+    """Needs that no step on CPU exceeds, by either kernel of attention; nothing is compiled. model:
+    what a device has (see share_of). moved: as of state_bytes. choices: what computes layers with a
+    state; None is XLA, which needs most.
 
     It sums what the layers, the sampler, the scores of prompts and the adapters say that they
     allocate, and float16 weights in f32 (bfloat16 ones are multiplied as they are). Steps use up to
@@ -511,6 +520,8 @@ def bound(model: ModelConfig, config: EngineConfig, dtype: Any, moved: int = 0) 
         expert_adapter_rank=adapted if "experts" in config.lora_extra else 0,
         adapter_rank=table_rank(config) if config.max_loras else 0,
         sequences=rows,
+        delta=None if choices is None else choices.delta,
+        scan=None if choices is None else choices.scan,
     )
     layers = model.scratch(sizes)
     logits = sampler.scratch_bytes(rows, vocab) + logprobs.scratch_bytes(SCORE_TILE, vocab)
