@@ -1,4 +1,4 @@
-"""Layers with a state in plain XLA, over chunks of a row's tokens: what the chunks have before their
+"""Layers with a state in plain XLA, over chunks of a row's tokens: what chunks have before their
 states are known is computed for several together, and the states then follow one another.
 
 Shapes: T packed tokens, S rows, H heads, N chunks of C tokens, B chunks that are computed together.

@@ -23,7 +23,7 @@ from kernels_pallas.gated_delta.interface import Shapes
 from kernels_pallas.gated_delta.triton_prefill import prefill as prefill
 from kernels_pallas.implementation import before_ampere
 from kernels_pallas.packed_rows import PackedRows
-from kernels_pallas.state_slots import load_state, store_state
+from kernels_pallas.state_kernels import interpreted_on_cpu, load_state, store_state
 
 COLUMNS = 32  # B, at most: of f32, what a warp loads of a row of the state at once
 
@@ -54,9 +54,7 @@ def decode(
     """See the package. The pool is changed in place where XLA lets it; on CPU the kernel is
     interpreted.
     """
-    compiled, interpreted = (functools.partial(_step, interpret=x) for x in (False, True))
-    args = (q_SHD, k_SHD, v_SHD, g_SHC, beta_SH, pool, rows)
-    return lax.platform_dependent(*args, cpu=interpreted, default=compiled)
+    return interpreted_on_cpu(_step, q_SHD, k_SHD, v_SHD, g_SHC, beta_SH, pool, rows)
 
 
 def _step(

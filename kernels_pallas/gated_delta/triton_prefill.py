@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from kernels_pallas.packed_rows import PackedRows
-from kernels_pallas.state_slots import load_state, store_state
+from kernels_pallas.state_kernels import interpreted_on_cpu, load_state, store_state
 from kernels_pallas.token_chunks import (
     between,
     decays_by_head,
@@ -51,9 +51,7 @@ def prefill(
     do not depend on where a step begins, if that is a multiple too. The pool is changed in place
     where XLA lets it; on CPU the kernel is interpreted.
     """
-    compiled, interpreted = (functools.partial(_chunks, interpret=x) for x in (False, True))
-    args = (q_THD, k_THD, v_THD, g_THC, beta_TH, pool, rows)
-    return lax.platform_dependent(*args, cpu=interpreted, default=compiled)
+    return interpreted_on_cpu(_chunks, q_THD, k_THD, v_THD, g_THC, beta_TH, pool, rows)
 
 
 def _chunks(

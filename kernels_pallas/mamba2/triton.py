@@ -22,7 +22,7 @@ from kernels_pallas.implementation import before_ampere
 from kernels_pallas.mamba2.interface import Shapes
 from kernels_pallas.mamba2.triton_prefill import prefill as prefill
 from kernels_pallas.packed_rows import PackedRows
-from kernels_pallas.state_slots import load_state, store_state
+from kernels_pallas.state_kernels import interpreted_on_cpu, load_state, store_state
 
 ROWS = 32  # B, at most: with N = 128, 32 numbers a thread
 
@@ -47,9 +47,7 @@ def decode(
     """See the package. The pool is changed in place where XLA lets it; on CPU the kernel is
     interpreted.
     """
-    compiled, interpreted = (functools.partial(_step, interpret=x) for x in (False, True))
-    args = (x_SHP, g_SH, b_SGN, c_SGN, pool, rows)
-    return lax.platform_dependent(*args, cpu=interpreted, default=compiled)
+    return interpreted_on_cpu(_step, x_SHP, g_SH, b_SGN, c_SGN, pool, rows)
 
 
 def _step(

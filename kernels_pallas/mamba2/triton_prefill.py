@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from kernels_pallas.packed_rows import PackedRows
-from kernels_pallas.state_slots import load_state, store_state
+from kernels_pallas.state_kernels import interpreted_on_cpu, load_state, store_state
 from kernels_pallas.token_chunks import (
     between,
     decays_by_head,
@@ -43,9 +43,7 @@ def prefill(
     do not depend on where a step begins, if that is a multiple too. The pool is changed in place
     where XLA lets it; on CPU the kernel is interpreted.
     """
-    compiled, interpreted = (functools.partial(_chunks, interpret=x) for x in (False, True))
-    args = (x_THP, g_TH, b_TGN, c_TGN, pool, rows)
-    return lax.platform_dependent(*args, cpu=interpreted, default=compiled)
+    return interpreted_on_cpu(_chunks, x_THP, g_TH, b_TGN, c_TGN, pool, rows)
 
 
 def _chunks(

@@ -83,7 +83,9 @@ def _rule() -> row_chunks.Rule:
     def across(state: Array, parts: _Parts) -> tuple[Array, Array]:
         return state, parts.decay[..., None, None] * state + parts.added
 
-    return row_chunks.Rule(_within, across, lambda parts, before: parts.y + _of_state(parts, before))
+    return row_chunks.Rule(
+        _within, across, lambda parts, before: parts.y + _of_state(parts, before)
+    )
 
 
 class _Parts(NamedTuple):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas import row_chunks, short_conv, state_slots
+from kernels_pallas import row_chunks, short_conv, state_kernels
 from kernels_pallas.gated_delta import IMPLEMENTATIONS, reference, triton, xla
 from kernels_pallas.gated_delta.interface import Shapes
 from kernels_pallas.gated_delta.xla import CHUNK
@@ -152,7 +152,7 @@ STEP_MISTAKES = {
 def test_a_mistake_in_a_step_fails(mistake: str) -> None:
     case = steps(DK)
     if mistake in SLOT_MISTAKES:
-        module = over(triton, again(state_slots, *SLOT_MISTAKES[mistake]))
+        module = over(triton, again(state_kernels, *SLOT_MISTAKES[mistake]))
     else:
         module = again(triton, *STEP_MISTAKES[mistake])
     with pytest.raises(AssertionError):

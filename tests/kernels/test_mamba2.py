@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas import row_chunks, state_slots
+from kernels_pallas import row_chunks, state_kernels
 from kernels_pallas.mamba2 import IMPLEMENTATIONS, reference, triton, xla
 from kernels_pallas.mamba2.interface import Shapes
 from kernels_pallas.mamba2.xla import CHUNK
@@ -110,7 +110,7 @@ STEP_MISTAKES = {
 def test_a_mistake_in_a_step_fails(mistake: str) -> None:
     case = steps()
     if mistake in SLOT_MISTAKES:
-        module = over(triton, again(state_slots, *SLOT_MISTAKES[mistake]))
+        module = over(triton, again(state_kernels, *SLOT_MISTAKES[mistake]))
     else:
         module = again(triton, *STEP_MISTAKES[mistake])
     with pytest.raises(AssertionError):

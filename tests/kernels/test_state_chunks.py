@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas import state_slots, token_chunks
+from kernels_pallas import state_kernels, token_chunks
 from kernels_pallas.gated_delta import triton as delta_step
 from kernels_pallas.gated_delta import triton_prefill as delta
 from kernels_pallas.gated_delta import xla as delta_xla
@@ -110,7 +110,7 @@ MISTAKES = [
 def test_a_mistake_fails(rule: str, mistake: str, lines: tuple[str, str]) -> None:
     """In a state that is not kept either."""
     if mistake in test_gated_delta.SLOT_MISTAKES:
-        module = over(KERNEL[rule], again(state_slots, *lines))
+        module = over(KERNEL[rule], again(state_kernels, *lines))
     elif mistake in CHUNK_MISTAKES:
         module = over(KERNEL[rule], again(token_chunks, *lines))
     else:
@@ -151,7 +151,7 @@ def test_three_products_of_11_bits_are_f32(
 @EACH
 def test_prompts_touch_nothing_outside(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = again(KERNEL[rule])
-    seen = watch(monkeypatch, module, token_chunks, state_slots)
+    seen = watch(monkeypatch, module, token_chunks, state_kernels)
     check(rule, module, padding=3)
     jax.effects_barrier()
     assert seen and not any(seen)

@@ -1,10 +1,23 @@
 """What kernels of layers with a state have in common, by Triton: they read states from slots of the
-pool and write them to slots, in place.
+pool and write them to slots, in place; and CPUs interpret them.
 """
 
+import functools
+from collections.abc import Callable
+
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.experimental.pallas import triton as plgpu
+
+from kernels_pallas.packed_rows import PackedRows
+
+
+def interpreted_on_cpu(
+    kernel: Callable[..., tuple[Array, Array]], *args: Array | PackedRows
+) -> tuple[Array, Array]:
+    """Return what kernel(*args, interpret=...) does, which is interpreted where it runs on CPU."""
+    compiled, interpreted = (functools.partial(kernel, interpret=x) for x in (False, True))
+    return lax.platform_dependent(*args, cpu=interpreted, default=compiled)
 
 
 def load_state(pool_ref, slot: Array, index: tuple[Array, ...], begins: Array) -> Array:
