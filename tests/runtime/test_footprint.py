@@ -221,6 +221,10 @@ def test_a_plan_counts_what_the_kernel_of_states_takes(model: ModelConfig) -> No
     assert by_xla - in_place == scratch > states, "as many states as rows, and what chunks have"
     assert needed() in (by_xla, in_place)
     assert footprint.bound(model, sizes, "bfloat16").temporaries == by_xla
+    elsewhere = footprint.plan_memory(
+        model, sizes, limits=memory.Limits(total=1 << 40), compiled=False
+    )
+    assert elsewhere.needs.temporaries == by_xla, "nobody knows what serves there"
 
 
 def test_of_a_mesh_it_is_a_share_of_everything() -> None:
