@@ -23,6 +23,11 @@ def unsupported(shapes: Shapes, device: Any) -> str | None:
     return unavailable()
 
 
+def scratch_bytes(shapes: Shapes, num_rows: int) -> int:
+    """Return 0: states change where they lie, and what is at work stays in registers."""
+    return 0
+
+
 def batch_invariant() -> bool:
     """A token's bits are the same in any batch and chunk, and in decode and prefill."""
     return True

@@ -1,6 +1,6 @@
 """What kernels have in common that walk over the tokens of a row in chunks, by Triton.
 
-Shapes: C tokens of a chunk, a power of two.
+Shapes: T packed tokens; C tokens of a chunk, a power of two; D channels of a head.
 """
 
 from typing import NamedTuple
@@ -42,6 +42,41 @@ def span_of(begin: Array, end: Array, start: Array, chunk: int) -> Span:
     start: the position of the first token in its sequence.
     """
     return Span(begin, end, begin - lax.rem(start, chunk))
+
+
+def load_tokens(ref, token_C: Array, real_C: Array, head, channel_D: Array) -> Array:
+    """Return what tokens have in channels of a head, [C, D], of an array [T, heads, ...]; zeros for
+    those that are not real.
+    """
+    at, mask = _at(ref, token_C, real_C, head, channel_D)
+    return plgpu.load(at, mask=mask, other=0.0)
+
+
+def store_tokens(ref, token_C: Array, real_C: Array, head, channel_D: Array, x: Array) -> None:
+    """Write x [C, D] to where load_tokens reads it, for tokens that are real."""
+    at, mask = _at(ref, token_C, real_C, head, channel_D)
+    plgpu.store(at, x, mask=mask)
+
+
+def store_padding(ref, first, row, rows: int, head, channel_D: Array, chunk: int) -> None:
+    """Write zeros for the tokens from `first` on, which no row has. The programs of so many rows
+    share them by chunks.
+    """
+    num_tokens, begin = ref.shape[0], first + row * chunk
+
+    def one_of_zeros(n, carry):
+        token_C = begin + n * rows * chunk + jnp.arange(chunk)
+        zeros = jnp.zeros((chunk, channel_D.shape[0]), jnp.float32)
+        store_tokens(ref, token_C, token_C < num_tokens, head, channel_D, zeros)
+        return carry
+
+    turns = lax.div(jnp.maximum(num_tokens - begin, 0) + rows * chunk - 1, rows * chunk)
+    lax.fori_loop(0, turns, one_of_zeros, 0)
+
+
+def _at(ref, token_C: Array, real_C: Array, head, channel_D: Array):
+    at = ref.at[token_C[:, None], head, channel_D[None, :]]
+    return at, jnp.broadcast_to(real_C[:, None], (token_C.shape[0], channel_D.shape[0]))
 
 
 def product(a: Array, b: Array, *, interpret: bool) -> Array:

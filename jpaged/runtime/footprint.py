@@ -89,10 +89,10 @@ def plan_memory(
     all weights of products but the head's are taken to be (mxfp4: those of experts). device: the
     jax.Device that steps are compiled for, or several of them to share the model; jax's by default.
     draft: a model that guesses for it, or the config of a head's Params; None is with method="mtp"
-    the model's own head. limits: of a card
-    that is not here; None is what the device has. compiled=False takes the upper bound of what
-    steps need, which is proved for CPUs only. max_num_seqs=None is planned by that bound too.
-    Raises ConfigError where no block fits.
+    the model's own head. limits: of a card that is not here, where layers with a state are taken to
+    be XLA's unless device is one of its kind; None is what the device has. compiled=False takes the
+    upper bound of what steps need, which is proved for CPUs only. max_num_seqs=None is planned by
+    that bound too. Raises ConfigError where no block fits.
     """
     settings = EngineConfig() if config is None else config
     devices = jax.devices() if device is None else list(np.atleast_1d(device))
@@ -147,13 +147,14 @@ def plan_memory(
         ]
     )
     weights = bytes_on_device((params, drafts and drafts[1]))
+    is_elsewhere = limits is not None and device is None
     if limits is None:
         share, size = settings.memory_utilization, placement.axis_size * placement.replicas
         limits = limits_to_come(placement.device, share, weights + kept, size)
     if kept and not limits.in_use:
         limits = dataclasses.replace(limits, in_use=weights + kept)
     probe = probe_runner(model, settings, placement, params, drafts, choices)
-    return plan_within(settings, limits, probe, compiled)
+    return plan_within(settings, limits, probe, compiled, is_elsewhere=is_elsewhere)
 
 
 def with_rows(
@@ -338,21 +339,26 @@ def plan_within(
     probe: Runner,
     compiled: bool = True,
     needs: Needs | None = None,
+    is_elsewhere: bool = False,
 ) -> MemoryPlan:
     """Return the plan of one device; steps are compiled, if they may be, unless their needs are
-    known, or the bound holds (on CPU) and leaves the pool as it would be.
+    known, or the bound holds (on CPU) and leaves the pool as it would be. is_elsewhere: the limits
+    are of another kind of device than the one at hand, and so may be the kernels.
     """
     weights = bytes_on_device((probe.params, probe.draft_params))
     pool, draft = _pool_cost(probe, config), probe.draft_model
     share = probe.placement.share_of(probe.model)
     if needs is not None:
         return plan(config, limits, pool=pool, weights=weights, needs=needs)
-    needs = bound(share, config, probe.pools[0].dtype, pool.moved(config))
+    chosen = None if is_elsewhere else probe.compiled.setting.choices
+    needs = bound(share, config, probe.pools[0].dtype, pool.moved(config), chosen)
     # What two steps in flight keep for a replay.
     kept = 2 * probe.compiled.setting.replayed_bytes
     needs = dataclasses.replace(needs, temporaries=needs.temporaries + kept)
     if draft is not None:
-        more = bound(probe.placement.share_of(draft), config, probe.pools[-1].dtype)
+        of_draft = probe.placement.share_of(draft)
+        of_guesses = None if chosen is None else chosen.draft
+        more = bound(of_draft, config, probe.pools[-1].dtype, choices=of_guesses)
         copied = probe.compiled.setting.copied_bytes
         temporaries = needs.temporaries + more.temporaries + copied
         needs = dataclasses.replace(needs, temporaries=temporaries)
@@ -491,9 +497,16 @@ def autotuning_bytes(model: ModelConfig, config: EngineConfig, dtype: Any) -> in
     return TRIAL_BYTES + max([head, *(trial(tokens, *side) for side in sides)])
 
 
-def bound(model: ModelConfig, config: EngineConfig, dtype: Any, moved: int = 0) -> Needs:
-    """Needs that no step on CPU exceeds, by either kernel; nothing is compiled. model: what a
-    device has (see share_of). moved: as of state_bytes.
+def bound(
+    model: ModelConfig,
+    config: EngineConfig,
+    dtype: Any,
+    moved: int = 0,
+    choices: Choices | None = None,
+) -> Needs:
+    """Needs that no step on CPU exceeds, by either kernel of attention; nothing is compiled. model:
+    what a device has (see share_of). moved: as of state_bytes. choices: what computes layers with a
+    state; None is XLA, which needs most.
 
     It sums what the layers, the sampler, the scores of prompts and the adapters say that they
     allocate, and float16 weights in f32 (bfloat16 ones are multiplied as they are). Steps use up to
@@ -511,6 +524,8 @@ def bound(model: ModelConfig, config: EngineConfig, dtype: Any, moved: int = 0) 
         expert_adapter_rank=adapted if "experts" in config.lora_extra else 0,
         adapter_rank=table_rank(config) if config.max_loras else 0,
         sequences=rows,
+        delta=None if choices is None else choices.delta,
+        scan=None if choices is None else choices.scan,
     )
     layers = model.scratch(sizes)
     logits = sampler.scratch_bytes(rows, vocab) + logprobs.scratch_bytes(SCORE_TILE, vocab)

@@ -16,6 +16,8 @@ IMPLEMENTATIONS lists modules of the same functions:
     unsupported(shapes, device) -> the reason why these shapes cannot run on a device, or None
     prefill(q_THD, k_THD, v_THD, g_THC, beta_TH, pool, rows) -> (o_THD, pool)
     decode(q_SHD, k_SHD, v_SHD, g_SHC, beta_SH, pool, rows) -> (o_SHD, pool)
+    scratch_bytes(shapes, num_decays, num_rows) -> the bytes that a step of so many rows takes at
+        most beside what it is given and returns; num_decays is C
 
 q and k have Hk heads of width Dk, v and o have Hv of Dv, beta is [T, Hv], and g [T, Hv, C] where C
 is 1 or Dk; all are f32, as the pool [slots, Hv, Dk, Dv] is. rows: a PackedRows, which says whose

@@ -23,6 +23,7 @@ from kernels_pallas.gated_delta.interface import Shapes
 from kernels_pallas.gated_delta.triton_prefill import prefill as prefill
 from kernels_pallas.implementation import before_ampere
 from kernels_pallas.packed_rows import PackedRows
+from kernels_pallas.state_kernels import interpreted_on_cpu, load_state, store_state
 
 COLUMNS = 32  # B, at most: of f32, what a warp loads of a row of the state at once
 
@@ -34,6 +35,11 @@ def unsupported(shapes: Shapes, device: Any) -> str | None:
         if width & (width - 1) or width < 16:
             return f"{name} {width}: only powers of two from 16 on"
     return before_ampere(device)
+
+
+def scratch_bytes(shapes: Shapes, num_decays: int, num_rows: int) -> int:
+    """Return 0: states change where they lie, and nothing of a chunk is stored but its outputs."""
+    return 0
 
 
 def decode(
@@ -48,9 +54,7 @@ def decode(
     """See the package. The pool is changed in place where XLA lets it; on CPU the kernel is
     interpreted.
     """
-    compiled, interpreted = (functools.partial(_step, interpret=x) for x in (False, True))
-    args = (q_SHD, k_SHD, v_SHD, g_SHC, beta_SH, pool, rows)
-    return lax.platform_dependent(*args, cpu=interpreted, default=compiled)
+    return interpreted_on_cpu(_step, q_SHD, k_SHD, v_SHD, g_SHC, beta_SH, pool, rows)
 
 
 def _step(
@@ -66,7 +70,7 @@ def _step(
 ) -> tuple[Array, Array]:
     (S, Hv, Dv), columns = v_SHD.shape, min(COLUMNS, v_SHD.shape[2])
     o, pool = pl.pallas_call(
-        functools.partial(_kernel, columns=columns, slots=pool.shape[0]),
+        functools.partial(_kernel, columns=columns),
         grid=(S, Hv, Dv // columns),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (v_SHD, pool)],
         input_output_aliases={0: 1},
@@ -101,7 +105,6 @@ def _kernel(
     pool_ref,
     *,
     columns: int,
-    slots: int,
 ):
     row, head, part = (pl.program_id(axis) for axis in range(3))
     (_, Hk, Dk), Hv = q_ref.shape, v_ref.shape[1]
@@ -109,14 +112,8 @@ def _kernel(
     column_B, channel_D = part * columns + jnp.arange(columns), jnp.arange(Dk)
     is_token, read, write = lengths_ref[row] > 0, read_ref[row], write_ref[row]
 
-    def state_at(slot):
-        return pool_ref.at[slot, head, channel_D[:, None], column_B[None, :]]
-
-    def masked(does):
-        return jnp.broadcast_to(does, (Dk, columns))
-
-    begins = masked(is_token & (read < slots))
-    state = plgpu.load(state_at(jnp.minimum(read, slots - 1)), mask=begins, other=0.0)
+    place = head, channel_D[:, None], column_B[None, :]
+    state = load_state(pool_ref, read, place, is_token)
     q, k = (ref[row, key_head, channel_D][:, None] for ref in (q_ref, k_ref))
     v = v_ref[row, head, column_B]
     decay = (
@@ -129,5 +126,4 @@ def _kernel(
     state += k * change[None, :]
     o = jnp.sum(state * q, axis=0)
     plgpu.store(o_ref.at[row, head, column_B], jnp.where(is_token, o, 0.0))
-    writes = masked(is_token & (write < slots))
-    plgpu.store(state_at(jnp.minimum(write, slots - 1)), state, mask=writes)
+    store_state(pool_ref, write, place, state, is_token)

@@ -20,7 +20,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from kernels_pallas.packed_rows import PackedRows
-from kernels_pallas.token_chunks import between, decays_by_head, places, product, span_of
+from kernels_pallas.state_kernels import interpreted_on_cpu, load_state, store_state
+from kernels_pallas.token_chunks import (
+    between,
+    decays_by_head,
+    load_tokens,
+    places,
+    product,
+    span_of,
+    store_padding,
+    store_tokens,
+)
 
 CHUNK = 16  # C: a power of two
 COLUMNS = 32  # B, at most
@@ -41,9 +51,7 @@ def prefill(
     do not depend on where a step begins, if that is a multiple too. The pool is changed in place
     where XLA lets it; on CPU the kernel is interpreted.
     """
-    compiled, interpreted = (functools.partial(_chunks, interpret=x) for x in (False, True))
-    args = (q_THD, k_THD, v_THD, g_THC, beta_TH, pool, rows)
-    return lax.platform_dependent(*args, cpu=interpreted, default=compiled)
+    return interpreted_on_cpu(_chunks, q_THD, k_THD, v_THD, g_THC, beta_TH, pool, rows)
 
 
 def _chunks(
@@ -89,7 +97,7 @@ def _kernel(
     interpret: bool,
 ):
     row, head, part = (pl.program_id(axis) for axis in range(3))
-    (T, Hk, Dk), Hv, slots = q_ref.shape, v_ref.shape[1], pool_ref.shape[0]
+    (_, Hk, Dk), Hv = q_ref.shape, v_ref.shape[1]
     S, by_channel = start_ref.shape[0], g_ref.shape[2] > 1
     multiply = functools.partial(product, interpret=interpret)
     width = min(WIDTH, Dk)
@@ -100,22 +108,14 @@ def _kernel(
     has_tokens, read, write = span.end > span.begin, read_ref[row], write_ref[row]
     i, j = places(CHUNK)
 
-    def state_at(slot, channel_W):
-        return pool_ref.at[slot, head, channel_W[:, None], column_B[None, :]]
-
-    def masked(does):
-        return jnp.broadcast_to(does, (width, columns))
-
-    def tokens_of(ref, place, token_C, real_C, index):
-        at = ref.at[token_C[:, None], place, index[None, :]]
-        mask = jnp.broadcast_to(real_C[:, None], (CHUNK, index.shape[0]))
-        return plgpu.load(at, mask=mask, other=0.0)
+    def place_of(channel_W):  # in a state
+        return head, channel_W[:, None], column_B[None, :]
 
     def one_chunk(n, states):
         token_C, real_C = span.tokens(n, CHUNK)
 
         def load(ref, place, index):
-            return tokens_of(ref, place, token_C, real_C, index)
+            return load_tokens(ref, token_C, real_C, place, index)
 
         by_head = None
         if not by_channel:
@@ -152,8 +152,7 @@ def _kernel(
         inverse = _inverse(beta_C1 * by_key, multiply)
         change = multiply(inverse, beta_C1 * (load(v_ref, head, column_B) - of_state))
         o += multiply(by_query, change)
-        at = o_ref.at[token_C[:, None], head, column_B[None, :]]
-        plgpu.store(at, o, mask=jnp.broadcast_to(real_C[:, None], o.shape))
+        store_tokens(o_ref, token_C, real_C, head, column_B, o)
         if by_head is not None:
             change *= jnp.exp(by_head.until)
         after = []
@@ -168,25 +167,11 @@ def _kernel(
             after.append(jnp.exp(total)[:, None] * state + multiply(k.T, change))
         return tuple(after)
 
-    begins = masked(has_tokens & (read < slots))
-    before = jnp.minimum(read, slots - 1)
-    states = tuple(plgpu.load(state_at(before, x), mask=begins, other=0.0) for x in pieces)
+    states = tuple(load_state(pool_ref, read, place_of(x), has_tokens) for x in pieces)
     states = lax.fori_loop(0, span.chunks(CHUNK), one_chunk, states)
-    writes, after = masked(has_tokens & (write < slots)), jnp.minimum(write, slots - 1)
     for channel_W, state in zip(pieces, states, strict=True):
-        plgpu.store(state_at(after, channel_W), state, mask=writes)
-
-    padding = loc_ref[S] + row * CHUNK  # the programs of all rows share it
-
-    def one_of_zeros(n, carry):
-        token_C = padding + n * S * CHUNK + jnp.arange(CHUNK)
-        at = o_ref.at[token_C[:, None], head, column_B[None, :]]
-        mask = jnp.broadcast_to(token_C[:, None] < T, (CHUNK, columns))
-        plgpu.store(at, jnp.zeros((CHUNK, columns), jnp.float32), mask=mask)
-        return carry
-
-    turns = lax.div(jnp.maximum(T - padding, 0) + S * CHUNK - 1, S * CHUNK)
-    lax.fori_loop(0, turns, one_of_zeros, 0)
+        store_state(pool_ref, write, place_of(channel_W), state, has_tokens)
+    store_padding(o_ref, loc_ref[S], row, S, head, column_B, CHUNK)
 
 
 def _scores_by_channel(q, k, g, sums, multiply):

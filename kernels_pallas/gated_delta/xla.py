@@ -21,8 +21,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kernels_pallas import row_chunks
 from kernels_pallas.gated_delta.interface import Shapes
-from kernels_pallas.packed_rows import Chunks, PackedRows, chunks_of
+from kernels_pallas.packed_rows import PackedRows
 
 CHUNK = 64  # tokens of a row that are computed together
 TOGETHER = 8  # chunks that are prepared at once: all but their states is parallel
@@ -31,6 +32,19 @@ TOGETHER = 8  # chunks that are prepared at once: all but their states is parall
 def unsupported(shapes: Shapes, device: Any) -> str | None:
     """Return None: it runs everywhere."""
     return None
+
+
+def scratch_bytes(shapes: Shapes, num_decays: int, num_rows: int) -> int:
+    """Return the bytes of the parts of the chunks that are prepared together, and of the states of
+    rows before and after. With a decay for each channel, chunks also hold what the tokens of their
+    blocks have of each other.
+    """
+    heads, widest = shapes.num_value_heads, max(shapes.key_dim, shapes.value_dim)
+    of_token = 6 * CHUNK + 10 * widest
+    if num_decays > 1:
+        of_token += 12 * num_decays
+    states = 12 * (num_rows + 2) * heads * shapes.key_dim * shapes.value_dim
+    return 4 * TOGETHER * heads * CHUNK * of_token + states
 
 
 def decode(
@@ -64,37 +78,12 @@ def prefill(
     pool: Array,
     rows: PackedRows,
 ) -> tuple[Array, Array]:
-    """See the package. A loop over as many chunks as there are, whatever the lengths of rows. Rows
-    are cut at multiples of CHUNK in their own sequences, so that the bits do not depend on where a
-    step begins, if that is a multiple too.
+    """See the package. Rows are cut at multiples of CHUNK in their own sequences, so that the bits
+    do not depend on where a step begins, if that is a multiple too.
     """
-    num_tokens, num_rows = q_THD.shape[0], rows.start_S.shape[0]
-    chunks, count, together = chunks_of(rows, num_tokens, CHUNK, TOGETHER)
-    # One token more, of zeros, stands for all padding, whatever padding holds.
-    tokens = [
-        jnp.concatenate([x, jnp.zeros((1, *x.shape[1:]), x.dtype)])
-        for x in (q_THD, k_THD, v_THD, g_THC, beta_TH)
-    ]
-    states, o = rows.read(pool), jnp.zeros(v_THD.shape, v_THD.dtype)
-
-    def one_chunk(carry: tuple[Array, Array], x: tuple[_Parts, Chunks]) -> Any:
-        (state, states), (parts, chunk) = carry, x
-        state = jnp.where(chunk.is_first_N, states[jnp.minimum(chunk.row_N, num_rows - 1)], state)
-        o, state = _across(state, parts)
-        kept = jnp.where(chunk.is_last_N, chunk.row_N, num_rows)
-        return (state, states.at[kept].set(state, mode="drop")), o
-
-    def one_group(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        state, states, o = carry
-        group = Chunks(*(lax.dynamic_slice_in_dim(x, i * together, together) for x in chunks))
-        parts = _within(*(jnp.moveaxis(x[group.token_NC], 2, 1) for x in tokens))
-        (state, states), o_BHCD = lax.scan(one_chunk, (state, states), (parts, group))
-        o = o.at[group.token_NC].set(jnp.moveaxis(o_BHCD, 1, 2), mode="drop")
-        return state, states, o
-
-    groups = -(-count // together)
-    _, states, o = lax.fori_loop(0, groups, one_group, (jnp.zeros_like(states[0]), states, o))
-    return o, rows.written(pool, states)
+    tokens = (q_THD, k_THD, v_THD, g_THC, beta_TH)
+    o = jnp.zeros_like(v_THD)
+    return row_chunks.prefill(_rule(), tokens, o, pool, rows, chunk=CHUNK, together=TOGETHER)
 
 
 def dense(q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array) -> tuple[Array, Array]:
@@ -103,25 +92,11 @@ def dense(q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array) -> 
     q and k [S, T, Hk, Dk], v [S, T, Hv, Dv], g [S, T, Hv, C], beta [S, T, Hv]; state: that before
     each row. It can be differentiated.
     """
-    (num_rows, num_tokens), chunk = v.shape[:2], CHUNK
-    num_chunks = max(-(-num_tokens // chunk), 1)
+    return row_chunks.dense(_rule(), (q, k, v, g, beta), state, chunk=CHUNK)
 
-    def in_chunks(x: Array) -> Array:  # [N, S, H, C, ...]
-        pads = [(0, 0)] * x.ndim
-        pads[1] = (0, num_chunks * chunk - num_tokens)
-        x = jnp.pad(x, pads)
-        x = x.reshape(x.shape[0], num_chunks, chunk, *x.shape[2:])
-        return jnp.moveaxis(jnp.moveaxis(x, 3, 2), 1, 0)
 
-    parts = jax.vmap(_within)(*map(in_chunks, (q, k, v, g, beta)))
-
-    def one(state: Array, part: _Parts) -> tuple[Array, Array]:
-        o, state = jax.vmap(_across)(state, part)
-        return state, o
-
-    state, o = lax.scan(one, state, parts)  # o [N, S, Hv, C, Dv]
-    o = jnp.moveaxis(jnp.moveaxis(o, 0, 1), 2, 3)
-    return o.reshape(num_rows, num_chunks * chunk, *v.shape[2:])[:, :num_tokens], state
+def _rule() -> row_chunks.Rule:
+    return row_chunks.Rule(_within, _across, outputs=lambda parts, o: o)
 
 
 class _Parts(NamedTuple):

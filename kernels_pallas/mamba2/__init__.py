@@ -13,6 +13,8 @@ IMPLEMENTATIONS lists modules of the same functions:
     unsupported(shapes, device) -> the reason why these shapes cannot run on a device, or None
     prefill(x_THP, g_TH, b_TGN, c_TGN, pool, rows) -> (y_THP, pool)
     decode(x_SHP, g_SH, b_SGN, c_SGN, pool, rows) -> (y_SHP, pool)
+    scratch_bytes(shapes, num_rows) -> the bytes that a step of so many rows takes at most beside
+        what it is given and returns
 
 All are f32, as the pool [slots, H, P, N] is. rows: a PackedRows, which says whose tokens these are
 and which slots of the pool they read and write; in decode, token s is that of row s. y is zeros for

@@ -22,6 +22,7 @@ from kernels_pallas.implementation import before_ampere
 from kernels_pallas.mamba2.interface import Shapes
 from kernels_pallas.mamba2.triton_prefill import prefill as prefill
 from kernels_pallas.packed_rows import PackedRows
+from kernels_pallas.state_kernels import interpreted_on_cpu, load_state, store_state
 
 ROWS = 32  # B, at most: with N = 128, 32 numbers a thread
 
@@ -35,15 +36,18 @@ def unsupported(shapes: Shapes, device: object) -> str | None:
     return before_ampere(device)
 
 
+def scratch_bytes(shapes: Shapes, num_rows: int) -> int:
+    """Return 0: states change where they lie, and nothing of a chunk is stored but its outputs."""
+    return 0
+
+
 def decode(
     x_SHP: Array, g_SH: Array, b_SGN: Array, c_SGN: Array, pool: Array, rows: PackedRows
 ) -> tuple[Array, Array]:
     """See the package. The pool is changed in place where XLA lets it; on CPU the kernel is
     interpreted.
     """
-    compiled, interpreted = (functools.partial(_step, interpret=x) for x in (False, True))
-    args = (x_SHP, g_SH, b_SGN, c_SGN, pool, rows)
-    return lax.platform_dependent(*args, cpu=interpreted, default=compiled)
+    return interpreted_on_cpu(_step, x_SHP, g_SH, b_SGN, c_SGN, pool, rows)
 
 
 def _step(
@@ -58,7 +62,7 @@ def _step(
 ) -> tuple[Array, Array]:
     (S, H, P), block = x_SHP.shape, min(ROWS, x_SHP.shape[2])
     y, pool = pl.pallas_call(
-        functools.partial(_kernel, block=block, slots=pool.shape[0]),
+        functools.partial(_kernel, block=block),
         grid=(S, H, P // block),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (x_SHP, pool)],
         input_output_aliases={0: 1},
@@ -82,7 +86,6 @@ def _kernel(
     pool_ref,
     *,
     block: int,
-    slots: int,
 ):
     row, head, part = (pl.program_id(axis) for axis in range(3))
     (_, G, N), H = b_ref.shape, x_ref.shape[1]
@@ -90,18 +93,11 @@ def _kernel(
     place_B, column_N = part * block + jnp.arange(block), jnp.arange(N)
     is_token, read, write = lengths_ref[row] > 0, read_ref[row], write_ref[row]
 
-    def state_at(slot):
-        return pool_ref.at[slot, head, place_B[:, None], column_N[None, :]]
-
-    def masked(does):
-        return jnp.broadcast_to(does, (block, N))
-
-    begins = masked(is_token & (read < slots))
-    state = plgpu.load(state_at(jnp.minimum(read, slots - 1)), mask=begins, other=0.0)
+    place = head, place_B[:, None], column_N[None, :]
+    state = load_state(pool_ref, read, place, is_token)
     x = x_ref[row, head, place_B]
     b, c = (ref[row, group, column_N][None, :] for ref in (b_ref, c_ref))
     state = jnp.exp(g_ref[row, head]) * state + x[:, None] * b
     y = jnp.sum(state * c, axis=1)
     plgpu.store(y_ref.at[row, head, place_B], jnp.where(is_token, y, 0.0))
-    writes = masked(is_token & (write < slots))
-    plgpu.store(state_at(jnp.minimum(write, slots - 1)), state, mask=writes)
+    store_state(pool_ref, write, place, state, is_token)

@@ -19,7 +19,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from kernels_pallas.packed_rows import PackedRows
-from kernels_pallas.token_chunks import between, decays_by_head, product, span_of
+from kernels_pallas.state_kernels import interpreted_on_cpu, load_state, store_state
+from kernels_pallas.token_chunks import (
+    between,
+    decays_by_head,
+    load_tokens,
+    product,
+    span_of,
+    store_padding,
+    store_tokens,
+)
 
 CHUNK = 16  # C: a power of two
 ROWS = 32  # B, at most
@@ -34,9 +43,7 @@ def prefill(
     do not depend on where a step begins, if that is a multiple too. The pool is changed in place
     where XLA lets it; on CPU the kernel is interpreted.
     """
-    compiled, interpreted = (functools.partial(_chunks, interpret=x) for x in (False, True))
-    args = (x_THP, g_TH, b_TGN, c_TGN, pool, rows)
-    return lax.platform_dependent(*args, cpu=interpreted, default=compiled)
+    return interpreted_on_cpu(_chunks, x_THP, g_TH, b_TGN, c_TGN, pool, rows)
 
 
 def _chunks(
@@ -80,7 +87,7 @@ def _kernel(
     interpret: bool,
 ):
     row, head, part = (pl.program_id(axis) for axis in range(3))
-    (T, G, N), H, slots = b_ref.shape, x_ref.shape[1], pool_ref.shape[0]
+    (_, G, N), H = b_ref.shape, x_ref.shape[1]
     S, multiply = start_ref.shape[0], functools.partial(product, interpret=interpret)
     width = min(WIDTH, N)
     group = lax.div(head, H // G)
@@ -89,22 +96,14 @@ def _kernel(
     span = span_of(loc_ref[row], loc_ref[row + 1], start_ref[row], CHUNK)
     has_tokens, read, write = span.end > span.begin, read_ref[row], write_ref[row]
 
-    def state_at(slot, column_W):
-        return pool_ref.at[slot, head, place_B[None, :], column_W[:, None]]
-
-    def masked(does):
-        return jnp.broadcast_to(does, (width, block))
-
-    def tokens_of(ref, place, token_C, real_C, index):
-        at = ref.at[token_C[:, None], place, index[None, :]]
-        mask = jnp.broadcast_to(real_C[:, None], (CHUNK, index.shape[0]))
-        return plgpu.load(at, mask=mask, other=0.0)
+    def place_of(column_W):  # in a state
+        return head, place_B[None, :], column_W[:, None]
 
     def one_chunk(n, states):
         token_C, real_C = span.tokens(n, CHUNK)
 
         def load(ref, place, index):
-            return tokens_of(ref, place, token_C, real_C, index)
+            return load_tokens(ref, token_C, real_C, place, index)
 
         g_C = plgpu.load(g_ref.at[token_C, head], mask=real_C, other=0.0)
         decays, x = decays_by_head(g_C), load(x_ref, head, place_B)
@@ -115,30 +114,15 @@ def _kernel(
             scores += multiply(c, b.T)
             of_state += multiply(c, state)
         y = multiply(scores * between(decays), x) + jnp.exp(decays.since) * of_state
-        at = y_ref.at[token_C[:, None], head, place_B[None, :]]
-        plgpu.store(at, y, mask=jnp.broadcast_to(real_C[:, None], y.shape))
+        store_tokens(y_ref, token_C, real_C, head, place_B, y)
         last, left = x * jnp.exp(decays.until), jnp.exp(decays.total)[:, None]
         return tuple(
             left * state + multiply(load(b_ref, group, column_W).T, last)  # loaded again: see WIDTH
             for column_W, state in zip(pieces, states, strict=True)
         )
 
-    begins = masked(has_tokens & (read < slots))
-    before = jnp.minimum(read, slots - 1)
-    states = tuple(plgpu.load(state_at(before, x), mask=begins, other=0.0) for x in pieces)
+    states = tuple(load_state(pool_ref, read, place_of(x), has_tokens) for x in pieces)
     states = lax.fori_loop(0, span.chunks(CHUNK), one_chunk, states)
-    writes, after = masked(has_tokens & (write < slots)), jnp.minimum(write, slots - 1)
     for column_W, state in zip(pieces, states, strict=True):
-        plgpu.store(state_at(after, column_W), state, mask=writes)
-
-    padding = loc_ref[S] + row * CHUNK  # the programs of all rows share it
-
-    def one_of_zeros(n, carry):
-        token_C = padding + n * S * CHUNK + jnp.arange(CHUNK)
-        at = y_ref.at[token_C[:, None], head, place_B[None, :]]
-        mask = jnp.broadcast_to(token_C[:, None] < T, (CHUNK, block))
-        plgpu.store(at, jnp.zeros((CHUNK, block), jnp.float32), mask=mask)
-        return carry
-
-    turns = lax.div(jnp.maximum(T - padding, 0) + S * CHUNK - 1, S * CHUNK)
-    lax.fori_loop(0, turns, one_of_zeros, 0)
+        store_state(pool_ref, write, place_of(column_W), state, has_tokens)
+    store_padding(y_ref, loc_ref[S], row, S, head, place_B, CHUNK)

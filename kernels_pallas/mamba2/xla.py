@@ -15,12 +15,12 @@ chunk, B chunks that are computed together.
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kernels_pallas import row_chunks
 from kernels_pallas.mamba2.interface import Shapes
-from kernels_pallas.packed_rows import Chunks, PackedRows, chunks_of
+from kernels_pallas.packed_rows import PackedRows
 
 CHUNK = 64  # tokens of a row that are computed together
 TOGETHER = 8  # chunks that are computed at once
@@ -29,6 +29,16 @@ TOGETHER = 8  # chunks that are computed at once
 def unsupported(shapes: Shapes, device: Any) -> str | None:
     """Return None: it runs everywhere."""
     return None
+
+
+def scratch_bytes(shapes: Shapes, num_rows: int) -> int:
+    """Return the bytes of the parts of the chunks that are computed together, and of the states of
+    rows before and after.
+    """
+    heads, keys = shapes.num_heads, 2 * shapes.num_groups * shapes.state_dim
+    state = heads * shapes.head_dim * shapes.state_dim
+    chunk = CHUNK * (heads * (4 * CHUNK + 6 * shapes.head_dim) + 3 * keys)
+    return 4 * TOGETHER * (chunk + 4 * state) + 12 * (num_rows + 2) * state
 
 
 def decode(
@@ -52,39 +62,12 @@ def decode(
 def prefill(
     x_THP: Array, g_TH: Array, b_TGN: Array, c_TGN: Array, pool: Array, rows: PackedRows
 ) -> tuple[Array, Array]:
-    """See the package. A loop over as many chunks as there are, whatever the lengths of rows. Rows
-    are cut at multiples of CHUNK in their own sequences.
+    """See the package. Rows are cut at multiples of CHUNK in their own sequences, so that the bits
+    do not depend on where a step begins, if that is a multiple too.
     """
-    num_tokens, num_rows = x_THP.shape[0], rows.start_S.shape[0]
-    chunks, count, together = chunks_of(rows, num_tokens, CHUNK, TOGETHER)
-    # One token more, of zeros, stands for all padding, whatever padding holds.
-    tokens = [
-        jnp.concatenate([part, jnp.zeros((1, *part.shape[1:]), part.dtype)])
-        for part in (x_THP, g_TH, b_TGN, c_TGN)
-    ]
-    states, y = rows.read(pool), jnp.zeros(x_THP.shape, x_THP.dtype)
-
-    def one_chunk(carry: tuple[Array, Array], part: tuple[Array, Array, Chunks]) -> Any:
-        (state, states), (decay_H, added_HPN, chunk) = carry, part
-        begins = states[jnp.minimum(chunk.row_N, num_rows - 1)]
-        before = jnp.where(chunk.is_first_N, begins, state)
-        after = decay_H[:, None, None] * before + added_HPN
-        kept = jnp.where(chunk.is_last_N, chunk.row_N, num_rows)
-        return (after, states.at[kept].set(after, mode="drop")), before
-
-    def one_group(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        state, states, y = carry
-        group = Chunks(*(lax.dynamic_slice_in_dim(part, i * together, together) for part in chunks))
-        parts = _within(*(jnp.moveaxis(part[group.token_NC], 2, 1) for part in tokens))
-        carried = (parts.decay, parts.added, group)
-        (state, states), before = lax.scan(one_chunk, (state, states), carried)
-        y_BHCP = parts.y + _of_state(parts, before)
-        y = y.at[group.token_NC].set(jnp.moveaxis(y_BHCP, 1, 2), mode="drop")
-        return state, states, y
-
-    groups = -(-count // together)
-    _, states, y = lax.fori_loop(0, groups, one_group, (jnp.zeros_like(states[0]), states, y))
-    return y, rows.written(pool, states)
+    tokens = (x_THP, g_TH, b_TGN, c_TGN)
+    y = jnp.zeros_like(x_THP)
+    return row_chunks.prefill(_rule(), tokens, y, pool, rows, chunk=CHUNK, together=TOGETHER)
 
 
 def dense(x: Array, g: Array, b: Array, c: Array, state: Array) -> tuple[Array, Array]:
@@ -93,26 +76,16 @@ def dense(x: Array, g: Array, b: Array, c: Array, state: Array) -> tuple[Array, 
     x [S, T, H, P], g [S, T, H], b and c [S, T, G, N]; state: that before each row. It can be
     differentiated.
     """
-    num_rows, num_tokens = x.shape[:2]
-    num_chunks = max(-(-num_tokens // CHUNK), 1)
+    return row_chunks.dense(_rule(), (x, g, b, c), state, chunk=CHUNK)
 
-    def in_chunks(part: Array) -> Array:  # [N, S, H, C, ...]
-        pads = [(0, 0)] * part.ndim
-        pads[1] = (0, num_chunks * CHUNK - num_tokens)
-        part = jnp.pad(part, pads)
-        part = part.reshape(part.shape[0], num_chunks, CHUNK, *part.shape[2:])
-        return jnp.moveaxis(jnp.moveaxis(part, 3, 2), 1, 0)
 
-    parts = jax.vmap(_within)(*map(in_chunks, (x, g, b, c)))
+def _rule() -> row_chunks.Rule:
+    def across(state: Array, parts: _Parts) -> tuple[Array, Array]:
+        return state, parts.decay[..., None, None] * state + parts.added
 
-    def one(state: Array, part: tuple[Array, Array]) -> tuple[Array, Array]:
-        decay_SH, added = part
-        return decay_SH[..., None, None] * state + added, state
-
-    state, before = lax.scan(one, state, (parts.decay, parts.added))
-    y = parts.y + jax.vmap(_of_state)(parts, before)  # [N, S, H, C, P]
-    y = jnp.moveaxis(jnp.moveaxis(y, 0, 1), 2, 3)
-    return y.reshape(num_rows, num_chunks * CHUNK, *x.shape[2:])[:, :num_tokens], state
+    return row_chunks.Rule(
+        _within, across, lambda parts, before: parts.y + _of_state(parts, before)
+    )
 
 
 class _Parts(NamedTuple):

@@ -57,6 +57,7 @@ KERNELS: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
         *(128, 64, 24, 1),
         {"splits": 2, "kv_dtype": jnp.float8_e4m3fn},
     ),
+    "decode_d128_g32_int8_splits": (128, 64, 32, 1, {"splits": 2, "kv_dtype": jnp.int8}),
     "decode_d128_g64_int8_splits": (128, 64, 64, 1, {"splits": 2, "kv_dtype": jnp.int8}),
     "decode_d64_g2_int8": (64, 64, 8, 4, {"splits": 1, "kv_dtype": jnp.int8}),
     "decode_d128_g2_int8": (128, 64, 16, 8, {"splits": 1, "kv_dtype": jnp.int8}),

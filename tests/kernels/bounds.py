@@ -12,10 +12,10 @@ import pytest
 from jax.experimental.pallas import Slice
 
 
-def watch(patch: pytest.MonkeyPatch, module: Any) -> list[bool]:
-    """Notes of each load and store of a module whether it leaves its array in any dimension."""
+def watch(patch: pytest.MonkeyPatch, *modules: Any) -> list[bool]:
+    """Notes of each load and store of modules whether it leaves its array in any dimension."""
     seen: list[bool] = []
-    plgpu = module.plgpu
+    plgpu = modules[0].plgpu
     load, store = plgpu.load, plgpu.store
 
     def note(wrong: Any) -> None:
@@ -31,7 +31,8 @@ def watch(patch: pytest.MonkeyPatch, module: Any) -> list[bool]:
 
     watched = types.SimpleNamespace(**vars(plgpu))
     watched.load, watched.store = watched_load, watched_store
-    patch.setattr(module, "plgpu", watched)
+    for module in modules:
+        patch.setattr(module, "plgpu", watched)
     return seen
 
 
@@ -39,8 +40,21 @@ def again(module: Any, old: str = "", new: str = "") -> Any:
     """A module of the same source, with a part replaced."""
     source, name = Path(module.__file__).read_text(), f"{module.__name__.rpartition('.')[2]}_again"
     assert not old or source.count(old) == 1
-    made = types.ModuleType(name)
+    made: Any = types.ModuleType(name)
+    made.of = module.__name__
     exec(compile(source.replace(old, new) if old else source, name, "exec"), vars(made))
+    return made
+
+
+def over(module: Any, part: Any) -> Any:
+    """A module of the same source, with the functions of another, changed one: part is that of
+    `again` of a module that it imports them from.
+    """
+    made = again(module)
+    names = [name for name in vars(made) if getattr(vars(made)[name], "__module__", "") == part.of]
+    assert names
+    for name in names:
+        setattr(made, name, getattr(part, name))
     return made
 
 

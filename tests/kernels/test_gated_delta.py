@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas import short_conv
+from kernels_pallas import row_chunks, short_conv, state_kernels
 from kernels_pallas.gated_delta import IMPLEMENTATIONS, reference, triton, xla
 from kernels_pallas.gated_delta.interface import Shapes
 from kernels_pallas.gated_delta.xla import CHUNK
 from kernels_pallas.packed_rows import PackedRows
 from tests.kernels import aot_cuda
-from tests.kernels.bounds import again
+from tests.kernels.bounds import again, over
 
 HK, HV, DK, DV, SLOTS = 2, 6, 16, 64, 9  # DV: two programs of a step's kernel
 LENGTHS = [65, 0, 1, 64, 63, 130, 0]
@@ -134,22 +134,28 @@ def test_decode_is_the_definition(name: str, channels: int) -> None:
     check(case, *jax.jit(runnable(name).decode)(*case.tokens, case.pool, case.rows))
 
 
-# What the kernel of a step says, and a mistake in its place.
+# What reads and writes slots says, and a mistake in its place.
+SLOT_MISTAKES = {
+    "a row begins with what lies in a slot": ("begins & is_slot", "begins"),
+    "what is kept nowhere is written": ("ends & is_slot", "ends"),
+    "an empty row writes": ("ends & is_slot", "is_slot"),
+}
+# What the kernel of a step says.
 STEP_MISTAKES = {
-    "a row begins with what lies in a slot": ("is_token & (read < slots)", "is_token"),
-    "what is kept nowhere is written": ("is_token & (write < slots)", "is_token"),
-    "an empty row writes": ("is_token & (write < slots)", "write < slots"),
     "all columns are those of the first program": ("part * columns + jnp", "jnp"),
     "value heads take key heads by turns": ("lax.div(head, Hv // Hk)", "lax.rem(head, Hk)"),
     "all channels decay as one": ("g_ref.shape[2] > 1", "g_ref.shape[2] < 1"),
 }
 
 
-@pytest.mark.parametrize("mistake", STEP_MISTAKES)
+@pytest.mark.parametrize("mistake", [*SLOT_MISTAKES, *STEP_MISTAKES])
 def test_a_mistake_in_a_step_fails(mistake: str) -> None:
     case = steps(DK)
-    with pytest.raises(AssertionError):
+    if mistake in SLOT_MISTAKES:
+        module = over(triton, again(state_kernels, *SLOT_MISTAKES[mistake]))
+    else:
         module = again(triton, *STEP_MISTAKES[mistake])
+    with pytest.raises(AssertionError):
         check(case, *jax.jit(module.decode)(*case.tokens, case.pool, case.rows))
 
 
@@ -321,7 +327,8 @@ MUTATIONS = {
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_a_mistake_fails_the_comparison(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     function, field, change = MUTATIONS[mutation]
-    original = getattr(xla, function)
+    module = row_chunks if function == "chunks_of" else xla
+    original = getattr(module, function)
 
     def wrong(*args: Any) -> Any:
         result = original(*args)
@@ -330,7 +337,7 @@ def test_a_mistake_fails_the_comparison(mutation: str, monkeypatch: pytest.Monke
             return chunks._replace(**{field: change(getattr(chunks, field))}), *others
         return result._replace(**{field: change(getattr(result, field))})
 
-    monkeypatch.setattr(xla, function, wrong)
+    monkeypatch.setattr(module, function, wrong)
     channels = DK if function == "_scores_by_channel" else 1
     case = make([65, 0, 70], [0, 3, 70], padding=5, channels=channels)
     with pytest.raises(AssertionError):

@@ -10,13 +10,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels_pallas import row_chunks, state_kernels
 from kernels_pallas.mamba2 import IMPLEMENTATIONS, reference, triton, xla
 from kernels_pallas.mamba2.interface import Shapes
 from kernels_pallas.mamba2.xla import CHUNK
 from kernels_pallas.packed_rows import PackedRows
 from tests.kernels import aot_cuda
-from tests.kernels.bounds import again
-from tests.kernels.test_gated_delta import LENGTHS, SLOTS, STARTS, rows_at, rows_of, slots_read
+from tests.kernels.bounds import again, over
+from tests.kernels.test_gated_delta import (
+    LENGTHS,
+    SLOT_MISTAKES,
+    SLOTS,
+    STARTS,
+    rows_at,
+    rows_of,
+    slots_read,
+)
 
 H, G, P, N = 6, 2, 64, 16
 SHAPES = Shapes(num_heads=H, num_groups=G, head_dim=P, state_dim=N)
@@ -91,20 +100,20 @@ def test_decode_is_the_definition(name: str) -> None:
 
 # What the kernel of a step says, and a mistake in its place.
 STEP_MISTAKES = {
-    "a row begins with what lies in a slot": ("is_token & (read < slots)", "is_token"),
-    "what is kept nowhere is written": ("is_token & (write < slots)", "is_token"),
-    "an empty row writes": ("is_token & (write < slots)", "write < slots"),
     "all rows of a state are those of the first program": ("part * block + jnp", "jnp"),
     "heads take groups by turns": ("lax.div(head, H // G)", "lax.rem(head, G)"),
     "padding has a result": ("jnp.where(is_token, y, 0.0)", "y"),
 }
 
 
-@pytest.mark.parametrize("mistake", STEP_MISTAKES)
+@pytest.mark.parametrize("mistake", [*SLOT_MISTAKES, *STEP_MISTAKES])
 def test_a_mistake_in_a_step_fails(mistake: str) -> None:
     case = steps()
-    with pytest.raises(AssertionError):
+    if mistake in SLOT_MISTAKES:
+        module = over(triton, again(state_kernels, *SLOT_MISTAKES[mistake]))
+    else:
         module = again(triton, *STEP_MISTAKES[mistake])
+    with pytest.raises(AssertionError):
         check(case, *jax.jit(module.decode)(*case.tokens, case.pool, case.rows))
 
 
@@ -235,7 +244,8 @@ MUTATIONS = {
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_a_mistake_fails_the_comparison(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     function, field, change = MUTATIONS[mutation]
-    original = getattr(xla, function)
+    module = row_chunks if function == "chunks_of" else xla
+    original = getattr(module, function)
 
     def wrong(*args: Any) -> Any:
         result = original(*args)
@@ -244,7 +254,7 @@ def test_a_mistake_fails_the_comparison(mutation: str, monkeypatch: pytest.Monke
             return chunks._replace(**{field: change(getattr(chunks, field))}), *others
         return result._replace(**{field: change(getattr(result, field))})
 
-    monkeypatch.setattr(xla, function, wrong)
+    monkeypatch.setattr(module, function, wrong)
     case = make([65, 0, 70], [0, 3, 70], padding=5)
     with pytest.raises(AssertionError):
         check(case, *jax.jit(lambda *x: xla.prefill(*x))(*case.tokens, case.pool, case.rows))

@@ -462,8 +462,8 @@ SOURCES = {
         *(SMALL_DECODE, {"splits": 1, "thread_blocks": 1}),
     ),
     "another KV head of decode": (
-        *("decode_kernel", "source = (pool_ref, base, table, context, head)"),
-        *("source = (pool_ref, base, table, context, 0)", G3K2, {}),
+        *("decode_kernel", "table_ref.at[row], context, head)", "table_ref.at[row], context, 0)"),
+        *(G3K2, {}),
     ),
     "results of another head": (
         *("decode_kernel", "pl.ds(head * G, G)", "pl.ds(head, G)", G3K2, {}),

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels_pallas import state_kernels, token_chunks
 from kernels_pallas.gated_delta import triton as delta_step
 from kernels_pallas.gated_delta import triton_prefill as delta
 from kernels_pallas.gated_delta import xla as delta_xla
@@ -18,13 +19,14 @@ from kernels_pallas.mamba2 import triton as mamba2_step
 from kernels_pallas.mamba2 import triton_prefill as mamba2
 from kernels_pallas.mamba2 import xla as mamba2_xla
 from tests.kernels import aot_cuda, test_gated_delta, test_mamba2
-from tests.kernels.bounds import again, watch
+from tests.kernels.bounds import again, over, watch
 
 RULES = ("by head", "by channel", "Mamba-2")
 EACH = pytest.mark.parametrize("rule", RULES)
 KERNEL = {"by head": delta, "by channel": delta, "Mamba-2": mamba2}
 # Rows of several chunks, cut and whole, one that begins within a chunk, an empty one, padding.
 LENGTHS, STARTS, PADDING = [37, 0, 1, 30], [0, 5, 191, 70], 19
+SOME_KEPT = np.asarray([0, 1, 7, test_gated_delta.SLOTS], np.int32)  # slots that are written
 
 
 @functools.cache
@@ -50,21 +52,21 @@ def check(rule: str, module: Any, padding: int = PADDING, write_S: Any = None) -
 def test_prompts_are_the_definition(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In several pieces of a key; and with a row whose state is not kept."""
     monkeypatch.setattr(KERNEL[rule], "WIDTH", 8)
-    write = np.asarray([0, 1, 7, test_gated_delta.SLOTS], np.int32)
-    check(rule, KERNEL[rule], write_S=write)
+    check(rule, KERNEL[rule], write_S=SOME_KEPT)
 
 
 def test_steps_and_prompts_are_of_one_module() -> None:
     assert delta_step.prefill is delta.prefill and mamba2_step.prefill is mamba2.prefill
 
 
-# Of both kernels: what one says, and a mistake in its place.
-SHARED = {
-    "a row begins with what lies in a slot": ("has_tokens & (read < slots)", "has_tokens"),
-    "an empty row writes": ("has_tokens & (write < slots)", "write < slots"),
-    "chunks have what is not the row's": ("mask=real_C, other", "mask=real_C | True, other"),
+# What both kernels share says, and a mistake in its place.
+CHUNK_MISTAKES = {
     "padding keeps what lies there": ("lax.fori_loop(0, turns,", "lax.fori_loop(0, 0,"),
-    "padding of one row alone": ("n * S * CHUNK", "n * CHUNK + row"),
+    "padding of one row alone": ("n * rows * chunk", "n * chunk + row"),
+}
+# What both say.
+SHARED = {
+    "chunks have what is not the row's": ("mask=real_C, other", "mask=real_C | True, other"),
     "the last chunk is left out": ("span.chunks(CHUNK)", "span.chunks(CHUNK) - 1"),
     "all chunks are the first": ("span.tokens(n, CHUNK)", "span.tokens(0 * n, CHUNK)"),
 }
@@ -96,6 +98,8 @@ MAMBA2 = {
     "what comes of the state does not decay": ("jnp.exp(decays.since) *", ""),
 }
 MISTAKES = [
+    *(("Mamba-2", *x) for x in test_gated_delta.SLOT_MISTAKES.items()),
+    *(("Mamba-2", *x) for x in CHUNK_MISTAKES.items()),
     *(("by head", *x) for x in (DELTA | BY_HEAD).items()),
     *(("by channel", *x) for x in BY_CHANNEL.items()),
     *(("Mamba-2", *x) for x in (SHARED | MAMBA2).items()),
@@ -104,8 +108,15 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("rule", "mistake", "lines"), MISTAKES, ids=lambda x: str(x)[:40])
 def test_a_mistake_fails(rule: str, mistake: str, lines: tuple[str, str]) -> None:
+    """In a state that is not kept either."""
+    if mistake in test_gated_delta.SLOT_MISTAKES:
+        module = over(KERNEL[rule], again(state_kernels, *lines))
+    elif mistake in CHUNK_MISTAKES:
+        module = over(KERNEL[rule], again(token_chunks, *lines))
+    else:
+        module = again(KERNEL[rule], *lines)
     with pytest.raises(AssertionError):
-        check(rule, again(KERNEL[rule], *lines))
+        check(rule, module, write_S=SOME_KEPT)
 
 
 def in_11_bits(x: Any) -> Any:
@@ -140,15 +151,15 @@ def test_three_products_of_11_bits_are_f32(
 @EACH
 def test_prompts_touch_nothing_outside(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = again(KERNEL[rule])
-    seen = watch(monkeypatch, module)
+    seen = watch(monkeypatch, module, token_chunks, state_kernels)
     check(rule, module, padding=3)
     jax.effects_barrier()
     assert seen and not any(seen)
 
 
 MASKS = {
-    "tokens of a row": ("(real_C[:, None], (CHUNK,", "(True, (CHUNK,"),
-    "padding": ("token_C[:, None] < T", "token_C[:, None] >= 0"),
+    "tokens of a row": ("(real_C[:, None], (token_C", "(True, (token_C"),
+    "padding": ("token_C < num_tokens", "token_C >= 0"),
 }
 
 
@@ -156,8 +167,9 @@ MASKS = {
 def test_a_mask_left_out_touches_what_is_outside(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = again(mamba2, *MASKS[name])
-    seen = watch(monkeypatch, module)
+    part = again(token_chunks, *MASKS[name])
+    module = over(mamba2, part)
+    seen = watch(monkeypatch, module, part)
     with contextlib.suppress(AssertionError):  # the outputs may be wrong as well
         check("Mamba-2", module, padding=3)
     jax.effects_barrier()

@@ -4,6 +4,7 @@ them holds.
 
 import dataclasses
 import json
+import math
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,6 +37,10 @@ from jpaged.runtime.mesh import Placement
 from jpaged.runtime.runner import Runner
 from jpaged.runtime.weights import ServingWeights, place_params
 from jpaged.session import Session
+from kernels_pallas.gated_delta import triton as delta_triton
+from kernels_pallas.gated_delta import xla as delta_xla
+from kernels_pallas.mamba2 import triton as mamba2_triton
+from kernels_pallas.mamba2 import xla as mamba2_xla
 from tests.tiny import CONFIG, config, make_params, make_prompts
 
 HERE = Placement(mesh=None, axis=None, device=jax.devices()[0])
@@ -181,9 +186,45 @@ SHAPES = [
 def test_the_bound_of_larger_models(
     model: ModelConfig, dtype: str, changes: dict[str, Any]
 ) -> None:
+    """With layers of states by the kernel that serves here."""
     sizes = engine(model, **changes)
-    found = measured(footprint.probe_runner(model, sizes, HERE, abstract(model, dtype)))
-    assert 0 < found.temporaries < footprint.bound(model, sizes, dtype).temporaries
+    runner = footprint.probe_runner(model, sizes, HERE, abstract(model, dtype))
+    choices = runner.compiled.setting.choices
+    above = footprint.bound(model, sizes, dtype, choices=choices)
+    assert 0 < measured(runner).temporaries < above.temporaries
+
+
+@pytest.mark.parametrize("model", [hybrid(64), by_channel(64, 64), MAMBAS], ids=lambda x: x.family)
+def test_a_plan_counts_what_the_kernel_of_states_takes(model: ModelConfig) -> None:
+    """XLA's chunks and copies of the rows' states, of which kernels that change them in place have
+    none; by default that of what serves here.
+    """
+    sizes, params = engine(model, max_num_seqs=64), abstract(model, "bfloat16")
+    choices = footprint.probe_runner(model, sizes, HERE, params).compiled.setting.choices
+    assert choices.delta is not None or choices.scan is not None
+
+    def needed(**modules: Any) -> int:
+        chosen = dataclasses.replace(choices, **modules)
+        plan = footprint.plan_pool(model, sizes, HERE, params, choices=chosen, compiled=False)
+        assert plan.needs.source == "an upper bound"
+        return plan.needs.temporaries
+
+    mixer = model.layers[0].mixer
+    if isinstance(mixer, MambaConfig):
+        by_xla, in_place = needed(scan=mamba2_xla), needed(scan=mamba2_triton)
+        scratch = mamba2_xla.scratch_bytes(mixer.shapes, 64)
+    else:
+        assert isinstance(mixer, DeltaConfig | KimiDeltaConfig)
+        by_xla, in_place = needed(delta=delta_xla), needed(delta=delta_triton)
+        scratch = delta_xla.scratch_bytes(mixer.shapes, mixer.num_decays, 64)
+    states = 4 * 64 * math.prod(mixer.keeps()[0].fields[0].shape)
+    assert by_xla - in_place == scratch > states, "as many states as rows, and what chunks have"
+    assert needed() in (by_xla, in_place)
+    assert footprint.bound(model, sizes, "bfloat16").temporaries == by_xla
+    elsewhere = footprint.plan_memory(
+        model, sizes, limits=memory.Limits(total=1 << 40), compiled=False
+    )
+    assert elsewhere.needs.temporaries == by_xla, "nobody knows what serves there"
 
 
 def test_of_a_mesh_it_is_a_share_of_everything() -> None:

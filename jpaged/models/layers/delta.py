@@ -124,15 +124,14 @@ class GatedDeltaConfig:
         return {"state": state, "inputs": inputs}
 
     def scratch(self, step: StepSizes) -> Scratch:
-        """Return what a step allocates for it: f32 channels and heads of every token, the parts of
-        the chunks that are prepared together, and the states of rows before and after.
+        """Return what a step allocates for it: f32 channels and heads of every token, and what the
+        kernel of the rule does.
         """
-        heads, widest = self.num_value_heads, max(self.key_dim, self.value_dim)
         tokens = 8 * step.rows * self.num_key_heads * self.channels
-        tokens += 8 * step.rows * heads * self.value_dim
-        chunks = 4 * xla.TOGETHER * heads * xla.CHUNK * (6 * xla.CHUNK + 10 * widest)
-        states = 12 * (step.sequences + 2) * heads * self.key_dim * self.value_dim
-        return Scratch(shared=tokens + chunks + states, kept=4 * step.tokens * step.hidden_size)
+        tokens += 8 * step.rows * self.num_value_heads * self.value_dim
+        kernel = xla if step.delta is None else step.delta
+        in_kernel = kernel.scratch_bytes(self.shapes, self.num_decays, step.sequences)
+        return Scratch(shared=tokens + in_kernel, kept=4 * step.tokens * step.hidden_size)
 
     def served(self, devices: int) -> Self:
         """Itself, if so many devices can share its key heads; else ConfigError."""

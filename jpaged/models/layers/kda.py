@@ -19,7 +19,6 @@ from jpaged.models.layers.norm import NormConfig, RMSNorm
 from jpaged.models.layers.rope import Rotary
 from jpaged.models.layers.scratch import Scratch, StepSizes
 from jpaged.models.param_spec import Parameters, ParamSpec, Part
-from kernels_pallas.gated_delta import xla
 
 QKV = (
     Part("q", "N C, E", "self_attn.q_proj.weight"),
@@ -100,13 +99,9 @@ class KimiDeltaConfig(GatedDeltaConfig):
         )
 
     def scratch(self, step: StepSizes) -> Scratch:
-        """Return what a step allocates for it: decays of all channels beside the rest, and in
-        chunks, what the tokens of their blocks have of each other.
-        """
-        heads = self.num_key_heads
-        tokens = step.rows * (20 * heads * self.key_dim + 8 * (self.gate_rank or 0))
-        chunks = 4 * xla.TOGETHER * heads * xla.CHUNK * 12 * self.key_dim
-        return super().scratch(step) + Scratch(shared=tokens + chunks)
+        """Return what a step allocates for it: decays of all channels beside the rest."""
+        of_token = 20 * self.num_key_heads * self.key_dim + 8 * (self.gate_rank or 0)
+        return super().scratch(step) + Scratch(shared=step.rows * of_token)
 
     def served(self, devices: int) -> Self:
         """Itself, if so many devices can share its heads; else ConfigError."""

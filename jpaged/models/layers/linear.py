@@ -15,6 +15,8 @@ from jpaged.models.param_spec import MeshAxis, Parameter
 from jpaged.models.quantized import QuantizedWeight
 from kernels_cpu.mlp import Matrix
 from kernels_pallas.experts.interface import ExpertWeights, Glu
+from kernels_pallas.gated_delta import interface as gated_delta
+from kernels_pallas.mamba2 import interface as mamba2
 from kernels_pallas.packed_rows import PackedRows
 
 
@@ -139,6 +141,10 @@ class DeltaRule(Protocol):
         """Return the same of one token a row."""
         ...
 
+    def scratch_bytes(self, shapes: gated_delta.Shapes, num_decays: int, num_rows: int, /) -> int:
+        """Return the bytes that either takes beside what it is given and returns."""
+        ...
+
 
 class Scan(Protocol):
     """A module of kernels_pallas.mamba2."""
@@ -167,6 +173,10 @@ class Scan(Protocol):
         /,
     ) -> tuple[Array, Array]:
         """Return the same of one token a row."""
+        ...
+
+    def scratch_bytes(self, shapes: mamba2.Shapes, num_rows: int, /) -> int:
+        """Return the bytes that either takes beside what it is given and returns."""
         ...
 
 

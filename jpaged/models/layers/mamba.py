@@ -172,17 +172,14 @@ class MambaConfig:
         return {"state": state, **inputs}
 
     def scratch(self, step: StepSizes) -> Scratch:
-        """Return what a step allocates for it: f32 channels of every token, the parts of the chunks
-        that are computed together, and the states of rows before and after.
+        """Return what a step allocates for it: f32 channels of every token, and what the kernel of
+        the scan does.
         """
-        heads, groups = self.num_heads, self.num_groups
-        values, keys = heads * self.head_dim, 2 * groups * self.state_dim
-        tokens = 4 * step.rows * (6 * values + 4 * keys + 4 * heads)
-        chunk = heads * xla.CHUNK * (4 * xla.CHUNK + 6 * self.head_dim) + 3 * xla.CHUNK * keys
-        state = values * self.state_dim
-        chunks = 4 * xla.TOGETHER * (chunk + 4 * state)
-        states = 12 * (step.sequences + 2) * state
-        return Scratch(shared=tokens + chunks + states, kept=4 * step.tokens * step.hidden_size)
+        values, keys = self.num_heads * self.head_dim, 2 * self.num_groups * self.state_dim
+        tokens = 4 * step.rows * (6 * values + 4 * keys + 4 * self.num_heads)
+        kernel = xla if step.scan is None else step.scan
+        in_kernel = kernel.scratch_bytes(self.shapes, step.sequences)
+        return Scratch(shared=tokens + in_kernel, kept=4 * step.tokens * step.hidden_size)
 
     def served(self, devices: int) -> Self:
         """Itself, if so many devices can share its heads and groups, or its heads where all have

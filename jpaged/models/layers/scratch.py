@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from jpaged.models.layers.linear import DeltaRule, Scan
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepSizes:
@@ -11,7 +13,7 @@ class StepSizes:
     tiles of a group, which may not be full. itemsize: bytes of an activation. hidden_size: E.
     expert_adapter_rank: the ranks of all adapters of experts together, for up to three parts of a
     weight; 0 where experts have none. adapter_rank: of one adapter; 0 without. sequences: rows of
-    the step, of which each draws a token.
+    the step, of which each draws a token. delta, scan: as of StepContext.
     """
 
     tokens: int
@@ -21,6 +23,8 @@ class StepSizes:
     expert_adapter_rank: int = 0
     adapter_rank: int = 0
     sequences: int = 0
+    delta: DeltaRule | None = None
+    scan: Scan | None = None
 
     @property
     def rows(self) -> int:
