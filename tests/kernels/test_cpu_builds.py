@@ -211,6 +211,8 @@ FAULTS = [
         ),
         "has other bits alone",
     ),
+    (("f32_products.h", "Place(first, i, T)", "Place(first, 0, T)"), "FAILED linear"),
+    (("f32_products.h", "x(first + std::min(i, rows - 1))", "x(first)"), "FAILED linear"),
     (("int8_products.h", "127.0f / largest", "126.0f / largest"), "FAILED quantized int8"),
     (
         ("interleaved_products.h", "pair < 2 ? L::And", "pair < 1 ? L::And"),
