@@ -117,20 +117,30 @@ class F32ManyRows {
   static constexpr int64_t kCols = P::kCols;  // rows of w in a group
 
   // How many floats T rows of x are in panels.
-  static int64_t Packed(int64_t T, int64_t E) { return PanelsOf(T) * P::kRows * E; }
+  static int64_t Packed(int64_t T, int64_t E) { return PanelsOf(T) * kSums * Apart(E); }
 
   template <typename X>
   static void PackRows(ffi::ThreadPool& pool, const X& x, int64_t T, int64_t E, float* packed) {
-    ParallelFor(pool, PanelsOf(T), [&](int64_t panel) {
-      int64_t first = FirstOf(panel, T), last = FirstOf(panel + 1, T);
-      for (int64_t t = first; t < last; ++t) {
-        const bf16* from = x(t);
-        float* to = packed + panel * P::kRows * E + t - first;
-        for (int64_t e = 0; e < E; e += kInputs) {
-          for (int64_t i = 0; i < kInputs; ++i) to[Place(e + i, E) * P::kRows] = FromBf16(from[e + i]);
+    auto pack = [&](int64_t panel) {
+      int64_t first = FirstOf(panel, T), rows = FirstOf(panel + 1, T) - first;
+      const bf16* from[L::kCount];
+      for (int64_t i = 0; i < L::kCount; ++i) from[i] = x(first + std::min(i, rows - 1));
+      float* to[kSums];
+      for (int64_t i = 0; i < kSums; ++i) to[i] = packed + Place(panel, i, T) * Apart(E);
+      for (int64_t e = 0; e < E; e += L::kCount) {
+        Words pairs[L::kCount / 2];
+        L::PairsOfRows(from, e, pairs);
+        // A register is wider than a row of a panel: what follows it is written after it.
+        float** sum = to + e % kInputs / 2;
+#pragma GCC unroll 4
+        for (int k = 0; k < L::kCount / 2; ++k, ++sum) {
+          L::Store(*sum, L::Even(pairs[k])), L::Store(*sum + P::kRows, L::Odd(pairs[k]));
+          *sum += 2 * P::kRows;
         }
       }
-    });
+    };
+    if (T * E > kAlone) return ParallelFor(pool, PanelsOf(T), pack);
+    for (int64_t panel = 0; panel < PanelsOf(T); ++panel) pack(panel);
   }
 
   // One thread's part of a product: the groups [begin, end) of w for T packed rows of x. y(t) is where row t begins.
@@ -138,28 +148,29 @@ class F32ManyRows {
   static void MultiplyGroups(const float* x, const Y& y, int64_t T, const bf16* w, int64_t N, int64_t E, int64_t begin,
                              int64_t end) {
     static thread_local Memory of_weight, of_sums;
-    int64_t apart = E / kSums * kCols + kCacheLine / sizeof(float);  // from a sum's panel to the next: not into one set
+    int64_t depth = E / kSums, apart = depth * kCols + kPadding, size = P::kRows * kCols;
+    int64_t panels = PanelsOf(T), most = std::min(panels, kPanels), tiles = panels * kSums;
     float* packed = Scratch<float>(of_weight, kSums * apart);
-    int64_t panels = PanelsOf(T), most = std::min(panels, kPanels), lines = kCols * E / kLineInputs, size = P::kRows * kCols;
     float* sums = Scratch<float>(of_sums, most * kSums * size);
     for (int64_t g = begin; g < end; ++g) {
       PackWeight(w, N, E, g * kCols, apart, packed);
-      const bf16* next = w + (g + 1) * kCols * E;  // comes into the cache meanwhile
-      for (int64_t first = 0, fetched = 0; first < panels; first += most) {
+      // The next group comes into the cache meanwhile, a few lines with each tile: the processor would wait for many at once.
+      int64_t n = std::min(N, (g + 1) * kCols), lines = std::min(kCols, N - n) * E / kLineInputs, done = 0, fetched = 0;
+      for (int64_t first = 0; first < panels; first += most) {
         int64_t last = std::min(panels, first + most);
         for (int64_t i = 0; i < kSums; ++i) {
-          for (; fetched < lines * (first * kSums + (last - first) * (i + 1)) / (panels * kSums); ++fetched) {
-            PrefetchL2(next + fetched * kLineInputs);
-          }
-          for (int64_t panel = first; panel < last; ++panel) {
+          const float* a = x + Place(first, i, T) * Apart(E);
+          float* c = sums + i * most * size;
+          for (int64_t panel = first; panel < last; ++panel, a += Apart(E), c += size) {
+            for (++done; fetched * tiles < lines * done; ++fetched) PrefetchL2(w + n * E + fetched * kLineInputs);
             int64_t rows = FirstOf(panel + 1, T) - FirstOf(panel, T);
-            P::template Multiply<1, P::kRows>(rows, x + (panel * E + i * (E / kSums)) * P::kRows, packed + i * apart, kCols,
-                                              E / kSums, sums + ((panel - first) * kSums + i) * size, kCols, false);
+            P::template Multiply<1, P::kRows>(rows, a, packed + i * apart, kCols, depth, c, kCols, false);
           }
         }
-        for (int64_t t = FirstOf(first, T), panel = first; panel < last; ++panel) {
-          for (const float* from = sums + (panel - first) * kSums * size; t < FirstOf(panel + 1, T); ++t, from += kCols) {
-            Write(from, std::min(kCols, N - g * kCols), y(t) + g * kCols);
+        for (int64_t panel = first, t = FirstOf(first, T); panel < last; ++panel) {
+          const float* from = sums + (panel - first) * size;
+          for (; t < FirstOf(panel + 1, T); ++t, from += kCols) {
+            Write(from, most * size, std::min(kCols, N - g * kCols), y(t) + g * kCols);
           }
         }
       }
@@ -170,16 +181,24 @@ class F32ManyRows {
   using Words = typename L::Words;
   static constexpr int64_t kSums = L::kCount;        // of an element
   static constexpr int64_t kPanels = 16;             // of x that meet a panel of w while it is in the L1 cache
-  static constexpr int64_t kInputs = 2 * L::kCount;  // of which each of them has two
+  static constexpr int64_t kAlone = 1 << 15;         // numbers of x that are packed before another thread could begin
+  static constexpr int64_t kInputs = 2 * L::kCount;  // of which each of the sums has two
   static constexpr int64_t kLineInputs = kCacheLine / sizeof(bf16);
-  static_assert(kCols == 2 * L::kCount && kSums == 8);
+  static constexpr int64_t kPadding = kCacheLine / sizeof(float);  // after a panel: the next is not in the same set of a cache
+  static_assert(kCols == 2 * L::kCount && kSums == 8 && P::kRows <= L::kCount);
 
   // Panels have as many rows as each other, or one more.
   static int64_t PanelsOf(int64_t T) { return (T + P::kRows - 1) / P::kRows; }
   static int64_t FirstOf(int64_t panel, int64_t T) { return panel * T / PanelsOf(T); }
 
-  // Where an input is among E, those of a sum together.
-  static int64_t Place(int64_t e, int64_t E) { return e % kInputs / 2 * (E / kSums) + e / kInputs * 2 + e % 2; }
+  // From one panel [E/8][kRows] of x to the next, in floats.
+  static int64_t Apart(int64_t E) { return E / kSums * P::kRows + kPadding; }
+
+  // Where the panel of a sum is among those of x: they lie in the order in which they meet w.
+  static int64_t Place(int64_t panel, int64_t sum, int64_t T) {
+    int64_t first = panel / kPanels * kPanels, count = std::min(kPanels, PanelsOf(T) - first);
+    return first * kSums + sum * count + panel - first;
+  }
 
   // Writes kCols rows of w from row n on, the last one again where there are no more: a panel [E/8][kCols] for each sum.
   static void PackWeight(const bf16* w, int64_t N, int64_t E, int64_t n, int64_t apart, float* to) {
@@ -200,16 +219,20 @@ class F32ManyRows {
     }
   }
 
-  // Adds up the sums of `count` elements, as L::PutSums adds up those of lanes.
+  // Adds up the sums of `count` elements, `apart` floats apart, as L::PutSums adds up those of lanes.
   template <typename Out>
-  static void Write(const float* sums, int64_t count, Out* to) {
+  static void Write(const float* sums, int64_t apart, int64_t count, Out* to) {
     float out[kCols];
     for (int64_t j = 0; j < kCols; j += L::kCount) {
-      auto sum = [&](int i) { return L::Load(sums + i * P::kRows * kCols + j); };
+      auto sum = [&](int i) { return L::Load(sums + i * apart + j); };
       auto four = [&](int i) { return L::Add(L::Add(sum(i), sum(i + 1)), L::Add(sum(i + 2), sum(i + 3))); };
       L::Store(out + j, L::Add(four(0), four(4)));
     }
-    for (int64_t j = 0; j < count; ++j) Put(to + j, out[j]);
+    if (count == kCols) {
+      for (int64_t j = 0; j < kCols; ++j) Put(to + j, out[j]);
+    } else {
+      for (int64_t j = 0; j < count; ++j) Put(to + j, out[j]);
+    }
   }
 
   static void Put(float* to, float x) { *to = x; }

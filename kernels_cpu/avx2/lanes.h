@@ -49,19 +49,19 @@ struct Lanes {
 
   // Element i is the sum of the lanes of the i-th.
   static void PutSums(float* to, Floats a0, Floats a1, Floats a2, Floats a3) {
-    __m256 t = _mm256_hadd_ps(_mm256_hadd_ps(a0, a1), _mm256_hadd_ps(a2, a3));
+    __m256 t = Pairs(Pairs(a0, a1), Pairs(a2, a3));
     _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(t), _mm256_extractf128_ps(t, 1)));
   }
 
   static float Sum(Floats x) {
-    __m256 t = _mm256_hadd_ps(_mm256_hadd_ps(x, x), _mm256_hadd_ps(x, x));
+    __m256 t = Pairs(Pairs(x, x), Pairs(x, x));
     return _mm_cvtss_f32(_mm_add_ps(_mm256_castps256_ps128(t), _mm256_extractf128_ps(t, 1)));
   }
 
   static float Largest(Floats x) {
-    float lanes[kCount];
-    Store(lanes, x);
-    return *std::max_element(lanes, lanes + kCount);
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
   }
 
   // Writes x, and returns what was written.
@@ -237,6 +237,11 @@ struct Lanes {
   }
 
  private:
+  // Sums of neighbours of a, then of b, in each half: as _mm256_hadd_ps, which takes Zen 3 twice the time.
+  static Floats Pairs(Floats a, Floats b) {
+    return _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x88), _mm256_shuffle_ps(a, b, 0xdd));
+  }
+
   // The nearest bf16 in the upper half of each lane.
   static __m256i Rounded(Floats x) {
     __m256i bits = _mm256_castps_si256(x);

@@ -216,6 +216,8 @@ FAULTS = [
     ),
     (("quantize.h", "is_interleaved ? 4 : kPacked / 2", "kPacked / 2"), "FAILED quantize int4"),
     (("quantize.h", "kInterleaved, numbers, values", "1, numbers, values"), "FAILED quantize int4"),
+    (("f32_products.h", "Place(first, i, T)", "Place(first, 0, T)"), "FAILED linear"),
+    (("f32_products.h", "x(first + std::min(i, rows - 1))", "x(first)"), "FAILED linear"),
     (("int8_products.h", "127.0f / largest", "126.0f / largest"), "FAILED quantized int8"),
     (
         ("interleaved_products.h", "pair < 2 ? L::And", "pair < 1 ? L::And"),
