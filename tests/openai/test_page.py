@@ -27,6 +27,17 @@ SIZES = (
     *("num_blocks", "max_logprobs", "max_logit_bias", "max_stop_ids"),
 )
 SETTINGS: dict[str, Any] = {name: getattr(ENGINE, name) for name in SIZES}
+# What the browser keeps of conversations, as text. It waits for what is being written.
+KEPT_TEXT = """
+new Promise(done => {
+  const opening = indexedDB.open("jpaged", 1);
+  opening.onsuccess = () => {
+    const store = opening.result.transaction("conversations").objectStore("conversations");
+    const asking = store.getAll();
+    asking.onsuccess = () => { opening.result.close(); done(JSON.stringify(asking.result)); };
+  };
+})
+"""
 needs_browser = pytest.mark.skipif(PATH is None, reason="no Chromium is installed")
 
 
@@ -83,6 +94,11 @@ class User:
             "document.querySelector('.send').getAttribute('aria-label') === 'Send' &&"
             "!document.querySelector('.message.running')"
         )
+
+    def save(self) -> str:
+        """Have the page keep what has changed, as when it is left, and return what is kept."""
+        self.page.run("dispatchEvent(new Event('pagehide'))")
+        return self.page.wait(KEPT_TEXT)
 
     def texts(self, selector: str) -> list[str]:
         return self.page.run(
@@ -191,7 +207,7 @@ def test_a_conversation(user: User, live: Live) -> None:
     assert user.texts(".message.user > .content") == ["a <b>bold</b> word"]
     assert page.run("document.querySelectorAll('.message.user b').length") == 0
     assert "2 / 2" in user.texts(".branches > span")
-    page.wait("new Promise(resolve => setTimeout(resolve, 1500))")  # until it is saved
+    assert "a <b>bold</b> word" in user.save()
     before = user.answers
     page.reload()
     page.until("document.querySelectorAll('.message').length === 2")

@@ -140,7 +140,7 @@ def test_pictures_are_sent_and_kept(user: User) -> None:
 
     # They are there again after the page has been loaded anew.
     page.until("document.querySelectorAll('.message.user .pictures img').length === 2")
-    page.run("dispatchEvent(new Event('pagehide'))")  # saves what has changed
+    assert "and now?" in user.save()
     page.reload()
     page.until("document.querySelector('.state')?.textContent.startsWith('up')")
     assert page.until(f"{shown}.length === 2 && {shown}.every(i => i.complete)")
