@@ -27,17 +27,6 @@ SIZES = (
     *("num_blocks", "max_logprobs", "max_logit_bias", "max_stop_ids"),
 )
 SETTINGS: dict[str, Any] = {name: getattr(ENGINE, name) for name in SIZES}
-# What the browser keeps of conversations, as text. It waits for what is being written.
-KEPT_TEXT = """
-new Promise(done => {
-  const opening = indexedDB.open("jpaged", 1);
-  opening.onsuccess = () => {
-    const store = opening.result.transaction("conversations").objectStore("conversations");
-    const asking = store.getAll();
-    asking.onsuccess = () => { opening.result.close(); done(JSON.stringify(asking.result)); };
-  };
-})
-"""
 needs_browser = pytest.mark.skipif(PATH is None, reason="no Chromium is installed")
 
 
@@ -48,6 +37,20 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     with serving(llm) as live:
         yield live
         live.assert_nothing_left()
+
+
+def asked_of(database: str, store: str, question: str) -> str:
+    """Return a script for what the browser answers about what it keeps, once it is written."""
+    return f"""
+    new Promise(done => {{
+      const opening = indexedDB.open("{database}", 1);
+      opening.onsuccess = () => {{
+        const store = opening.result.transaction("{store}").objectStore("{store}");
+        const asking = store.{question};
+        asking.onsuccess = () => {{ opening.result.close(); done(asking.result); }};
+      }};
+    }})
+    """
 
 
 class User:
@@ -98,7 +101,7 @@ class User:
     def save(self) -> str:
         """Have the page keep what has changed, as when it is left, and return what is kept."""
         self.page.run("dispatchEvent(new Event('pagehide'))")
-        return self.page.wait(KEPT_TEXT)
+        return json.dumps(self.page.wait(asked_of("jpaged", "conversations", "getAll()")))
 
     def texts(self, selector: str) -> list[str]:
         return self.page.run(

@@ -17,7 +17,7 @@ pytest.importorskip("starlette", reason="pip install 'jpaged[server]'")
 pytest.importorskip("uvicorn", reason="pip install 'jpaged[server]'")
 
 from tests.openai.live import Live, serving
-from tests.openai.test_page import SETTINGS, User, needs_browser
+from tests.openai.test_page import SETTINGS, User, asked_of, needs_browser
 from tests.openai.test_tools import TEMPLATE
 
 PICTURE = base64.b64encode(png(picture(3, (120, 160)))).decode()
@@ -31,16 +31,7 @@ transfer.items.add(new File([bytes], "%s", { type: "%s" }));
 """
 
 # How many pictures the browser keeps.
-KEPT = """
-new Promise(done => {
-  const opening = indexedDB.open("jpaged-pictures", 1);
-  opening.onsuccess = () => {
-    const store = opening.result.transaction("jpaged-pictures").objectStore("jpaged-pictures");
-    const counting = store.count();
-    counting.onsuccess = () => { opening.result.close(); done(counting.result); };
-  };
-})
-"""
+KEPT = asked_of("jpaged-pictures", "jpaged-pictures", "count()")
 
 
 @pytest.fixture(scope="module")
