@@ -20,16 +20,11 @@ struct F32Panels {
   static constexpr int64_t kRows = L::kCount == 16 ? 12 : 6, kCols = 2 * L::kCount;
   static_assert(kPanelRows % kRows == 0);
 
-  // c[R][kCols] = a . b, or c + a . b: a[r][k] lies at r * kRow + k * kStep, b[k] is kCols numbers, b_step apart.
+  // Adds a . b to acc[R][kCols]: a[r][k] lies at r * kRow + k * kStep, b[k] is kCols numbers, b_step apart.
   template <int R, int64_t kRow, int64_t kStep>
-  static void MultiplyTile(const float* a, const float* b, int64_t b_step, int64_t K, float* c, int64_t c_row, bool adds) {
+  [[gnu::always_inline]] static void Accumulate(const float* a, const float* b, int64_t b_step, int64_t K,
+                                                typename L::Floats (&acc)[R][2]) {
     using Floats = typename L::Floats;
-    Floats acc[R][2];
-#pragma GCC unroll 12
-    for (int r = 0; r < R; ++r) {
-      acc[r][0] = adds ? L::Load(c + r * c_row) : L::Zero();
-      acc[r][1] = adds ? L::Load(c + r * c_row + L::kCount) : L::Zero();
-    }
     for (int64_t k = 0; k < K; ++k, a += kStep, b += b_step) {
       Floats low = L::Load(b), high = L::Load(b + L::kCount);
 #pragma GCC unroll 12
@@ -38,6 +33,18 @@ struct F32Panels {
         acc[r][0] = L::Fma(x, low, acc[r][0]), acc[r][1] = L::Fma(x, high, acc[r][1]);
       }
     }
+  }
+
+  // c[R][kCols] = a . b, or c + a . b.
+  template <int R, int64_t kRow, int64_t kStep>
+  static void MultiplyTile(const float* a, const float* b, int64_t b_step, int64_t K, float* c, int64_t c_row, bool adds) {
+    typename L::Floats acc[R][2];
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+      acc[r][0] = adds ? L::Load(c + r * c_row) : L::Zero();
+      acc[r][1] = adds ? L::Load(c + r * c_row + L::kCount) : L::Zero();
+    }
+    Accumulate<R, kRow, kStep>(a, b, b_step, K, acc);
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
       L::Store(c + r * c_row, acc[r][0]), L::Store(c + r * c_row + L::kCount, acc[r][1]);
@@ -64,8 +71,39 @@ struct F32Panels {
     }
   }
 
+  // c[rows][kCols] = c + (c' + (... + a . b)) over `waiting` tiles, 3 at most, of which each next one lies `apart` floats after the
+  // one before; a . b where none waits.
+  static void AddUp(int64_t rows, int64_t waiting, const float* a, const float* b, int64_t K, float* c, int64_t apart) {
+    constexpr auto tile = [](auto... r) {
+      return std::array<std::array<AddedUp, 4>, sizeof...(r)>{
+          {{&AddUpTile<r + 1, 0>, &AddUpTile<r + 1, 1>, &AddUpTile<r + 1, 2>, &AddUpTile<r + 1, 3>}...}};
+    };
+    static constexpr auto kBySize = Unpacked(tile, std::make_integer_sequence<int, kRows>());
+    kBySize[rows - 1][waiting](a, b, K, c, apart);
+  }
+
  private:
   using Tile = void (*)(const float*, const float*, int64_t, int64_t, float*, int64_t, bool);
+  using AddedUp = void (*)(const float*, const float*, int64_t, float*, int64_t);
+
+  template <int R, int kWaiting>
+  static void AddUpTile(const float* a, const float* b, int64_t K, float* c, int64_t apart) {
+    typename L::Floats acc[R][2];
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = L::Zero();
+    Accumulate<R, 1, kRows>(a, b, kCols, K, acc);
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
+      for (int i = 0; i < 2; ++i) {
+        float* to = c + r * kCols + i * L::kCount;
+        typename L::Floats sum = acc[r][i];
+#pragma GCC unroll 3
+        for (int n = kWaiting - 1; n >= 0; --n) sum = L::Add(L::Load(to + n * apart), sum);
+        L::Store(to, sum);
+      }
+    }
+  }
 
   template <typename Make, int... r>
   static constexpr auto Unpacked(Make make, std::integer_sequence<int, r...>) {

@@ -9,6 +9,7 @@
 #include "experts.h"
 #include "f32_panels.h"
 #include "linear.h"
+#include "mlp.h"
 
 namespace jpaged {
 
@@ -147,39 +148,34 @@ class F32ManyRows {
   template <typename Y>
   static void MultiplyGroups(const float* x, const Y& y, int64_t T, const bf16* w, int64_t N, int64_t E, int64_t begin,
                              int64_t end) {
-    static thread_local Memory of_weight, of_sums;
-    int64_t depth = E / kSums, apart = depth * kCols + kPadding, size = P::kRows * kCols;
-    int64_t panels = PanelsOf(T), most = std::min(panels, kPanels), tiles = panels * kSums;
-    float* packed = Scratch<float>(of_weight, kSums * apart);
-    float* sums = Scratch<float>(of_sums, most * kSums * size);
-    for (int64_t g = begin; g < end; ++g) {
-      PackWeight(w, N, E, g * kCols, apart, packed);
-      // The next group comes into the cache meanwhile, a few lines with each tile: the processor would wait for many at once.
-      int64_t n = std::min(N, (g + 1) * kCols), lines = std::min(kCols, N - n) * E / kLineInputs, done = 0, fetched = 0;
-      for (int64_t first = 0; first < panels; first += most) {
-        int64_t last = std::min(panels, first + most);
-        for (int64_t i = 0; i < kSums; ++i) {
-          const float* a = x + Place(first, i, T) * Apart(E);
-          float* c = sums + i * most * size;
-          for (int64_t panel = first; panel < last; ++panel, a += Apart(E), c += size) {
-            for (++done; fetched * tiles < lines * done; ++fetched) PrefetchL2(w + n * E + fetched * kLineInputs);
-            int64_t rows = FirstOf(panel + 1, T) - FirstOf(panel, T);
-            P::template Multiply<1, P::kRows>(rows, a, packed + i * apart, kCols, depth, c, kCols, false);
-          }
-        }
-        for (int64_t panel = first, t = FirstOf(first, T); panel < last; ++panel) {
-          const float* from = sums + (panel - first) * size;
-          for (; t < FirstOf(panel + 1, T); ++t, from += kCols) {
-            Write(from, most * size, std::min(kCols, N - g * kCols), y(t) + g * kCols);
-          }
-        }
+    auto write = [&](int64_t group, int64_t panel, const float* sums, int64_t) {
+      int64_t n = group * kCols, count = std::min(kCols, N - n);
+      for (int64_t t = FirstOf(panel, T); t < FirstOf(panel + 1, T); ++t, sums += kCols) Write(sums, count, y(t) + n);
+    };
+    MultiplyTogether<1>(x, T, w, N, E, begin, end, [](int64_t group, int) { return group * kCols; }, write);
+  }
+
+  // One thread's part of h = gated(gate . x, up . x): the groups [begin, end) of gate and up, which are w [2, F, E]. h, rounded to
+  // bf16, is packed as rows are.
+  template <typename Gated>
+  static void MultiplyGated(const float* x, float* h, int64_t T, const bf16* w, int64_t F, int64_t E, int64_t begin, int64_t end,
+                            const Gated& gated) {
+    auto pack = [&](int64_t group, int64_t panel, const float* gates, int64_t apart) {
+      int64_t rows = FirstOf(panel + 1, T) - FirstOf(panel, T);
+      float of_tile[P::kRows * kCols];
+      for (int64_t i = 0; i < rows * kCols; ++i) of_tile[i] = FromBf16(ToBf16(gated(gates[i], gates[apart + i])));
+      for (int64_t j = 0; j < kCols; ++j) {
+        float* to = h + Place(panel, j / 2, T) * Apart(F) + (group * 2 + j % 2) * P::kRows;
+        for (int64_t r = 0; r < rows; ++r) to[r] = of_tile[r * kCols + j];
       }
-    }
+    };
+    MultiplyTogether<2>(x, T, w, 2 * F, E, begin, end, [F](int64_t group, int i) { return i * F + group * kCols; }, pack);
   }
 
  private:
   using Words = typename L::Words;
   static constexpr int64_t kSums = L::kCount;        // of an element
+  static constexpr int64_t kLevels = 3;              // of sums that wait: of one, of two, and of four
   static constexpr int64_t kPanels = 16;             // of x that meet a panel of w while it is in the L1 cache
   static constexpr int64_t kAlone = 1 << 15;         // numbers of x that are packed before another thread could begin
   static constexpr int64_t kInputs = 2 * L::kCount;  // of which each of the sums has two
@@ -198,6 +194,46 @@ class F32ManyRows {
   static int64_t Place(int64_t panel, int64_t sum, int64_t T) {
     int64_t first = panel / kPanels * kPanels, count = std::min(kPanels, PanelsOf(T) - first);
     return first * kSums + sum * count + panel - first;
+  }
+
+  // One thread's part of products that share x: for each of the steps [begin, end) kTogether groups of w, of which the i-th begins
+  // with row first_of(step, i). take(step, panel, sums, apart) is called with the sums [rows of the panel][kCols] of the first
+  // group, those of the next one `apart` floats after them.
+  //
+  // An element's 8 sums are added up as L::PutSums adds up those of lanes, in pairs, pairs of pairs, and both: of the i-th comes in
+  // what waits for it, which is as much as i has ones at its end, so that three tiles a panel at most wait at any time.
+  template <int kTogether, typename First, typename Take>
+  static void MultiplyTogether(const float* x, int64_t T, const bf16* w, int64_t N, int64_t E, int64_t begin, int64_t end,
+                               const First& first_of, const Take& take) {
+    static thread_local Memory of_weight, of_sums;
+    int64_t depth = E / kSums, apart = depth * kCols + kPadding, size = P::kRows * kCols;
+    int64_t panels = PanelsOf(T), most = std::min(panels, kPanels), of_level = most * kTogether * size;
+    float* packed = Scratch<float>(of_weight, kTogether * kSums * apart);
+    float* sums = Scratch<float>(of_sums, kLevels * of_level);
+    for (int64_t step = begin; step < end; ++step) {
+      for (int i = 0; i < kTogether; ++i) PackWeight(w, N, E, first_of(step, i), apart, packed + i * kSums * apart);
+      // What is packed next comes into the cache meanwhile, a few lines with each tile: the processor would wait for many at once.
+      int64_t of_group = kCols * E / kLineInputs, lines = step + 1 < end ? kTogether * of_group : 0, fetched = 0;
+      int64_t tiles = panels * kSums * kTogether, done = 0;
+      for (int64_t first = 0; first < panels; first += most) {
+        int64_t last = std::min(panels, first + most);
+        for (int64_t i = 0; i < kSums; ++i) {
+          int64_t waiting = __builtin_ctzll(i + 1), level = __builtin_popcountll(i) - waiting;
+          for (int group = 0; group < kTogether; ++group) {
+            const float* a = x + Place(first, i, T) * Apart(E);
+            float* c = sums + level * of_level + group * size;
+            for (int64_t panel = first; panel < last; ++panel, a += Apart(E), c += kTogether * size) {
+              for (++done; fetched * tiles < lines * done; ++fetched) {
+                PrefetchL2(w + first_of(step + 1, fetched / of_group) * E + fetched % of_group * kLineInputs);
+              }
+              int64_t rows = FirstOf(panel + 1, T) - FirstOf(panel, T);
+              P::AddUp(rows, waiting, a, packed + (group * kSums + i) * apart, depth, c, of_level);
+              if (i == kSums - 1 && group == kTogether - 1) take(step, panel, c - group * size, size);
+            }
+          }
+        }
+      }
+    }
   }
 
   // Writes kCols rows of w from row n on, the last one again where there are no more: a panel [E/8][kCols] for each sum.
@@ -219,25 +255,30 @@ class F32ManyRows {
     }
   }
 
-  // Adds up the sums of `count` elements, `apart` floats apart, as L::PutSums adds up those of lanes.
+  // Writes `count` numbers of a row of a tile. The usual number of them is one that the compiler knows.
   template <typename Out>
-  static void Write(const float* sums, int64_t apart, int64_t count, Out* to) {
-    float out[kCols];
-    for (int64_t j = 0; j < kCols; j += L::kCount) {
-      auto sum = [&](int i) { return L::Load(sums + i * apart + j); };
-      auto four = [&](int i) { return L::Add(L::Add(sum(i), sum(i + 1)), L::Add(sum(i + 2), sum(i + 3))); };
-      L::Store(out + j, L::Add(four(0), four(4)));
-    }
+  static void Write(const float* sums, int64_t count, Out* to) {
     if (count == kCols) {
-      for (int64_t j = 0; j < kCols; ++j) Put(to + j, out[j]);
+      for (int64_t j = 0; j < kCols; ++j) Put(to + j, sums[j]);
     } else {
-      for (int64_t j = 0; j < count; ++j) Put(to + j, out[j]);
+      for (int64_t j = 0; j < count; ++j) Put(to + j, sums[j]);
     }
   }
 
   static void Put(float* to, float x) { *to = x; }
   static void Put(bf16* to, float x) { *to = ToBf16(x); }
 };
+
+// y of x, whose many rows are packed.
+template <typename L, typename Out>
+void MultiplyPacked(ffi::ThreadPool& pool, const float* x, const bf16* w, Out* y, int64_t T, int64_t N, int64_t E) {
+  using M = F32ManyRows<L>;
+  int64_t groups = (N + M::kCols - 1) / M::kCols, items = SharesOf(pool, groups, 1);
+  ParallelFor(pool, items, [&](int64_t item) {
+    auto to = [&](int64_t t) { return y + t * N; };
+    M::MultiplyGroups(x, to, T, w, N, E, groups * item / items, groups * (item + 1) / items);
+  });
+}
 
 template <typename L, typename Out>
 void MultiplyInF32(ffi::ThreadPool& pool, const bf16* x, const bf16* w, Out* y, int64_t T, int64_t N, int64_t E) {
@@ -248,12 +289,7 @@ void MultiplyInF32(ffi::ThreadPool& pool, const bf16* x, const bf16* w, Out* y, 
     static thread_local Memory memory;
     float* packed = Scratch<float>(memory, M::Packed(T, E));
     M::PackRows(pool, [&](int64_t t) { return x + t * E; }, T, E, packed);
-    int64_t groups = (N + M::kCols - 1) / M::kCols, items = SharesOf(pool, groups, 1);
-    ParallelFor(pool, items, [&](int64_t item) {
-      auto to = [&](int64_t t) { return y + t * N; };
-      M::MultiplyGroups(packed, to, T, w, N, E, groups * item / items, groups * (item + 1) / items);
-    });
-    return;
+    return MultiplyPacked<L>(pool, packed, w, y, T, N, E);
   }
   int64_t groups = (N + P::kCols - 1) / P::kCols, items = SharesOf(pool, groups, 4);
   ParallelFor(pool, items, [&](int64_t item) {
@@ -261,6 +297,30 @@ void MultiplyInF32(ffi::ThreadPool& pool, const bf16* x, const bf16* w, Out* y, 
     auto to = [&](int64_t t) { return y + t * N; };
     P::MultiplyGroups(from, to, T, w, N, E, groups * item / items, groups * (item + 1) / items);
   });
+}
+
+// The products of mlp.h, of many rows.
+template <typename L, typename Out>
+bool MlpInF32(ffi::ThreadPool& pool, Activation kind, const bf16* x, const bf16* gate_up, const bf16* down, Out* y, int64_t T,
+              int64_t N, int64_t E, int64_t F) {
+  using M = F32ManyRows<L>;
+  if (T < M::kLeast) return false;
+  static thread_local Memory of_x, of_h;
+  float *packed = Scratch<float>(of_x, M::Packed(T, E)), *h = Scratch<float>(of_h, M::Packed(T, F));
+  M::PackRows(pool, [&](int64_t t) { return x + t * E; }, T, E, packed);
+  int64_t groups = F / M::kCols, items = SharesOf(pool, groups, 1);
+  auto gate = [&](auto gated) {
+    ParallelFor(pool, items, [&](int64_t item) {
+      M::MultiplyGated(packed, h, T, gate_up, F, E, groups * item / items, groups * (item + 1) / items, gated);
+    });
+  };
+  if (kind == Activation::kSilu) {
+    gate([](float gate, float up) { return Gated<Activation::kSilu>(gate, up); });
+  } else {
+    gate([](float gate, float up) { return Gated<Activation::kGeluTanh>(gate, up); });
+  }
+  MultiplyPacked<L>(pool, h, down, y, T, N, F);
+  return true;
 }
 
 // The unit of work is a strip of one expert's weight, for all of its tokens.

@@ -59,10 +59,18 @@ class F32Tiles {
     } else {
       const float* q = q_ + head * rows_ * D_;
       WidenTile(tile, head);
-      for (int64_t r = 0, n; r < rows_; r += n) {
-        n = std::min<int64_t>(3, rows_ - r);
-        auto score = n == 3 ? &ScoreRows<3, 4> : n == 2 ? &ScoreRows<2, 4> : &ScoreRows<1, 8>;
-        score(q + r * D_, k_, D_, tile.slots, scores + r * kTile);
+      // As many keys at a time as stay in the L1 cache while all queries pass. What is needed next comes into the cache meanwhile,
+      // a few slots at a time.
+      Next next(*this, tile, head);
+      int64_t step = std::max<int64_t>(kSlots, kKeys / D_ / kSlots * kSlots), done = 0, fetched = 0;
+      int64_t all = (tile.slots + step - 1) / step * ((rows_ + 2) / 3);
+      for (int64_t slot = 0; slot < tile.slots; slot += step) {
+        for (int64_t r = 0, n; r < rows_; r += n) {
+          for (++done; fetched * all < kTile * done; ++fetched) next.Fetch(fetched);
+          n = std::min<int64_t>(3, rows_ - r);
+          auto score = n == 3 ? &ScoreRows<3, 4> : n == 2 ? &ScoreRows<2, 4> : &ScoreRows<1, 8>;
+          score(q + r * D_, k_ + slot * D_, D_, std::min(step, tile.slots - slot), scores + r * kTile + slot);
+        }
       }
     }
     if (kIsScaled && !p_.latent) Scale(head, 0, scores);
@@ -85,12 +93,13 @@ class F32Tiles {
       ahead_.FetchRest();
       return;
     }
-    static constexpr decltype(&WeighRows<1, 4>) kBySize[] = {&WeighRows<1, 4>, &WeighRows<2, 4>, &WeighRows<3, 2>,
+    static constexpr decltype(&WeighRows<1, 2>) kBySize[] = {&WeighRows<1, 2>, &WeighRows<2, 2>, &WeighRows<3, 2>,
                                                              &WeighRows<4, 2>, &WeighRows<5, 2>, &WeighRows<6, 2>};
-    for (int64_t r = 0, n; r < rows_; r += n) {
-      n = std::min<int64_t>(6, rows_ - r);
-      for (int64_t d = 0, width = n <= 2 ? 4 * L::kCount : 2 * L::kCount; d < V_; d += width) {
-        kBySize[n - 1](weights + r * kTile, v_ + d, p_.latent ? D_ : V_, tile.slots, o + r * V_ + d, V_, alpha + r);
+    for (int64_t d = 0; d < V_; d += kWide) {
+      for (int64_t r = 0, n; r < rows_; r += n) {
+        n = std::min<int64_t>(6, rows_ - r);
+        const float* v = p_.latent ? v_ + d : v_ + d * kTile;
+        kBySize[n - 1](weights + r * kTile, v, p_.latent ? D_ : kWide, tile.slots, o + r * V_ + d, V_, alpha + r);
       }
     }
   }
@@ -106,9 +115,11 @@ class F32Tiles {
   using Floats = typename L::Floats;
   static constexpr bool kIsScaled = sizeof(Slot) == 1;
   static constexpr float kUnit = std::is_same_v<Slot, int8_t> ? L::kInt8 : std::is_same_v<Slot, E4m3> ? L::kE4m3 : 1.0f;
-  static constexpr int64_t kGroup = 32;  // slots whose values are added up before those of the next head
-  static constexpr int64_t kFew = 8;     // query rows of a head, at most, whose keys and values become f32 in registers
-  static constexpr int64_t kMost = 4;    // query rows that share what registers hold of a slot
+  static constexpr int64_t kWide = 2 * L::kCount;  // dimensions of a panel of values
+  static constexpr int64_t kKeys = 4096;           // numbers of keys that stay in the L1 cache
+  static constexpr int64_t kGroup = 32;            // slots whose values are added up before those of the next head
+  static constexpr int64_t kFew = 8;               // query rows of a head, at most, whose keys and values become f32 in registers
+  static constexpr int64_t kMost = 4;              // query rows that share what registers hold of a slot
 
   // How many query rows are multiplied at a time.
   int64_t Chunk() const { return rows_ <= kMost ? rows_ : (rows_ + 1) / 2; }
@@ -201,15 +212,15 @@ class F32Tiles {
     int64_t size_, offset_;
   };
 
-  // Makes f32 of the keys and values of a head, slot by slot, while what is needed next comes into the cache.
+  // Makes f32 of the keys and values of a head, slot by slot: of values panels [kTile][kWide], one for each kWide dimensions, since
+  // all queries meet one while it is in the L1 cache. Of latents, which are both, rows.
   void WidenTile(const Tile<Slot>& tile, int64_t head) {
-    Next next(*this, tile, head);
     int64_t offset = head * p_.Apart();
     for (int64_t slot = 0; slot < tile.slots; ++slot) {
-      next.Fetch(slot);
       const Slot* key = tile.keys[slot] + offset;
       if (!p_.latent) {
-        Widen(key, D_, 1.0f, k_ + slot * D_), Widen(key + D_, V_, 1.0f, v_ + slot * V_);
+        Widen(key, D_, 1.0f, k_ + slot * D_);
+        for (int64_t d = 0; d < V_; d += kWide) Widen(key + D_ + d, kWide, 1.0f, v_ + d * kTile + slot * kWide);
       } else if constexpr (kIsScaled) {
         Widen(key, V_, scales_[slot], k_ + slot * D_), Widen(key + V_, D_ - V_, scales_[kTile + slot], k_ + slot * D_ + V_);
       } else {

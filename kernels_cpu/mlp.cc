@@ -48,7 +48,7 @@ ffi::Error Activated(ffi::ThreadPool pool, Float32<3> gate_up, Int32<0> count, f
 }
 
 // gate_up and h are memory for what is between the products.
-ffi::Error Mlp(ffi::ThreadPool pool, Bf16<2> x, ffi::AnyBuffer gate_up, Float32<2> gate_up_scales, Float32<2> gate_up_zeros,
+ffi::Error MlpOf(ffi::ThreadPool pool, Bf16<2> x, ffi::AnyBuffer gate_up, Float32<2> gate_up_scales, Float32<2> gate_up_zeros,
                ffi::AnyBuffer down, Float32<2> down_scales, Float32<2> down_zeros, Int32<0> count, ffi::Result<ffi::AnyBuffer> y,
                ffi::Result<Float32<2>> between, ffi::Result<Bf16<2>> h, std::string_view gate_up_form, bool gate_up_interleaved,
                std::string_view down_form, bool down_interleaved, std::string_view activations, std::string_view activation) {
@@ -66,12 +66,16 @@ ffi::Error Mlp(ffi::ThreadPool pool, Bf16<2> x, ffi::AnyBuffer gate_up, Float32<
   int64_t row = second.w.N * (in_f32 ? sizeof(float) : sizeof(bf16));
   std::memset(static_cast<char*>(y->untyped_data()) + T * row, 0, (all - T) * row);
   if (T == 0) return ffi::Error::Success();
+  bool is_plain = first.plain != nullptr && second.plain != nullptr;
+  auto at_once = [&](auto* to) { return Mlp(pool, kind, Data(x), first.plain, second.plain, to, T, second.w.N, first.w.E, F); };
+  auto* rounded = static_cast<bf16*>(y->untyped_data());
+  if (is_plain && (in_f32 ? at_once(y->typed_data<float>()) : at_once(rounded))) return ffi::Error::Success();
   first.Multiply(pool, Data(x), between->typed_data(), T);
   Activate(pool, kind, between->typed_data(), Data(*h), T, F);
   if (in_f32) {
     second.Multiply(pool, Data(*h), y->typed_data<float>(), T);
   } else if (second.plain != nullptr) {
-    Multiply(pool, Data(*h), second.plain, static_cast<bf16*>(y->untyped_data()), T, second.w.N, F);
+    Multiply(pool, Data(*h), second.plain, rounded, T, second.w.N, F);
   } else {
     return ffi::Error::InvalidArgument("a product with a weight in 8 or 4 bits is of f32");
   }
@@ -88,7 +92,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_activated, jpaged::Activated,
                                   .Ret<jpaged::Bf16<2>>()
                                   .Attr<std::string_view>("activation"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_mlp, jpaged::Mlp,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_mlp, jpaged::MlpOf,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .Arg<jpaged::Bf16<2>>()

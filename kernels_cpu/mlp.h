@@ -62,4 +62,12 @@ inline void Activate(ffi::ThreadPool& pool, Activation kind, const float* gate_u
   ParallelFor(pool, items, work);
 }
 
+// y of x by gate and up [2, F, E] and down [N, F] of bf16, where the level has a way with so many rows that keeps what is between
+// the products packed for the second one: the same bits. Returns false where it has none, and nothing is done. Each level of
+// processors defines these in its level.cc.
+bool Mlp(ffi::ThreadPool& pool, Activation kind, const bf16* x, const bf16* gate_up, const bf16* down, float* y, int64_t T, int64_t N,
+         int64_t E, int64_t F);
+bool Mlp(ffi::ThreadPool& pool, Activation kind, const bf16* x, const bf16* gate_up, const bf16* down, bf16* y, int64_t T, int64_t N,
+         int64_t E, int64_t F);
+
 }  // namespace jpaged

@@ -10,7 +10,7 @@ namespace {
 // Into how many equal parts H query heads of latents are cut: at least `least` if that can be, none of more heads than an item
 // has.
 int64_t Parts(int64_t H, int64_t least) {
-  int64_t parts = std::clamp<int64_t>(std::max(least, (H + kQueries - 1) / kQueries), 1, H);
+  int64_t parts = std::clamp<int64_t>(std::max(least, (H + MostQueries() - 1) / MostQueries()), 1, H);
   while (H % parts != 0) ++parts;
   return parts;
 }
@@ -47,7 +47,7 @@ ffi::Error PagedAttention(ffi::ThreadPool pool, Bf16<3> q, ffi::AnyBuffer kv, Fl
   int64_t parts = decode ? PartsOf(std::min(longest, is_cut ? kSpan : longest), total, threads) : 1;
   p.K = latent ? Parts(p.H, parts) : kv_shape[2] * kv_shape[3] / (p.D + p.V);
   p.G = p.H / p.K;
-  int64_t most = std::max<int64_t>(1, kQueries / p.G);
+  int64_t most = std::max<int64_t>(1, MostQueries() / p.G);
   int64_t heads = decode && !latent ? std::max<int64_t>(1, p.K / parts) : 1;
   int64_t groups = (p.K + heads - 1) / heads;  // of heads
   auto spans_of = [&](int64_t begin, int64_t end) { return (end + kSpan - 1) / kSpan - begin / kSpan; };

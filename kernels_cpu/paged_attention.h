@@ -15,7 +15,6 @@ namespace jpaged {
 
 constexpr int64_t kTile = 64;      // slots of a KV tile
 constexpr int64_t kSpan = 256;     // slots after which a query's sums begin anew; whole tiles
-constexpr int64_t kQueries = 48;   // query rows (tokens times heads of a group) of an item, at most
 constexpr float kMasked = -1e30f;  // finite, so that a query that has seen nothing yet has a state without NaN
 
 struct Problem {
@@ -63,8 +62,11 @@ struct Item {
   int64_t span = 0;
 };
 
-// Works through one item. `after`: what this thread probably does next, or null. Each level of processors defines these in its
-// level.cc, by attend.h.
+// Returns how many query rows (tokens times heads of a group) an item has at most.
+int64_t MostQueries();
+
+// Works through one item. `after`: what this thread probably does next, or null. Each level of processors defines these and
+// MostQueries in its level.cc, by attend.h.
 void Attend(const Problem& p, const Item& item, const Item* after);
 void AttendInt8(const Problem& p, const Item& item, const Item* after);
 void AttendE4m3(const Problem& p, const Item& item, const Item* after);

@@ -3,6 +3,7 @@
 
 namespace jpaged {
 
+int64_t MostQueries() { return 96; }
 void Attend(const Problem& p, const Item& item, const Item* after) { avx2::Attend(p, item, after); }
 void AttendInt8(const Problem& p, const Item& item, const Item* after) { avx2::AttendInt8(p, item, after); }
 void AttendE4m3(const Problem& p, const Item& item, const Item* after) { avx2::AttendE4m3(p, item, after); }
@@ -13,6 +14,16 @@ void Multiply(ffi::ThreadPool& pool, const bf16* x, const bf16* w, float* y, int
 
 void Multiply(ffi::ThreadPool& pool, const bf16* x, const bf16* w, bf16* y, int64_t T, int64_t N, int64_t E) {
   avx2::Multiply(pool, x, w, y, T, N, E);
+}
+
+bool Mlp(ffi::ThreadPool& pool, Activation kind, const bf16* x, const bf16* gate_up, const bf16* down, float* y, int64_t T, int64_t N,
+         int64_t E, int64_t F) {
+  return avx2::Mlp(pool, kind, x, gate_up, down, y, T, N, E, F);
+}
+
+bool Mlp(ffi::ThreadPool& pool, Activation kind, const bf16* x, const bf16* gate_up, const bf16* down, bf16* y, int64_t T, int64_t N,
+         int64_t E, int64_t F) {
+  return avx2::Mlp(pool, kind, x, gate_up, down, y, T, N, E, F);
 }
 
 void MultiplyExperts(ffi::ThreadPool& pool, const Pairs& pairs, const std::vector<Expert>& experts, int64_t N, int64_t E) {

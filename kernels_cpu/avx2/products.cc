@@ -14,6 +14,16 @@ void Multiply(ffi::ThreadPool& pool, const bf16* x, const bf16* w, bf16* y, int6
   MultiplyInF32<Lanes>(pool, x, w, y, T, N, E);
 }
 
+bool Mlp(ffi::ThreadPool& pool, Activation kind, const bf16* x, const bf16* gate_up, const bf16* down, float* y, int64_t T, int64_t N,
+         int64_t E, int64_t F) {
+  return MlpInF32<Lanes>(pool, kind, x, gate_up, down, y, T, N, E, F);
+}
+
+bool Mlp(ffi::ThreadPool& pool, Activation kind, const bf16* x, const bf16* gate_up, const bf16* down, bf16* y, int64_t T, int64_t N,
+         int64_t E, int64_t F) {
+  return MlpInF32<Lanes>(pool, kind, x, gate_up, down, y, T, N, E, F);
+}
+
 void MultiplyExperts(ffi::ThreadPool& pool, const Pairs& pairs, const std::vector<Expert>& experts, int64_t N, int64_t E) {
   MultiplyExpertsInF32<Lanes>(pool, pairs, experts, N, E);
 }

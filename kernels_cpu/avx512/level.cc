@@ -5,6 +5,7 @@
 
 namespace jpaged {
 
+int64_t MostQueries() { return 48; }
 void Attend(const Problem& p, const Item& item, const Item* after) { avx512::Attend(p, item, after); }
 void AttendInt8(const Problem& p, const Item& item, const Item* after) { avx2::AttendInt8(p, item, after); }
 void AttendE4m3(const Problem& p, const Item& item, const Item* after) { avx2::AttendE4m3(p, item, after); }
@@ -15,6 +16,15 @@ void Multiply(ffi::ThreadPool& pool, const bf16* x, const bf16* w, float* y, int
 
 void Multiply(ffi::ThreadPool& pool, const bf16* x, const bf16* w, bf16* y, int64_t T, int64_t N, int64_t E) {
   avx512::Multiply(pool, x, w, y, T, N, E);
+}
+
+// Its products of bf16 need no packed rows.
+bool Mlp(ffi::ThreadPool&, Activation, const bf16*, const bf16*, const bf16*, float*, int64_t, int64_t, int64_t, int64_t) {
+  return false;
+}
+
+bool Mlp(ffi::ThreadPool&, Activation, const bf16*, const bf16*, const bf16*, bf16*, int64_t, int64_t, int64_t, int64_t) {
+  return false;
 }
 
 void MultiplyExperts(ffi::ThreadPool& pool, const Pairs& pairs, const std::vector<Expert>& experts, int64_t N, int64_t E) {

@@ -289,6 +289,31 @@ void ActivationCases(ffi::ThreadPool& pool) {
   }
 }
 
+// The whole feed-forward part has the bits of its products and what is between them.
+template <typename Out>
+void Mlps(ffi::ThreadPool& pool, Activation kind, int64_t T, int64_t N, int64_t E, int64_t F) {
+  Random random(T + F);
+  auto x = random.Bf16s(T * E), gate_up = random.Bf16s(2 * F * E, 0.3f), down = random.Bf16s(N * F, 0.1f), h = random.Bf16s(T * F);
+  std::vector<float> between(T * 2 * F);
+  std::vector<Out> parts(T * N), whole(T * N);
+  Multiply(pool, x.data(), gate_up.data(), between.data(), T, 2 * F, E);
+  Activate(pool, kind, between.data(), h.data(), T, F);
+  Multiply(pool, h.data(), down.data(), parts.data(), T, N, F);
+  if (!Mlp(pool, kind, x.data(), gate_up.data(), down.data(), whole.data(), T, N, E, F)) whole = parts;
+  std::vector<double> wanted(parts.size());
+  std::transform(parts.begin(), parts.end(), wanted.begin(), [](Out y) { return AsFloat(y); });
+  Check(std::string("mlp ") + (kind == Activation::kSilu ? "silu " : "gelu ") + (sizeof(Out) == 4 ? "f32 " : "bf16 ") +
+            std::to_string(T) + "x" + std::to_string(E) + "x" + std::to_string(F), whole, wanted, std::vector<double>(T * N));
+}
+
+void MlpCases(ffi::ThreadPool& pool) {
+  for (Activation kind : {Activation::kSilu, Activation::kGeluTanh}) {
+    for (auto [T, N, E, F] : {std::array<int64_t, 4>{259, 50, 96, 160}, {300, 9, 64, 32}, {7, 9, 64, 96}}) {
+      Mlps<float>(pool, kind, T, N, E, F), Mlps<bf16>(pool, kind, T, N, E, F);
+    }
+  }
+}
+
 struct HeadCase {
   int64_t T, K, G, D, half;
   bool norm, in_f32;
@@ -732,7 +757,7 @@ void AttentionCases() {
                                  {150, 1, 16, 6, 3, 192, 128, 0, 0, true},  {90, 11, 16, 6, 3, 192, 128, 40, 0, true},
                                  {70, 1, 16, 4, 2, 32, 96, 0, 0, false},    {70, 5, 16, 4, 2, 32, 96, 0, 0, false},
                                  {600, 1, 16, 4, 2, 64, 64, 0, 0, true},    {700, 1, 64, 8, 2, 96, 96, 330, 0, false},
-                                 {520, 9, 16, 6, 2, 64, 64, 260, 0, true},  {530, 1, 16, 10, 2, 96, 64, 0, 0, false, true},
+                                 {520, 9, 16, 6, 2, 64, 64, 260, 0, true},  {300, 70, 64, 6, 2, 64, 96, 0, 0, false},  {530, 1, 16, 10, 2, 96, 64, 0, 0, false, true},
                                  {150, 1, 16, 10, 2, 96, 64, 0, 0, false, true}, {90, 3, 16, 10, 2, 96, 64, 0, 0, false, true}};
   for (const AttentionCase& c : cases) {
     for (bool decode : {false, true}) {
@@ -749,7 +774,7 @@ int main() {
   {
     jpaged::Pool pool;
     jpaged::Linear(*pool), jpaged::Panels(*pool), jpaged::GroupCases(*pool);
-    jpaged::QuantizedProducts(*pool), jpaged::InterleavedProducts(*pool), jpaged::ActivationCases(*pool);
+    jpaged::QuantizedProducts(*pool), jpaged::InterleavedProducts(*pool), jpaged::ActivationCases(*pool), jpaged::MlpCases(*pool);
   }
   jpaged::QuantizedWeights<jpaged::bf16>("bf16"), jpaged::QuantizedWeights<float>("f32");
   jpaged::LowRank(), jpaged::HeadWrites(), jpaged::GatedDelta(), jpaged::Mamba2(), jpaged::AttentionCases();

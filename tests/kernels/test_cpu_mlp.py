@@ -93,15 +93,15 @@ def test_ends_of_activations() -> None:
         np.testing.assert_allclose(found, [np.nan, np.inf, 0, 0, 0, 200], atol=1e-30)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "count"), [*((form, 33) for form in FORMS), ("bf16", 301)])
 @pytest.mark.parametrize("activation", KINDS)
-def test_it_has_the_bits_of_its_parts(form: str, activation: Any) -> None:
+def test_it_has_the_bits_of_its_parts(form: str, count: int, activation: Any) -> None:
     """And each row those that it has alone, as in prefill and in decode."""
-    mlp, x = mlp_of(form, activation), rows(33)
+    mlp, x = mlp_of(form, activation), rows(count)
     calls.clear()
     for dtype in (None, jnp.float32):
         whole = mlp(x, STEP, dtype)
-        assert whole.dtype == (dtype or x.dtype) and whole.shape == (33, N)
+        assert whole.dtype == (dtype or x.dtype) and whole.shape == (count, N)
         assert np.array_equal(bits(whole), bits(in_parts(mlp, x, dtype)))
         for part in (slice(0, 1), slice(7, 12)):
             assert np.array_equal(bits(mlp(x[part], STEP, dtype)), bits(whole[part]))
