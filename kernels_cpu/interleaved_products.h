@@ -18,10 +18,12 @@ class InterleavedProducts {
     static thread_local Memory values, scales, excess, sums;
     int64_t segment = SegmentOf(w), blocks = Cut(w.E, kBlock), segments = Cut(w.E, segment);
     Rounded from{Scratch<int16_t>(values, T * w.E), Scratch<float>(scales, T * blocks), Scratch<int32_t>(excess, T * segments),
-                 Scratch<float>(sums, kind == Scales::kZeros ? T * segments : 0), w.E, blocks, segments};
+                 Scratch<float>(sums, kind == Scales::kZeros ? T * segments : 0), T, w.E, blocks, segments};
     constexpr int64_t kAtOnce = 16;  // rows of x that are worth a thread
     ParallelFor(pool, Cut(T, kAtOnce), [&](int64_t item) {
-      for (int64_t t = item * kAtOnce; t < std::min(T, (item + 1) * kAtOnce); ++t) Round(x + t * w.E, segment, from.From(t));
+      for (int64_t t = item * kAtOnce; t < std::min(T, (item + 1) * kAtOnce); ++t) {
+        Round(x + t * w.E, segment, from.Together(t), from.From(t));
+      }
     });
     int64_t groups = w.N / kInterleaved, items = SharesOf(pool, groups, 2);
     ParallelFor(pool, items,
@@ -49,22 +51,28 @@ class InterleavedProducts {
     return kBlock % w.Group() == 0 ? w.Group() : kPacked;
   }
 
-  // x as integers, [T, E], of each 8 inputs the even ones, then the odd ones; times scales, [T, blocks]. Of each segment, [T,
-  // segments], what a sum begins with, and what a zero of 1 takes: the sum of the integers.
+  // x as integers: the rows of a tile lie together, [E / 2][rows][2], of each 8 inputs the even ones, then the odd ones, so that a
+  // tile reads one stream; times scales, [T, blocks]. Of each segment, [T, segments], what a sum begins with, and what a zero of 1
+  // takes: the sum of the integers.
   struct Rounded {
     int16_t* values;
     float* scales;
     int32_t* excess;
     float* sums;
-    int64_t E, blocks, segments;
+    int64_t T, E, blocks, segments;
 
+    // What row t has, and those after it.
     Rounded From(int64_t t) const {
-      return {values + t * E, scales + t * blocks, excess + t * segments, sums + t * segments, E, blocks, segments};
+      int16_t* first = values + t / kRows * kRows * E + 2 * (t % kRows);
+      return {first, scales + t * blocks, excess + t * segments, sums + t * segments, T - t, E, blocks, segments};
     }
+    // How many rows lie together with row t.
+    int64_t Together(int64_t t) const { return std::min(kRows, T - t / kRows * kRows); }
   };
 
-  // Rounds a row of x in blocks, each in steps of a 32767th of the largest. NaN or infinity makes a block's scale so.
-  static void Round(const bf16* x, int64_t segment, const Rounded& to) {
+  // Rounds a row of x in blocks, each in steps of a 32767th of the largest. NaN or infinity makes a block's scale so. together: how
+  // many rows it lies among.
+  static void Round(const bf16* x, int64_t segment, int64_t together, const Rounded& to) {
     constexpr int64_t kWords = 2 * L::kCount;
     for (int64_t first = 0, part = 0; first < to.E; first += kBlock) {
       int64_t end = std::min(to.E, first + kBlock);
@@ -77,7 +85,11 @@ class InterleavedProducts {
         for (int64_t i = e; i < std::min(end, e + segment); i += kWords) {
           Words words = L::LoadWords(x + i);
           Words whole = L::WholeEvenOdd(L::Mul(L::Even(words), inverse), L::Mul(L::Odd(words), inverse));
-          L::StoreWords(to.values + i, whole);
+          alignas(kCacheLine) int16_t words_of_x[kWords];
+          L::StoreWords(words_of_x, whole);
+          for (int64_t j = 0; j < kWords; j += 2) {
+            std::memcpy(to.values + (i + j) * together, words_of_x + j, 2 * sizeof(int16_t));
+          }
           sum = L::AddIntegers(sum, L::PairSums(whole, L::SetWords(1)));
         }
         int32_t total = L::SumOf(sum);
@@ -97,9 +109,9 @@ class InterleavedProducts {
     }
   };
 
-  // Adds the products of 8 inputs of R rows of x, from x + e on, and of 16 outputs to their sums.
+  // Adds the products of 8 inputs of R rows of x, which lie together, and of 16 outputs to their sums.
   template <int R>
-  static void AddInputs(const int16_t* x, int64_t E, const uint8_t* w, Integers (&sums)[R][kCols]) {
+  static void AddInputs(const int16_t* x, const uint8_t* w, Integers (&sums)[R][kCols]) {
     constexpr int64_t kPairs = kInputs / 2;
 #pragma GCC unroll 4
     for (int64_t pair = 0; pair < kPairs; ++pair) {
@@ -120,7 +132,7 @@ class InterleavedProducts {
       }
 #pragma GCC unroll 4
       for (int64_t r = 0; r < R; ++r) {
-        Words two = L::SetPair(x + r * E + 2 * pair);
+        Words two = L::SetPair(x + 2 * (pair * R + r));
 #pragma GCC unroll 2
         for (int64_t c = 0; c < kCols; ++c) {
           sums[r][c] = L::AddIntegers(sums[r][c], L::PairSums(numbers[c], two));
@@ -152,9 +164,9 @@ class InterleavedProducts {
       int64_t end = std::min(w.E, first + segment);
       for (int64_t e = first; e < end; e += kPacked) {
         ahead.Fetch();
-#pragma GCC unroll 4
+#pragma GCC unroll 1  // a loop of several of these finds no registers for its sums
         for (int64_t i = e; i < e + kPacked; i += kInputs) {
-          AddInputs<R>(x.values + i, x.E, weights + kInterleaved * Bytes(form, i), sums);
+          AddInputs<R>(x.values + i * R, weights + kInterleaved * Bytes(form, i), sums);
         }
       }
       const float* of_group = scales + first / group * kInterleaved;

@@ -227,6 +227,10 @@ FAULTS = [
         ("interleaved_products.h", "-kExcess * total", "kExcess * total"),
         "FAILED quantized int16 interleaved",
     ),
+    (
+        ("interleaved_products.h", "(i + j) * together", "(i + j) * kRows"),
+        "FAILED quantized int16 interleaved",
+    ),
     (("mlp.h", "gate * Sigmoid(u) * up", "u * Sigmoid(u) * up"), "FAILED activation gelu"),
     (("mlp.h", "(r + 1.0f)", "(r + 1.01f)"), "FAILED activation silu"),
     (("head_write.h", "slot >= 0 && slot < p.slots", "slot < p.slots"), "FAILED heads"),
