@@ -9,6 +9,8 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from jpaged.streams import open_closed_streams
+
 if TYPE_CHECKING:
     from jpaged.flags import Parser
 
@@ -33,8 +35,20 @@ PACKAGES = ("jax", "flax", "transformers")  # whose versions --version prints be
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run a command; the exit status, which is 141 if whoever read its output has gone."""
+    open_closed_streams()
+    try:
+        status = run(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
+    except BrokenPipeError:  # of head, say
+        # Otherwise the interpreter fails when it flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 141
+    return status
+
+
+def run(argv: list[str]) -> int:
     """Run a command; the exit status."""
-    argv = sys.argv[1:] if argv is None else argv
     name = argv[0] if argv else None
     if name in ("-h", "--help", "help"):
         print(usage())
@@ -94,8 +108,4 @@ def parser_of(name: str) -> "Parser":
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except BrokenPipeError:  # a reader such as head has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        sys.exit(141)
+    sys.exit(main())

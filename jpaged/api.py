@@ -1,6 +1,7 @@
 """generate, score and hidden: functions of (params, prompts) whose sessions are kept between calls.
 
-Any thread may call; the calls of a process take turns, first come first served.
+Any thread may call: calls with the same arrays and arguments run in one batch, others take turns,
+first come first served.
 """
 
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jpaged import kept
+from jpaged.checks import is_scalar
 from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError
 from jpaged.models.forward import bind
@@ -355,10 +357,11 @@ def warmup(
     """
     sizes = {"max_prompt_len": max_prompt_len, "max_tokens": max_tokens, "batch": batch}
     for name, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if not is_scalar(value) or value < 1:
             raise ConfigError(f"{name}={value!r}: must be an integer of at least 1")
     with kept.session(params, config, mesh, engine_config, tokenizer, draft=draft) as s:
-        return s.warmup_for(max_prompt_len, max_tokens, batch, score, use_tqdm=use_tqdm)
+        length, most, rows = int(max_prompt_len), int(max_tokens), int(batch)
+        return s.warmup_for(length, most, rows, score, use_tqdm=use_tqdm)
 
 
 def release(compiled: bool = False) -> None:

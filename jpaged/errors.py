@@ -42,6 +42,10 @@ class GenerationError(JpagedError):
         super().__init__(message)
         self.outputs = outputs
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle both arguments: an exception by itself is made anew of its message alone."""
+        return type(self), (str(self), self.outputs), self.__dict__
+
 
 class PeerError(JpagedError):
     """Another process of the same model is gone, late, or runs something else. No call after it can

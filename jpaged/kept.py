@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from jpaged.checkpoint.load import load_params
 from jpaged.config import EngineConfig, reads_mtp_head
+from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
 from jpaged.models.params import Params
 from jpaged.runtime.mesh import serving_mesh
@@ -92,8 +93,11 @@ def session(
     Threads that pass the same arrays, and otherwise equal arguments, have the session together;
     others wait. A call that this thread makes inside the block (a tokenizer's, say) finds another
     session: one that is in use is not among the kept ones. any_tokenizer: one with another
-    tokenizer than this will do.
+    tokenizer than this will do. Raises ConfigError.
     """
+    if engine_config is not None and not isinstance(engine_config, EngineConfig):
+        kind = type(engine_config).__name__
+        raise ConfigError(f"engine_config of type {kind}: pass EngineConfig(...) of its fields")
     others = Others(config, mesh, engine_config, tokenizer, any_tokenizer, draft)
     group, user = None, threading.Lock()
     if not isinstance(params, str | Path):

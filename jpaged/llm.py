@@ -75,11 +75,11 @@ class LLM:
         seed: int | jax.Array = 0,
         **engine_config: Unpack[EngineFields],
     ):
+        self.keys = CallKeys(seed)  # before weights are read: a bad seed is an error
         config, draft = _engine_config(engine_config)
         weights, mesh = _weights(model, params, config, mesh)
         self.session = Session(weights, config, mesh, tokenizer, grows=False, draft=draft)
         self.model_config, self.engine_config = weights.config, self.session.engine_config
-        self.keys = CallKeys(seed)
         self._thread: EngineThread | None = None  # from the first submit on
         self._making_thread = threading.Lock()
         self.session.served.bind(weights)

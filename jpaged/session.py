@@ -936,8 +936,13 @@ class Session:
             try:
                 engine = self.pool.engine
                 ended = engine.drain() if drain else engine.step()
-            except RuntimeError as e:
+            except (RuntimeError, ValueError) as e:
                 self.served.check_alive(e)
+                if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+                    raise ConfigError(
+                        "jax_disable_jit is on, and steps are compiled ahead: call jpaged inside "
+                        "`with jax.disable_jit(False):`"
+                    ) from e
                 raise
         for request in ended:
             self._deliver(request)

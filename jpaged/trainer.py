@@ -289,7 +289,7 @@ def _in_chunks(
         return jnp.moveaxis(a.reshape(rows, count, columns, *a.shape[2:]), 1, 0)
 
     def whole(a: Array) -> Array:
-        return jnp.moveaxis(a, 0, 1).reshape(rows, -1)[:, :length]
+        return jnp.moveaxis(a, 0, 1).reshape(rows, count * columns)[:, :length]
 
     x, wanted = jax.tree.map(chunked, (hidden_BCE, wanted))
     return jax.tree.map(whole, _of_chunks(told, unembedding, x, wanted, tau_B))

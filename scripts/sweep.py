@@ -21,6 +21,7 @@ what is done kept.
 import argparse
 import datetime
 import hashlib
+import importlib.util
 import itertools
 import json
 import signal
@@ -82,6 +83,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     common.check_positive(parser, args, "repeat", *SIZES, "block_size", "decode_steps")
     if unknown := set(args.dtype) - common.ITEMSIZE.keys():
         parser.error(f"--dtype {', '.join(unknown)}: choose from {', '.join(common.ITEMSIZE)}")
+    if not args.no_plots and importlib.util.find_spec("matplotlib") is None:  # not hours later
+        parser.error("the plots need matplotlib: pip install -e '.[plot]', or pass --no-plots")
     return args
 
 

@@ -24,7 +24,8 @@ if TYPE_CHECKING:  # matplotlib is imported when something is drawn
 
 Row = dict[str, Any]
 SIZES = {"num_prompts": "batch", "random_input_len": "input", "random_output_len": "output"}
-# What makes a point, with a short name for labels ("" where the value speaks for itself).
+# What makes a point, with a short name for labels ("" where the value speaks for itself). A row
+# from before there was a setting lacks it, which is as if the engine had chosen.
 SETTINGS = SIZES | {
     "model_id": "",
     "dtype": "",
@@ -138,14 +139,14 @@ def describe(row: Row, names: Iterable[str]) -> str:
     """Return some of a row's settings as words, such as "input 64, block 16", without those that
     were left to the engine.
     """
-    present = (name for name in names if row[name] is not None)
+    present = (name for name in names if row.get(name) is not None)
     return ", ".join(f"{SETTINGS[name]} {row[name]}".strip() for name in present)
 
 
 def varying(rows: Iterable[Row]) -> list[str]:
     """Return the settings that are not the same in all rows."""
     rows = list(rows)
-    return [name for name in SETTINGS if len({row[name] for row in rows}) > 1]
+    return [name for name in SETTINGS if len({row.get(name) for row in rows}) > 1]
 
 
 def one_line(row: Row, names: Iterable[str]) -> str:
@@ -190,15 +191,15 @@ def compare(folder_a: str, folder_b: str) -> str:
     """
     a, b = (measured_rows(Path(folder)) for folder in (folder_a, folder_b))
     constant = set(SETTINGS) - {*varying(a), *varying(b)}
-    alone = [name for name in SETTINGS if name in constant and a[0][name] != b[0][name]]
+    alone = [name for name in SETTINGS if name in constant and a[0].get(name) != b[0].get(name)]
     matched = [name for name in SETTINGS if name not in alone]
-    of_b = {tuple(row[name] for name in matched): row for row in b}
-    pairs = [(row, of_b[key]) for row in a if (key := tuple(row[name] for name in matched)) in of_b]
+    of_b = {tuple(map(row.get, matched)): row for row in b}
+    pairs = [(row, of_b[key]) for row in a if (key := tuple(map(row.get, matched))) in of_b]
     if not pairs:
         raise ReportError(f"{folder_a} and {folder_b} have no measured point in common")
     shown = list(dict.fromkeys([*SIZES, *varying(row for row, _ in pairs)]))
     heads = [SETTINGS[name] or name for name in shown]
-    lines = [[str(row[name]) for name in shown] for row, _ in pairs]
+    lines = [[str(row.get(name)) for name in shown] for row, _ in pairs]
     lines.append(["mean", *[""] * (len(shown) - 1)])
     for name, title in COMPARED.items():
         heads += [f"{title}\nA", "\nB", "\nB/A"]
@@ -215,9 +216,14 @@ def compare(folder_a: str, folder_b: str) -> str:
 
 
 def measured_rows(folder: Path) -> list[Row]:
-    if not (folder / "results.jsonl").exists():
-        raise ReportError(f"{folder / 'results.jsonl'}: no such file")
-    return [row for row in read_rows(folder / "results.jsonl")[0].values() if "error" not in row]
+    """Return the rows that have figures. ReportError where there is none."""
+    path = folder / "results.jsonl"
+    if not path.exists():
+        raise ReportError(f"{path}: no such file")
+    rows = [row for row in read_rows(path)[0].values() if "error" not in row]
+    if not rows:
+        raise ReportError(f"{path}: no point is measured")
+    return rows
 
 
 # ---- plots ----
@@ -280,7 +286,7 @@ def plot(
     apart = [name for name in vary if name not in (x, dots)]
     series: dict[tuple[Any, ...], list[Row]] = {}
     for row in sorted(rows, key=lambda row: row[label]):
-        series.setdefault(tuple(row[name] for name in apart), []).append(row)
+        series.setdefault(tuple(map(row.get, apart)), []).append(row)
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
     ordered = sorted(series, key=lambda values: [(value is not None, value) for value in values])

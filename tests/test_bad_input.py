@@ -4,12 +4,13 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jpaged
-from jpaged import CapacityError, Params, RequestError, SamplingParams
+from jpaged import CapacityError, ConfigError, Params, RequestError, SamplingParams
 from jpaged.engine.engine import Engine
 from jpaged.kept import sessions as kept_sessions
 from tests.tiny import ENGINE, config, engine_of, make_params, make_prompts, tokens_of
@@ -90,9 +91,12 @@ BAD = {  # scenario 13: (prompt, sampling params, what the error says)
     [
         (np.zeros((2, 3), np.int32), r"2-D array of int32: pass unpadded lists"),
         (jnp.zeros((2, 3), jnp.int32), r"2-D array of int32: pass unpadded lists"),
-        (np.zeros(3, np.float32), r"1-D array of float32"),
+        (np.zeros(3, np.float32), r"1-D array of float32: pass unpadded lists"),
+        (np.array(["a", "b"]), r"1-D array of <U1: pass a list, as its tolist\(\) makes"),
         ([np.zeros((1, 3), np.int32)], r"prompt is a 2-D array"),
         (7, r"prompts of type int"),
+        (b"text", r"prompts of type bytes"),
+        ([bytearray(b"text")], r"prompt of type bytearray"),
         (["text"], r"a str prompt needs a tokenizer"),
         ([[1, 2.5]], r"prompt token id 2.5: must be an integer"),
         ([[1, jnp.float32(2.5)]], r"prompt token id .*2.5.*: must be an integer"),
@@ -154,6 +158,16 @@ def test_settings_of_the_call_are_checked(params: Params) -> None:
         generate(params, [[1]], {"temperature": 0})
     with pytest.raises(RequestError, match=r"on_error='ignore'"):
         generate(params, [[1]], on_error="ignore")
-    for seed in ("a", 1.5, True):
+    wrong: dict[str, Any] = {"engine_config": {}, "mesh": "tp", "tokenizer": "x"}
+    for name, value in wrong.items():
+        with pytest.raises(ConfigError, match=rf"{name}\b.*: pass "):
+            jpaged.generate(params, [[1]], **({"engine_config": ENGINE} | {name: value}))
+    for call in (lambda x: generate(params, x), lambda x: generate(params, [[1]], seed=x[0])):
+        with pytest.raises(RequestError, match=r"(prompt|seed) is a tracer: "):
+            jax.jit(call)(jnp.arange(3))
+    with jax.disable_jit(), pytest.raises(ConfigError, match="jax_disable_jit is on"):
+        generate(params, [[1]])
+    assert_nothing_left()
+    for seed in ("a", 1.5, True, [1, 2], np.array([1, 2]), np.ones(2), jnp.arange(4)):
         with pytest.raises(RequestError, match=r"pass an int or a jax key"):
             generate(params, [[1]], seed=seed)

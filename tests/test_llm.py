@@ -2,6 +2,7 @@
 
 import gc
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -343,6 +344,22 @@ def test_chat_that_the_template_refuses(llm: LLM) -> None:
     outputs = chat(llm, [USER, tool, USER], on_error="return")
     assert [output.error is None for output in outputs] == [True, False, True]
     assert tokens_of(outputs[:1]) == tokens_of(outputs[2:]) == tokens_of(chat(llm, USER))
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ("hi", "messages of type str: pass a list of {'role'"),
+        ({"role": "user", "content": "hi"}, "messages of type dict: "),
+        (7, "messages of type int: "),
+        (["hi"], "request 0: chat: messages of type str: "),
+        ([USER, [1]], "request 1: chat: messages of type list of int: "),
+    ],
+    ids=str,
+)
+def test_what_is_no_conversation(llm: LLM, messages: Any, said: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(said)):
+        chat(llm, messages)
 
 
 # Streams

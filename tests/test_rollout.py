@@ -3,7 +3,9 @@ that goes on as if it had not been.
 """
 
 import asyncio
+import dataclasses
 import pickle
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -287,6 +289,10 @@ def test_stop_strings_and_forms_go_on(llm: LLM) -> None:
     with pytest.raises(RequestError, match="is not of this form"):
         other = SamplingParams(max_tokens=24, structured={"regex": "x+"}, logprobs_mode="tempered")
         llm.generate(cut, other, use_tqdm=False)
+    cut = cut_after(llm, [("abab", stops, (0, 0))], 13)
+    written = (cut[0].outputs[0].text or "")[1:4]
+    with pytest.raises(RequestError, match=re.escape(f"stop={written!r}: completion 0")):
+        llm.generate(cut, dataclasses.replace(stops, stop=written), use_tqdm=False)
     assert_idle(llm)
 
 

@@ -36,7 +36,7 @@ import jax
 import jpaged
 from jpaged import SamplingParams, gpu_share
 from jpaged.cli import models, timing
-from jpaged.errors import JpagedError
+from jpaged.errors import ConfigError, JpagedError
 from jpaged.flags import Parser, add_engine_groups, engine_settings
 from jpaged.integrations.batch.formats import open_source
 from jpaged.integrations.batch.lines import Settings
@@ -153,12 +153,18 @@ def parse_args(argv: list[str] | None = None, prog: str = "jpaged bench") -> arg
     parser = make_parser(prog)
     args = parser.parse_args(argv)
     models.check_model_flags(parser, args)
-    models.check_positive(parser, args, "repeat", "requests", "n")
+    models.check_positive(parser, args, "repeat", "requests", "n", "input", "output")
+    for name in ("input", "output"):
+        low, high = getattr(args, name) or (1, 1)
+        if low > high:
+            parser.error(f"--{name} {low} {high}: FROM must be at most TO")
     return args
 
 
 def full_workload(args: argparse.Namespace, vocab_size: int) -> Workload:
-    """Return `workload` with ids of the vocabulary and the other properties of the model."""
+    """Return `workload` with ids of the vocabulary and the other properties of the model.
+    ConfigError where its longest request does not fit the context, or there are no such ids.
+    """
     work = workload(args)
     top = min(work.ids[1] if args.max_id is None else args.max_id, vocab_size - 1)
     flags = {
@@ -167,7 +173,16 @@ def full_workload(args: argparse.Namespace, vocab_size: int) -> Workload:
         "n": args.n,
     }
     overrides = {name: value for name, value in flags.items() if value is not None}
-    return dataclasses.replace(work, ids=(work.ids[0], top), **overrides)
+    if top < 0:
+        raise ConfigError(f"--max-id {top}: must be at least 0")
+    work = dataclasses.replace(work, ids=(min(work.ids[0], top), top), **overrides)
+    longest = work.input[1] + work.output[1]
+    if longest > work.max_len:
+        raise ConfigError(
+            f"requests of up to {longest} tokens (--input and --output) do not fit "
+            f"--max-model-len {work.max_len}"
+        )
+    return work
 
 
 def make_llm(args: argparse.Namespace, config: ModelConfig, work: Workload) -> Any:

@@ -14,6 +14,7 @@ leaves; /help lists the commands.
 import argparse
 import base64
 import dataclasses
+import io
 import json
 import mimetypes
 import sys
@@ -34,6 +35,7 @@ from jpaged.request.images import Sources
 from jpaged.request.inputs import Chat as Conversation
 from jpaged.request.inputs import with_adapter
 from jpaged.sampling_params import SamplingParams
+from jpaged.streams import shown
 
 COMMON = (
     *("model", "--system", "--temperature", "--top-p", "--max-tokens", "--seed", "--adapter"),
@@ -267,17 +269,6 @@ class Piece:
     tokens: int = 0
 
 
-def shown(text: str) -> str:
-    """Return a text without control characters, by which a model could steer the terminal."""
-    return "".join(
-        c if c >= " " and c != "\x7f" and not "\x80" <= c < "\xa0" else _plain(c) for c in text
-    )
-
-
-def _plain(character: str) -> str:
-    return character if character in "\n\t" else "\ufffd"
-
-
 def check(params: SamplingParams) -> None:
     """Raise RequestError for controls that no engine takes."""
     from jpaged.config import EngineConfig
@@ -452,6 +443,8 @@ def main(argv: list[str] | None = None, prog: str = "jpaged chat") -> int:
     """
     args = make_parser(prog).parse_args(argv)
     gpu_share.take_most()
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # a line that is no text ends no conversation
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     try:
         model, params = load(args)

@@ -183,8 +183,13 @@ def report(args: argparse.Namespace) -> None:
     card = card if count == 1 else f"each of {count} of {card}"
     print(f"{args.checkpoint or args.random} in {dtype} on {card}; steps: {source}")
     print(table(plan))
-    print_groups(plan, ModelConfig.coerce(model))
+    described = ModelConfig.coerce(model)
+    print_groups(plan, described)
+    longest = config.max_model_len or described.max_position_embeddings
     for length in args.length:
+        if length > longest:
+            print(f"requests of {length:,} tokens: none, longer than max_model_len={longest:,}")
+            continue
         held = plan.num_blocks // -(-length // plan.block_size)
         at_once = f"{held:,} in the pool, {plan.num_seqs} run at once"
         print(f"requests of {length:,} tokens: {at_once}")

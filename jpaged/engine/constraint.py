@@ -33,7 +33,11 @@ class Constraint(Protocol):
 
 
 class Text(Protocol):
-    """The text of a completion, watched for stop strings: jpaged.request.detokenizer.TextStream."""
+    """The text of a completion, watched for stop strings: jpaged.request.detokenizer.TextStream.
+    is_final: whether a stop string has ended it, or `finish`.
+    """
+
+    is_final: bool
 
     def push(self, token: int, *, may_stop: bool = True) -> str | None: ...
 

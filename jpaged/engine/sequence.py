@@ -108,7 +108,8 @@ class Sequence:
         self.salt += b"" if adapter is None else adapter.salt
         self.salt += b"" if scoring is None else scoring.salt
         self.eos_ids = frozenset() if sampling_params.ignore_eos else eos_ids
-        self.stop_ids = frozenset(sampling_params.stop_token_ids or ())
+        # A jax scalar has no hash, and sums with it are jax's.
+        self.stop_ids = frozenset(map(int, sampling_params.stop_token_ids or ()))
         self.text = text
         # The grammar that holds it, and its place there. Any spares callers a check for None.
         self.structured: Any = structured
@@ -117,7 +118,7 @@ class Sequence:
         self.num_masked = 0  # how many draws of the current guessed run have a grammar's mask
         self.scoring = scoring  # of one that is scored: nothing is sampled
         asked = sampling_params.max_tokens
-        limit = max_model_len if asked is None else self.prompt_len + asked
+        limit = max_model_len if asked is None else self.prompt_len + int(asked)
         # The length at which it stops.
         self.end = self.prompt_len if scoring is not None else min(limit, max_model_len)
         # After each draw it runs on only when its request has chosen among `candidates`.

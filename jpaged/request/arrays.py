@@ -5,6 +5,7 @@ from typing import Literal
 
 import numpy as np
 
+from jpaged.checks import check_whole
 from jpaged.errors import RequestError
 from jpaged.request.outputs import RequestOutput
 from jpaged.request.scores import Scores
@@ -37,6 +38,7 @@ def to_arrays(
     """
     if overflow not in ("error", "truncate", "drop"):
         raise RequestError(f"overflow={overflow!r}: must be 'error', 'truncate' or 'drop'")
+    check_whole("pad_id", pad_id, -(2**31), 2**31 - 1)
     rows = []
     for group, out in enumerate(outs):
         if out.error is None:
@@ -173,6 +175,5 @@ def score_arrays(scores: Sequence[Scores], max_len: int | None = None) -> dict[s
 def _width(name: str, asked: int | None, lengths: list[int]) -> int:
     if asked is None:
         return max(lengths, default=0)
-    if isinstance(asked, bool) or not isinstance(asked, int) or asked < 0:
-        raise RequestError(f"{name}={asked!r}: must be an integer of at least 0")
-    return asked
+    check_whole(name, asked, 0)
+    return int(asked)

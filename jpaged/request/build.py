@@ -67,7 +67,7 @@ class Builder:
             raise RequestError(f"sampling_params of type {kind}: pass SamplingParams")
         asked.validate(self.config, inputs.model.vocab_size)
         if asked.min_tokens:
-            count = len(inputs.eos_ids | set(asked.stop_token_ids or ()))
+            count = len(inputs.eos_ids | set(map(int, asked.stop_token_ids or ())))
             if count > (most := self.config.max_stop_ids):
                 raise RequestError(
                     f"min_tokens with {count} EOS and stop ids is above max_stop_ids={most} "

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, SupportsInt, TypeGuard
 
@@ -23,7 +23,7 @@ from jpaged.config import EngineConfig
 from jpaged.engine.adapters import AdapterVersion
 from jpaged.engine.keys import Key, fold_in, key_from_seed
 from jpaged.engine.spans import Spans
-from jpaged.errors import CapacityError, RequestError
+from jpaged.errors import CapacityError, ConfigError, RequestError
 from jpaged.images.videos import why_no_videos
 from jpaged.models.config import ModelConfig
 from jpaged.request.embeddings import EmbeddingSpan, spans_of
@@ -95,7 +95,8 @@ class Inputs:
     """Checks and tokenizes the prompts of one model. Any thread may call.
 
     tokenizer: None takes that of the source folder, loaded when first needed. adapters: those that
-    prompts can name. images: reads those of prompts; None: no prompt may have any.
+    prompts can name. images: reads those of prompts; None: no prompt may have any. ConfigError for
+    the name of a tokenizer in its place.
     """
 
     def __init__(
@@ -108,6 +109,11 @@ class Inputs:
         images: PromptImages | None = None,
     ):
         self.model, self.max_model_len = model, max_model_len
+        if isinstance(tokenizer, str | Path):  # which has an `encode`, too
+            raise ConfigError(
+                f"tokenizer={str(tokenizer)!r}: pass the tokenizer itself, as "
+                "transformers.AutoTokenizer.from_pretrained makes it of a folder or a name"
+            )
         self.no_tokens = _why_no_tokens(model)  # are drawn or scored; None where they are
         self._tokenizer, self._source = tokenizer, source
         self._adapters = {} if adapters is None else adapters
@@ -277,6 +283,7 @@ class Inputs:
         """
         with self.first_use():
             tokenizer = self.need_tokenizer("chat")
+            _check_messages(chat.messages)
             if _num_characters(chat.messages) > CHARACTERS_A_TOKEN * self.max_model_len:
                 text = self.render_text(chat)
                 check_length(text, self.max_model_len, tokenizer.encode)
@@ -346,13 +353,12 @@ def as_list(prompts: PromptsLike) -> list[Any]:
     if _is_array(prompts):
         if prompts.ndim == 1 and prompts.dtype.kind in "iu":
             return [prompts]
-        raise RequestError(
-            f"prompts is a {prompts.ndim}-D array of {prompts.dtype}: pass unpadded lists "
-            "of token ids"
-        )
+        is_text = prompts.dtype.kind in "OTU"  # a column of a table, say
+        wanted = "a list, as its tolist() makes" if is_text else "unpadded lists of token ids"
+        raise RequestError(f"prompts is a {prompts.ndim}-D array of {prompts.dtype}: pass {wanted}")
     if isinstance(prompts, str | Mapping | RequestOutput):
         return [prompts]
-    if not isinstance(prompts, Sequence):
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
         wanted = "a str, token ids, a dict, or a list of these"
         raise RequestError(f"prompts of type {type(prompts).__name__}: pass {wanted}")
     if prompts and is_scalar(prompts[0]) and all(is_scalar(x) for x in prompts):
@@ -382,6 +388,8 @@ def as_chats(
     adapter: str | None = None,
 ) -> list[Chat]:
     """Return a Chat of one conversation, or of each in a list of them, all rendered alike."""
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+        raise _no_messages(messages)
     is_one = messages and isinstance(messages[0], Mapping)
     return [
         Chat(
@@ -452,13 +460,16 @@ def match_sampling_params(sampling_params: SamplingParamsLike, count: int) -> li
 
 def as_key(seed: int | jax.Array) -> Key:
     """Return the key data of a seed: an int, or a jax key of any implementation."""
+    _check_concrete("seed", seed)
     if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
         seed = jax.random.key_data(seed)
-    if getattr(seed, "ndim", 0) == 1 and len(seed) >= 2:  # pyright: ignore[reportArgumentType]
+    # The data of a key. Other arrays are none: seeds, say, one for each prompt.
+    is_data = getattr(seed, "dtype", None) == np.uint32 and getattr(seed, "ndim", 0) == 1
+    if is_data and len(seed) >= 2:  # pyright: ignore[reportArgumentType]
         first, second, *rest = (int(w) for w in jax.device_get(seed))
         # Other implementations have wider keys.
         return functools.reduce(fold_in, rest, (first, second))
-    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
+    if not is_scalar(seed):
         raise RequestError(f"seed={seed!r}: pass an int or a jax key")
     check_seed(seed)
     return key_from_seed(int(seed))
@@ -540,12 +551,13 @@ def _token_ids(prompt: object, most: int | None) -> list[int]:
     as many, before they are looked at; None: any number.
     """
     if _is_array(prompt):
+        _check_concrete("prompt", prompt)
         if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
             raise RequestError(
                 f"prompt is a {prompt.ndim}-D array of {prompt.dtype}: pass unpadded 1-D token ids"
             )
         ids = jax.device_get(prompt).tolist()
-    elif not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+    elif not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
         wanted = "a str, a list of token ids, a 1-D array or a dict"
         raise RequestError(f"prompt of type {type(prompt).__name__}: pass {wanted}")
     else:
@@ -569,6 +581,7 @@ def _as_dict(prompt: PromptLike) -> Mapping[str, object]:
 
 def _rendered(chat: Chat, tokenizer: Any, *, tokenize: bool) -> Any:
     """Return the text of a conversation, or its token ids."""
+    _check_messages(chat.messages)
     if not getattr(tokenizer, "chat_template", None):
         raise RequestError(
             "chat: the tokenizer has no chat template; render the prompt yourself and call generate"
@@ -588,6 +601,22 @@ def _rendered(chat: Chat, tokenizer: Any, *, tokenize: bool) -> Any:
         raise RequestError(f"chat: the template refused the messages: {e}") from e
 
 
+def _check_messages(messages: object) -> None:
+    """RequestError unless it is a conversation: a template writes something of a text, too."""
+    is_list = isinstance(messages, Collection) and not isinstance(messages, str | bytes | Mapping)
+    if not is_list or not all(isinstance(m, Mapping) or hasattr(m, "role") for m in messages):
+        raise _no_messages(messages)
+
+
+def _no_messages(messages: object) -> RequestError:
+    inside = {type(m).__name__ for m in messages} if isinstance(messages, list | tuple) else set()
+    kind = type(messages).__name__ + (f" of {', '.join(sorted(inside))}" if inside else "")
+    return RequestError(
+        f"chat: messages of type {kind}: pass a list of {{'role': str, 'content': str}}, or a list "
+        "of such lists"
+    )
+
+
 def _num_characters(messages: Messages) -> int:
     """Return about how long a conversation is."""
     contents = [m.get("content") for m in messages if isinstance(m, Mapping)]
@@ -598,6 +627,14 @@ def _num_characters(messages: Messages) -> int:
 
 def _ids_of(ids: Iterable[SupportsInt]) -> list[int]:
     return [int(t) for t in ids]
+
+
+def _check_concrete(name: str, value: object) -> None:
+    """RequestError for what has no value yet, under jit, grad or vmap."""
+    if isinstance(value, jax.core.Tracer):
+        raise RequestError(
+            f"{name} is a tracer: jpaged is host Python and cannot run under jit, grad or vmap"
+        )
 
 
 def _is_array(x: object) -> TypeGuard[np.ndarray]:

@@ -38,6 +38,11 @@ def resume(request: Request, begun: RequestOutput) -> None:
                 f"max_tokens={seq.sampling_params.max_tokens}: completion {seq.index} that goes on "
                 f"has {seq.num_generated} tokens already, and a prompt of {seq.prompt_len}"
             )
+        elif seq.text is not None and seq.text.is_final:
+            raise RequestError(
+                f"stop={seq.sampling_params.stop!r}: completion {seq.index} that goes on has it in "
+                "its text already"
+            )
         elif seq.structured is not None and seq.structured.error is not None:
             raise RequestError(
                 f"structured: completion {seq.index} that goes on is not of this form: "

@@ -6,7 +6,7 @@ from typing import NamedTuple, TypedDict
 
 import numpy as np
 
-from jpaged.checks import check_whole
+from jpaged.checks import check_real, check_whole
 from jpaged.engine.scoring import WIDTHS, Scoring
 from jpaged.engine.sequence import Request
 from jpaged.errors import ConfigError, RequestError
@@ -117,6 +117,7 @@ class ScoreOptions:
         """Return what is asked of each sequence of so many tokens. experts: of the model, where the
         cache keeps which of them tokens took. Raises RequestError.
         """
+        check_real("temperature", self.temperature, 0.0)
         if self.temperature == 0:
             raise RequestError(
                 "temperature=0: a greedy distribution has no log-probabilities; pass a positive one"
@@ -151,11 +152,9 @@ class ScoreOptions:
         """Return the experts that the tokens of each sequence take."""
         if experts is None:
             raise RequestError("routed: this engine was made without routed_experts=True")
-        if len(routed) != len(lengths):
-            raise RequestError(f"routed: {len(routed)} arrays for {len(lengths)} sequences")
-        routes = list[np.ndarray]()
-        for i, (array, length) in enumerate(zip(routed, lengths, strict=True)):
-            taken, shape = np.asarray(array), (length, experts.layers, experts.taken)
+        routes, arrays = list[np.ndarray](), _one_each("routed", routed, len(lengths))
+        for i, (taken, length) in enumerate(zip(arrays, lengths, strict=True)):
+            shape = (length, experts.layers, experts.taken)
             if taken.shape != shape or taken.dtype.kind not in "iu":
                 raise RequestError(
                     f"routed[{i}] of {taken.dtype}{list(taken.shape)}: must be integers "
@@ -183,11 +182,9 @@ class ScoreOptions:
     def _candidates(self, rows: list[int], vocab_size: int) -> list[np.ndarray] | list[None]:
         if self.at is None:
             return [None] * len(rows)
-        if len(self.at) != len(rows):
-            raise RequestError(f"at: {len(self.at)} arrays for {len(rows)} sequences: one each")
         candidates: list[np.ndarray] = []
-        for i, (array, count) in enumerate(zip(self.at, rows, strict=True)):
-            ids = np.asarray(array)
+        arrays = _one_each("at", self.at, len(rows))
+        for i, (ids, count) in enumerate(zip(arrays, rows, strict=True)):
             if ids.ndim != 2 or ids.dtype.kind not in "iu" or len(ids) != count:
                 raise RequestError(
                     f"at[{i}] of {ids.dtype}{list(ids.shape)}: must be integers [{count}, K], a "
@@ -204,6 +201,25 @@ class ScoreOptions:
                 )
             candidates.append(ids.astype(np.int32))
         return candidates
+
+
+def _one_each(name: str, arrays: IntArrays, count: int) -> list[np.ndarray]:
+    """Return the arrays of so many sequences; RequestError unless there is one for each of them."""
+    try:
+        length = len(arrays)
+    except TypeError:  # a number, or an array of one
+        kind = type(arrays).__name__
+        message = f"{name} of type {kind}: must be a list of arrays, one for each sequence"
+        raise RequestError(message) from None
+    if length != count:
+        raise RequestError(f"{name}: {length} arrays for {count} sequences: one each")
+    made = list[np.ndarray]()
+    for i, array in enumerate(arrays):
+        try:
+            made.append(np.asarray(array))
+        except ValueError as e:  # lists of several lengths
+            raise RequestError(f"{name}[{i}] is no array: {e}") from e
+    return made
 
 
 def scores_of(requests: Sequence[Request]) -> list[Scores]:

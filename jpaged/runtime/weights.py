@@ -111,6 +111,8 @@ def place_params(params: Params, config: EngineConfig, mesh: Mesh | None) -> Pla
     """Return where to serve: `mesh`, else data_parallel_size times tensor_parallel_size devices (of
     the params' mesh, if they have one), else that mesh, else the params' device.
     """
+    if mesh is not None and not hasattr(mesh, "axis_names"):
+        raise ConfigError(f"mesh of type {type(mesh).__name__}: pass a jax.sharding.Mesh")
     leaves = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
     if mesh is None:
         theirs = _own_mesh(leaves)

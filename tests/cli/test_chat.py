@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 
 from jpaged.cli import chat
-from jpaged.cli.chat import Chat, Piece, shown
+from jpaged.cli.chat import Chat, Piece
 from jpaged.config import EngineConfig
 from jpaged.errors import RequestError
 from jpaged.images.limits import IMAGE, Kind
 from jpaged.sampling_params import SamplingParams
+from jpaged.streams import shown
 from tests import vision_folder
 
 ROOT = Path(__file__).parents[2]

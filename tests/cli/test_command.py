@@ -5,6 +5,7 @@ script that completes it in a shell.
 import ast
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,45 @@ def test_a_module_of_the_package_is_an_attribute() -> None:
         cwd=ROOT,
     )
     assert done.stdout == "ConfigError\n", done.stderr
+
+
+def test_whoever_reads_the_output_may_leave() -> None:
+    """Quietly, also through the script that pip makes, which calls `main`."""
+    program = """
+import sys
+from jpaged import __main__
+__main__.usage = lambda: "x" * 1_000_000
+sys.argv = ["jpaged", "--help"]
+sys.exit(__main__.main())
+"""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=pipe, stderr=pipe, cwd=ROOT
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.read(1)
+        process.stdout.close()
+        assert process.stderr.read() == b"" and process.wait(timeout=60) == 141
+
+
+def test_streams_that_are_closed_are_nobodys_files() -> None:
+    """No file that is opened later gets the number of a stream, which libraries write to."""
+    program = """
+import os, sys
+from jpaged.streams import open_closed_streams, was_closed
+open_closed_streams()
+closed = [name for name in ("stdin", "stdout", "stderr") if was_closed(getattr(sys, name))]
+with open(sys.argv[1], "w") as file:
+    file.write(f"{file.fileno() > 2} {closed}")
+os.write(2, b"of a library")
+"""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "out"
+        for number, name in enumerate(("stdin", "stdout", "stderr")):
+            argv = [sys.executable, "-c", program, str(file)]
+            closing = f'exec "$@" {number}>&-'
+            done = subprocess.run(["sh", "-c", closing, "sh", *argv], timeout=60, cwd=ROOT)
+            assert done.returncode == 0 and file.read_text() == f"True ['{name}']"
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -159,5 +199,7 @@ def test_completion_without_its_package(
 
 def test_a_plan_through_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--max-num-seqs", "8", "--max-num-batched-tokens", "32", "--max-model-len", "64"]
-    assert main(["plan", "--random", "tiny", "--card", "cpu", "--length", "50", *sizes]) == 0
-    assert "requests of 50 tokens: " in capsys.readouterr().out
+    assert main(["plan", "--random", "tiny", "--card", "cpu", "--length", "50", "65", *sizes]) == 0
+    out = capsys.readouterr().out
+    assert "requests of 50 tokens: " in out
+    assert "requests of 65 tokens: none, longer than max_model_len=64" in out

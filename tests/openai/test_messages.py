@@ -214,6 +214,7 @@ def test_bodies() -> None:
         ({"mcp_servers": [{}]}, "mcp_servers"),
         ({"stop_sequences": "x"}, "stop_sequences"),
         ({"system": [{"type": "image"}]}, "system"),
+        ({"system": [{"type": "text"}]}, "system"),
         ({"output_config": {"format": {"type": "grammar"}}}, "output_config"),
     ],
 )

@@ -161,6 +161,7 @@ def test_flags():
         (["--head-timeout-s", "0"], "head_timeout_s=0.0"),
         (["--api-key", "two words"], "api_keys"),
         (["--max-num-seqs", "0"], "max_num_seqs=0"),
+        (["--seed", str(2**64)], "seed=18446744"),
     ],
 )
 def test_what_cannot_start_is_one_sentence(argv: list[str], said: str, capsys: Any):

@@ -201,3 +201,10 @@ def test_bad_widths(name: str, value: Any):
     for overflow in ("error", "truncate", "drop"):
         with pytest.raises(RequestError, match=name):
             to_arrays(TWO, **{name: value}, overflow=overflow)
+
+
+def test_a_width_of_numpy_and_what_is_no_padding() -> None:
+    assert to_arrays(TWO, max_prompt_len=np.int64(9))["prompt_ids"].shape[1] == 9  # pyright: ignore[reportArgumentType]
+    for pad_id in (None, 2**31, 0.5):  # None is the id of many a tokenizer
+        with pytest.raises(RequestError, match=f"pad_id={pad_id}: must be"):
+            to_arrays(TWO, pad_id=pad_id)  # pyright: ignore[reportArgumentType]

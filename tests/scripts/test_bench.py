@@ -184,6 +184,22 @@ def test_errors_are_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert bench.main([str(tmp_path / "none")]) == 1
     err = capsys.readouterr().err
     assert err.startswith("jpaged bench: ") and err.count("\n") == 1
-    for wrong in ([], ["--random", "tiny", "--repeat", "0"], ["--random", "tiny", "--n", "0"]):
+    flags = (["--repeat", "0"], ["--n", "0"], ["--input", "9", "4"], ["--output", "0", "5"])
+    for wrong in ([], *(["--random", "tiny", *more] for more in flags)):
         with pytest.raises(SystemExit):
             bench.main(wrong)
+        assert not wrong or f"{wrong[2]} " in capsys.readouterr().err
+    tries = {
+        "up to 400 tokens": ["--max-model-len", "399"],
+        "--max-model-len 1024": ["--output", "5", "1000"],
+        "--max-id -1": ["--max-id", "-1"],
+    }
+    for reason, more in tries.items():
+        assert bench.main(["--random", "tiny", *more]) == 1
+        assert reason in capsys.readouterr().err
+
+
+def test_a_vocabulary_below_the_workloads_ids() -> None:
+    args = bench.parse_args(["--random", "tiny", "--max-id", "3"])
+    prompts, _ = bench.full_workload(args, vocab_size=2048).requests_of()
+    assert {token for prompt in prompts for token in prompt} == {3}

@@ -2,6 +2,7 @@
 embedded model.
 """
 
+import io
 import itertools
 import json
 import os
@@ -10,6 +11,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from typing import Any
 
@@ -19,7 +21,9 @@ from jpaged.cli import merge as merge_shards
 from jpaged.errors import CheckpointError
 from jpaged.integrations.batch import command as serve_batch
 from jpaged.integrations.batch import progress
-from tests.batch_engine import ROOT, FakeLLM, serve, start
+from jpaged.integrations.batch.journal import Journal
+from jpaged.integrations.batch.lines import BatchRequest
+from tests.batch_engine import DRIVER, ROOT, FakeLLM, serve, start
 
 
 @pytest.fixture
@@ -177,6 +181,19 @@ def test_printed_to_read(run):
     assert "requests     12 (5 ok, 7 failed)" in out
 
 
+def test_an_answer_does_not_steer_a_terminal():
+    class Terminal(io.BytesIO):
+        def isatty(self):
+            return True
+
+    request, line = BatchRequest(number=1), {"error": {"message": "\x1b[2Jgone\n"}}
+    for stream, told in ((Terminal(), b"\xef\xbf\xbd[2Jgone\n"), (io.BytesIO(), b"\x1b[2Jgone\n")):
+        journal = Journal(None, {}, ordered=False)
+        journal.begin(stream)
+        journal.write(request, line)
+        assert told in stream.getvalue()
+
+
 def test_jsonl_on_stdout_has_the_summary_on_stderr(run):
     status, lines, out, err = run([{"prompt": "a"}], "--output", "-")
     assert (status, lines[0]["text"], out.count("\n")) == (0, "A", 1)
@@ -213,6 +230,33 @@ def test_an_engine_that_stops_leaves_what_was_answered(run):
             "serve_batch: the run stopped: RuntimeError: the device is gone (3 lines were answered"
         )
         assert err.count("\n") == 1
+
+
+def test_a_pipe_is_written_to_and_stays_one(run, tmp_path):
+    """As a device does, /dev/null above all."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        assert run([{"prompt": "a"}], "--summary", str(pipe))[0] == 0
+        assert b"seconds" in os.read(reader, 1 << 16) and pipe.is_fifo()
+    finally:
+        os.close(reader)
+    assert not (tmp_path / "pipe.part").exists()
+
+
+def test_an_output_behind_a_link_is_replaced_where_it_lies(run, tmp_path):
+    (tmp_path / "disk").mkdir()
+    lies, link = tmp_path / "disk" / "answers.jsonl", tmp_path / "out.jsonl"
+    lies.touch()
+    link.symlink_to(lies)
+    lines = [{"prompt": text} for text in "abc"]
+    assert run(lines, llm=FakeLLM(fail_prompt="B"))[0] == 2
+    again = ("--output", str(link), "--resume", "--retry-failed")
+    status, *_ = run(lines, *again, "read")  # whose end rewrites the file
+    assert status == 0 and link.is_symlink()
+    assert sorted(json.loads(x)["text"] for x in lies.read_text().splitlines()) == ["A", "B", "C"]
+    assert os.listdir(tmp_path / "disk") == ["answers.jsonl"]
 
 
 def test_an_engine_that_loses_requests_does_not_hang(run):
@@ -269,7 +313,17 @@ class TestNothingRuns:
         )
         assert "cannot write" in self.check(capsys, source, "--output", tmp_path)
         assert "is the input itself" in self.check(capsys, source, "--output", source)
-        assert source.read_text() == '{"prompt": "a"}\n'
+        linked, new = tmp_path / "linked.jsonl", tmp_path / "new.jsonl"
+        os.link(source, linked)
+        assert "is the input itself" in self.check(capsys, source, "--report", linked)
+        for flag, path, what in (
+            ("--summary", new, "output"),
+            ("--report", f"{new}.manifest.json", "manifest"),
+            ("--report", f"{tmp_path}/./new.jsonl.summary.json", "summary"),
+        ):
+            error = self.check(capsys, source, "--output", new, flag, path)
+            assert f"{flag} {path} is the {what} itself" in error
+        assert source.read_text() == '{"prompt": "a"}\n' and not new.exists()
 
     def test_full_disk(self, capsys, source, monkeypatch):
         monkeypatch.setattr(serve_batch, "make_llm", lambda args: FakeLLM())
@@ -384,6 +438,23 @@ def test_a_step_that_does_not_return_ends_with_the_grace_period(tmp_path):
     assert b"interrupted: 1 lines were answered in" in err.splitlines()[-1]
     assert serve(source, "--output", target, "--resume") == 0
     assert sorted(json.loads(x)["text"] for x in target.read_text().splitlines()) == ["A", "B"]
+
+
+def test_streams_that_are_closed(tmp_path):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "a"}\n')
+    program = [sys.executable, "-c", DRIVER, "0"]
+    for argv, closed, status in (
+        ([source, "--output", target], "1>&- 2>&-", 0),
+        ([source, "--output", "-"], "1>&-", 1),
+        (["-", "--output", tmp_path / "none"], "0<&-", 1),
+    ):
+        command = ["sh", "-c", f'exec "$@" {closed}', "sh", *program, *map(str, argv)]
+        env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+        done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, timeout=120)
+        assert done.returncode == status, done.stderr
+        assert not status or (b"is closed" in done.stderr and done.stderr.count(b"\n") == 1)
+    assert json.loads(target.read_text())["text"] == "A"
 
 
 def test_a_broken_pipe_is_quiet(tmp_path):

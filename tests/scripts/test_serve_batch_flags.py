@@ -200,6 +200,8 @@ class TestConfig:
         assert (args.existing, args.overrides) == ("overwrite", {"max_tokens": 7, "top_p": 0.5})
         assert self.parse(tmp_path, text, "other.jsonl").input == "other.jsonl"
         assert self.parse(tmp_path, '{"input": "-", "seed": 3}', name="batch.json").seed == 3
+        guesses = self.parse(tmp_path, "input: '-'\nspeculative: {method: ngram, num_tokens: 3}")
+        assert guesses.engine_config.speculative == Speculative(method="ngram", num_tokens=3)
 
     def test_what_cannot_be(self, tmp_path: Path, capsys: Any) -> None:
         assert "'temprature' is not a flag; the flags are input, " in self.refused(
@@ -230,6 +232,8 @@ class TestConfig:
         (["--shard", "3/3"], "--shard 3/3: must be I/N"),
         (["--shard", "x"], "--shard x: must be I/N"),
         (["--grace", "-1"], "--grace -1.0: must be at least 0"),
+        (["--grace", "inf"], "--grace inf: must be at least 0, and at most "),
+        (["--summary", "none/s.json"], "--summary none/s.json: no such folder"),
         (["--max-error-rate", "1"], "--max-error-rate 1.0"),
         (["--retry-failed"], "--retry-failed needs --resume"),
         (["--resume"], "--resume needs the --output"),
@@ -264,7 +268,7 @@ def test_samples_and_unknown_fields(tmp_path: Path, capsys: pytest.CaptureFixtur
         {"prompt": "ab", "n": 3, "lable": 1},
         openai("a", prompt="cd", n=2, lable=2),
         {"prompt": "ef"},
-        {**openai("b", prompt="gh"), "note": "x"},
+        {**openai("b", prompt="gh"), "note": "x", "\x1b[2J": "y"},
         openai("c", prompt="x" * 70, truncate_prompt_tokens=-1),
         openai("d", prompt="xyz", truncate_prompt_tokens=2, cache_salt="s"),
     ]
@@ -293,10 +297,11 @@ def test_samples_and_unknown_fields(tmp_path: Path, capsys: pytest.CaptureFixtur
         cut["response"]["body"]["usage"]["prompt_tokens"] == 64 - 16
     )  # room for the 16 tokens of the answer
     assert last["response"]["body"]["choices"][0]["text"] == "YZ"
-    assert "ignored      unknown fields lable (2 lines), note (1 lines)" in capsys.readouterr().out
+    told = "ignored      unknown fields lable (2 lines), note (1 lines), '\\x1b[2J' (1 lines)"
+    assert told in capsys.readouterr().out
     summary = json.loads((tmp_path / "out.jsonl.summary.json").read_text())
     assert (
-        summary["ignored_fields"] == {"lable": 2, "note": 1}
+        summary["ignored_fields"] == {"lable": 2, "note": 1, "'\\x1b[2J'": 1}
         and summary["finish_reasons"]["stop"] == 8
     )
     assert summary["lines"] == {

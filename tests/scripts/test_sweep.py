@@ -356,12 +356,26 @@ def test_wrong_flags(wrong: list[str]) -> None:
         sweep.parse_args(wrong)
 
 
+def test_plots_that_cannot_be_drawn_are_said_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit):
+        sweep.parse_args(["--random", "tiny"])
+    assert "--no-plots" in capsys.readouterr().err
+    assert sweep.parse_args(["--random", "tiny", "--no-plots"]).no_plots
+
+
 def test_errors_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "results.jsonl").write_text('{"point": "a"}\n{"torn"\n{"point": "b"}\n')
+    failed = tmp_path / "failed"
+    failed.mkdir()
+    (failed / "results.jsonl").write_text('{"point": "a", "error": "no room"}\n')
     tries = {
         "none": [str(tmp_path / "none"), "--out", str(tmp_path / "new")],
         "line 2": ["--random", "tiny", "--out", str(tmp_path)],
         "no such file": ["--compare", str(tmp_path / "none"), str(tmp_path)],
+        "no point is measured": ["--compare", str(failed), str(failed)],
     }
     for reason, argv in tries.items():
         assert sweep.main(argv) == 1
@@ -532,6 +546,10 @@ def test_compare_matches_what_differs_as_a_whole(
         f"A: {a}  float32, block 16\nB: {b}  bfloat16, block 64\n" in printed
         and " 2.000 " in printed
     )
+    before = row(1, 8, 100, 10, 5)  # there was a setting
+    del before["num_blocks"]
+    assert sweep.main(["--compare", a, write(tmp_path / "before", before)]) == 0
+    assert " 1.000 " in capsys.readouterr().out
     apart = write(tmp_path / "c", row(2, 8, 1, 1, 1), row(3, 9, 1, 1, 1))
     assert sweep.main(["--compare", a, apart]) == 1
     assert "no measured point in common" in capsys.readouterr().err

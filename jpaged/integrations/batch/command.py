@@ -35,7 +35,7 @@ from jpaged.integrations.batch.images import LineImages
 from jpaged.integrations.batch.journal import Existing, shard_path
 from jpaged.integrations.batch.judged import judged_engine, judged_flags
 from jpaged.integrations.batch.lines import Settings
-from jpaged.integrations.batch.manifest import make_manifest, model_identity
+from jpaged.integrations.batch.manifest import make_manifest, manifest_path, model_identity
 from jpaged.integrations.batch.metrics import serve_metrics
 from jpaged.integrations.batch.run import (
     BROKEN_PIPE,
@@ -45,10 +45,12 @@ from jpaged.integrations.batch.run import (
     RunOptions,
     run_batch,
     sentence,
+    summary_path,
 )
 from jpaged.integrations.batch.source import BatchError, Source
 from jpaged.integrations.batch.stats import BatchStats
 from jpaged.sampling_params import SamplingParams
+from jpaged.streams import open_closed_streams, was_closed
 
 SAMPLING = ("max_tokens", "temperature", "top_p")
 SCRIPT = "serve_batch"  # the name of the command in a checkout
@@ -59,6 +61,7 @@ COMMON = (
 )
 LEASTS = {"window": 1, "max_line_bytes": 1, "grace": 0, "replicas": 1, "replica_hosts": 1}
 LEASTS |= {"replica_retries": 0}
+MOST = 1 << 33  # of each of them: no timer waits for much longer, and no line is longer
 
 
 class BatchParser(Parser):
@@ -214,17 +217,19 @@ def parse_args(argv: list[str] | None = None, prog: str = SCRIPT) -> argparse.Na
         parser.error("give an input: a file, or - for stdin")
     args.argv, args.prog = argv, prog
     for name, least in LEASTS.items():
-        if (value := getattr(args, name)) is not None and not value >= least:
+        if (value := getattr(args, name)) is not None and not least <= value <= MOST:
             flag = name.replace("_", "-")
-            parser.error(f"--{flag} {value}: must be at least {least}")
+            parser.error(f"--{flag} {value}: must be at least {least}, and at most {MOST}")
     if args.max_error_rate is not None and not 0 <= args.max_error_rate < 1:
         parser.error(f"--max-error-rate {args.max_error_rate}: must be from 0 to below 1")
     if args.ray is None and (args.replicas != 1 or args.replica_resources or args.replica_hosts):
         parser.error("--replicas, --replica-hosts and --replica-resources need --ray")
     if args.ray is not None and args.check:
         parser.error("--check plans for one engine on this machine: leave out --ray")
-    if args.report is not None and not os.path.isdir(os.path.dirname(args.report) or "."):
-        parser.error(f"--report {args.report}: no such folder")
+    for name in ("report", "summary"):  # which are written when hours have passed
+        path = getattr(args, name)
+        if path is not None and not os.path.isdir(os.path.dirname(path) or "."):
+            parser.error(f"--{name} {path}: no such folder")
     if args.retry_failed and args.existing != "resume":
         parser.error("--retry-failed needs --resume")
     if args.existing == "resume" and args.output in (None, "-"):
@@ -267,6 +272,8 @@ def config_args(parser: BatchParser, path: str) -> argparse.Namespace:
     flags: list[str] = []
     for key, value in values_by_flag.items():
         name = str(key).replace("_", "-")
+        # The value of a flag that takes JSON may be written as YAML.
+        value = json.dumps(value) if isinstance(value, dict) else value
         values = [str(v) for v in value] if isinstance(value, list) else [str(value)]
         if name == "input":
             flags = [*values, *flags]
@@ -407,6 +414,44 @@ def flag_names() -> list[str]:
     return sorted(names - {field.name for field in dataclasses.fields(EngineConfig)})
 
 
+def check_streams(args: argparse.Namespace) -> None:
+    """Raise BatchError if the run would read from a standard stream, or write its answers to one,
+    that is closed.
+    """
+    if args.input == "-" and was_closed(sys.stdin):
+        raise BatchError("cannot read -: stdin is closed")
+    if args.output in (None, "-") and not args.check and was_closed(sys.stdout):
+        raise BatchError("cannot write the answers: stdout is closed; --output names a file")
+
+
+def check_files(args: argparse.Namespace) -> None:
+    """Raise BatchError if the run would write over what it reads, or over another file that it
+    writes.
+    """
+    files: list[tuple[str, str | None, str]] = [("", args.input, "the input")]
+    files.append(("", args.config, "the file of --config"))
+    summary = args.summary
+    if args.output not in (None, "-"):
+        files.append(("--output", args.output, "the output"))
+        files.append(("--output", manifest_path(args.output), "the manifest"))
+        summary = summary or summary_path(args.output)
+    files += [("--summary", summary, "the summary"), ("--report", args.report, "the report")]
+    known: list[tuple[str, str]] = []
+    for flag, path, what in files:
+        if path is None or path == "-" or (os.path.exists(path) and not os.path.isfile(path)):
+            continue  # a device may take all of them
+        for other, meaning in known:
+            if _is_one_file(path, other):
+                raise BatchError(f"{flag} {path} is {meaning} itself")
+        known.append((path, what))
+
+
+def _is_one_file(path: str, other: str) -> bool:
+    if os.path.exists(path) and os.path.exists(other):
+        return os.path.samefile(path, other)
+    return os.path.realpath(path) == os.path.realpath(other)
+
+
 def ask(args: argparse.Namespace) -> Existing:
     """Return what to do with an existing output. A person at a terminal is asked."""
     if args.existing is not None:
@@ -432,7 +477,7 @@ def resuming(args: argparse.Namespace) -> tuple[str, ...]:
 def run_check(args: argparse.Namespace, source: Source) -> int:
     from jpaged.integrations.batch.check import Rate, check
 
-    earlier = f"{args.output}.summary.json" if args.output not in (None, "-") else ""
+    earlier = summary_path(args.output) if args.output not in (None, "-") else ""
     rates = args.rates or (earlier if os.path.exists(earlier) else None)
     good = check(
         source,
@@ -455,10 +500,7 @@ def run(args: argparse.Namespace) -> int:
     with contextlib.closing(open_source(args.input, **options)) as source:
         if args.check:
             return run_check(args, source)
-        if all(map(os.path.exists, (args.output or "-", args.input))) and os.path.samefile(
-            args.output, args.input
-        ):
-            raise BatchError(f"--output {args.output} is the input itself")
+        check_files(args)
         run_options = RunOptions(
             output=args.output,
             existing=ask(args),
@@ -482,15 +524,22 @@ def run(args: argparse.Namespace) -> int:
                 stack.enter_context(serve_metrics(stats, args.metrics_host, args.metrics_port))
             if args.report is not None:
                 stack.callback(report, args, stats)
-            return run_batch(
-                run_options,
-                source,
-                manifest,
-                lambda: make_llm(args),
-                lambda llm: make_settings(args, llm, source),
-                stats=stats,
-                stdout=stdout,
-            )
+            try:
+                return run_batch(
+                    run_options,
+                    source,
+                    manifest,
+                    lambda: make_llm(args),
+                    lambda llm: make_settings(args, llm, source),
+                    stats=stats,
+                    stdout=stdout,
+                )
+            except KeyboardInterrupt:
+                if not stats.engine:  # it had not begun
+                    raise
+                said = f"interrupted: {stats.done} lines were answered"
+                print(f"{args.prog}: {said}", file=sys.stderr, flush=True)
+                return 130
 
 
 def report(args: argparse.Namespace, stats: BatchStats) -> None:
@@ -518,9 +567,11 @@ def main(argv: list[str] | None = None, prog: str = SCRIPT) -> int:
     """Run, and return the exit status. An error is one sentence on stderr (JPAGED_DEBUG=1 adds the
     traceback).
     """
+    open_closed_streams()
     args = parse_args(argv, prog)
     gpu_share.take_most()
     try:
+        check_streams(args)
         if args.coordinator is None:
             return run(args)
         from jpaged.integrations.batch.peers import run_together

@@ -19,6 +19,7 @@ from jpaged.integrations.batch.manifest import check_same, manifest_path, read_m
 from jpaged.integrations.batch.source import BatchError
 from jpaged.openai.fields import content_text
 from jpaged.openai.protocol import Conversation
+from jpaged.streams import shown
 
 Existing = Literal["resume", "overwrite", "refuse"]  # what to do with an existing output
 
@@ -100,6 +101,8 @@ class Journal:
 
     def write(self, request: BatchRequest, line: Mapping[str, Any]) -> None:
         data = to_read(request, line) if self.path is None else encode_line(line)
+        if self.path is None and self._to.isatty():
+            data = shown(data.decode()).encode()
         self._waiting[request.number] = data, row_failed(line)
         if not self._ordered:
             self._put(request.number)

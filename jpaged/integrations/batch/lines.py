@@ -214,7 +214,9 @@ class BatchRequest:
         if not settings.ignore_unknown:
             return fields
         known, unknown = kind.known(fields)
-        self.ignored += tuple(name[:60] for name in unknown)
+        names = (name[:60] for name in unknown)
+        # They are printed in the end.
+        self.ignored += tuple(name if name.isprintable() else ascii(name) for name in names)
         return known
 
     def _seed(self, seed: int) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 import xxhash
 
 from jpaged.integrations.batch.judged import not_judged
+from jpaged.integrations.batch.replacement import Replacement
 from jpaged.integrations.batch.source import BatchError, file_identity
 
 VERSION = 2
@@ -125,14 +126,11 @@ def read_manifest(output: str) -> dict[str, Any]:
 
 
 def write_json(path: str, value: Mapping[str, Any]) -> None:
-    """Write a file atomically: whatever happens, it has the old content or the new one."""
-    part = f"{path}.part"
-    with open(part, "w") as file:
-        json.dump(value, file, indent=1, ensure_ascii=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
+    """Write a file of JSON, and replace an earlier one in one step."""
+    text = json.dumps(value, indent=1, ensure_ascii=False)
+    with Replacement(path) as file:
+        # Names of files may hold bytes that are no UTF-8.
+        file.write(f"{text}\n".encode(errors="backslashreplace"))
 
 
 def check_same(

@@ -2,7 +2,6 @@
 without a network. report.html.jinja is the page, charts.py draws the charts.
 """
 
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from markupsafe import Markup
 
 from jpaged.integrations.batch.charts import histogram, line_chart, number
 from jpaged.integrations.batch.progress import duration
+from jpaged.integrations.batch.replacement import Replacement
 from jpaged.integrations.batch.stats import BatchStats, lines_of
 
 LONGEST = 1500  # characters of a prompt and its answer that are shown, at most
@@ -46,10 +46,9 @@ def render(stats: BatchStats, *, title: str, settings: Mapping[str, Any]) -> str
 
 
 def write_report(path: str | Path, page: str) -> None:
-    """Write the page, and replace an earlier one atomically. Raises OSError."""
-    temporary = Path(f"{path}.part")
-    temporary.write_text(page, encoding="utf-8", errors="replace")
-    os.replace(temporary, path)
+    """Write the page, and replace an earlier one in one step. Raises OSError."""
+    with Replacement(str(path)) as file:
+        file.write(page.encode(errors="replace"))
 
 
 def _charts(stats: BatchStats) -> list[dict[str, Any]]:

@@ -4,15 +4,15 @@ writes a file of the current ones.
 
 import contextlib
 import json
-import os
 from array import array
 from collections.abc import Sequence
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import xxhash
 
 from jpaged.integrations.batch.answers import row_code, row_failed, row_id, row_number
+from jpaged.integrations.batch.replacement import Replacement
 from jpaged.integrations.batch.source import BatchError
 
 NONE, OK, FAILED, RETRIED = range(
@@ -159,36 +159,3 @@ def rewrite(files: Sequence[Found], target: str, *, ordered: bool) -> None:
             file = opened[source[i]]
             file.seek(int(place[i]))
             new.write(file.readline())
-
-
-class Replacement:
-    """A file that is written beside `path`, and that replaces it once it is complete and on
-    disk.
-    """
-
-    def __init__(self, path: str):
-        self.path, self.part = path, f"{path}.part"
-
-    def __enter__(self) -> IO[bytes]:
-        self._file = open(self.part, "wb")
-        return self._file
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        with self._file:
-            if kind is None:
-                self._file.flush()
-                os.fsync(self._file.fileno())
-        if kind is not None:
-            os.unlink(self.part)
-            return
-        os.replace(self.part, self.path)
-        sync_folder(self.path)
-
-
-def sync_folder(path: str) -> None:
-    """Make a rename survive a power failure."""
-    folder = os.open(os.path.dirname(os.path.abspath(path)), os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -414,7 +414,9 @@ def _to_its_end(run: Run, source: Source) -> int:
     stats.ended = time.perf_counter()
     stats.watch(run.llm)
     print(stats.table(), file=sys.stderr if options.output == "-" else sys.stdout, flush=True)
-    summary = options.summary or (f"{options.output}.summary.json" if journal.is_regular else None)
+    summary = options.summary
+    if summary is None and journal.is_regular and options.output is not None:
+        summary = summary_path(options.output)
     if summary is not None:
         status = ending if reader.error is None else "input error"
         write_json(summary, {"status": status, **stats.record()})
@@ -429,6 +431,11 @@ def _to_its_end(run: Run, source: Source) -> int:
         print(f"{options.program}: {said}: {run.answered()}", file=sys.stderr)
         return HOPELESS
     return FAILED_LINES if stats.all_failed else OK
+
+
+def summary_path(output: str) -> str:
+    """Return where the figures of a run go that writes this file."""
+    return f"{output}.summary.json"
 
 
 def _cut_by(request: BatchRequest, output: RequestOutput) -> list[CutBy]:

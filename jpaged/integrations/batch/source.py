@@ -5,6 +5,7 @@ A source is iterated once and yields (number, line). Numbers begin at 1; blank l
 not yielded. A line is its bytes, or the LineError that it has caused.
 """
 
+import codecs
 import contextlib
 import gzip
 import importlib
@@ -25,6 +26,7 @@ SAMPLES, SAMPLE = (
     1 << 16,
 )  # the digest of a file is made of this many samples, of this many bytes
 PIECE = 1 << 16  # bytes of an over-long line that are read and dropped at once
+UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # what such a file begins with
 COMPRESSED = (
     1 << 12
 )  # bytes of .zst that are decompressed at once; repetitive text grows a thousandfold
@@ -82,13 +84,16 @@ class LineSource(Source):
         try:
             # Not sys.stdin: the thread that reads would hold its lock and block the exit.
             file: Any = 0 if path == "-" else path
-            self._raw: IO[bytes] = open(file, "rb", closefd=path != "-")  # noqa: SIM115
+            self._raw: io.BufferedReader = open(file, "rb", closefd=path != "-")  # noqa: SIM115
             info = os.fstat(self._raw.fileno())
         except OSError as e:
             raise BatchError(f"cannot read {path}: {e.strerror}") from None
         self._size = info.st_size if stat.S_ISREG(info.st_mode) else None
         suffix = "" if path == "-" else Path(path).suffix
         self._compressed = suffix in (".gz", ".zst")
+        if self._size and not self._compressed and self._raw.peek(2)[:2] in UTF_16:
+            self._raw.close()
+            raise BatchError(f"cannot read {path}: it is UTF-16: write it as UTF-8 (iconv, say)")
         self._file: Any = self._raw
         if suffix == ".gz":
             self._file = gzip.GzipFile(fileobj=self._raw)
@@ -109,6 +114,8 @@ class LineSource(Source):
                 length += self._skip_line()
                 message = f"{length} bytes are above --max-line-bytes {longest}"
                 yield number, LineError(message, code="line_too_long")
+            elif number == 1 and not line.removeprefix(codecs.BOM_UTF8).strip():
+                pass  # blank, but for the mark that some editors begin a file with
             elif not line.isspace():
                 yield number, line
 

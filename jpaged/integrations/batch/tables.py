@@ -23,6 +23,9 @@ class Table(Source):
         pairs = [name.rpartition("=") for name in columns or []]
         # The field of a line for each column.
         self._fields = {column: field or column for field, _, column in pairs}
+        if len(set(self._fields.values())) < len(pairs):
+            said = "a column stands for one field, and a field has one column"
+            raise BatchError(f"--columns {' '.join(columns or ())}: {said}")
         self._number = 0
 
     def __iter__(self) -> Iterator[tuple[int, bytes | LineError]]:

@@ -45,7 +45,10 @@ FROM_MODEL = ("text", "thinking", "redacted_thinking", "tool_use")
 
 def _system(value: Any) -> Any:
     """Return the text of a system prompt, which may be a list of blocks of text."""
-    return _text(value) if isinstance(value, list) else value
+    try:
+        return _text(value) if isinstance(value, list) else value
+    except KeyError as e:  # which pydantic takes for a bug of ours
+        raise ValueError(f"a block needs {e}") from None
 
 
 class Thinking(Body):

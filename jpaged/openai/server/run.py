@@ -30,7 +30,7 @@ import uvicorn
 from jpaged import gpu_share
 from jpaged.adapter_flag import folders, loaded
 from jpaged.async_llm import AsyncLLM
-from jpaged.errors import CheckpointError, ConfigError
+from jpaged.errors import ConfigError, JpagedError
 from jpaged.flags import (
     Parser,
     add_engine_groups,
@@ -365,7 +365,7 @@ def _bound(family: int, address: Any) -> socket.socket:
 
 
 def make_server(args: argparse.Namespace, observers: Sequence[Observer] = ()) -> Server:
-    """Load the model and return its server. Raises ConfigError and CheckpointError."""
+    """Load the model and return its server. Raises JpagedError."""
     keys = keys_of(args)
     if args.api_key_file is not None:
         keys = tuple(dict.fromkeys((*keys, *read_keys(args.api_key_file))))
@@ -484,7 +484,7 @@ def main(argv: list[str] | None = None, prog: str = PROG) -> int:
             )
             listener = Listener(server, args.host, args.port, tls=tls, uds=args.uds, reload=reload)
             listener.run(sockets)
-    except (ConfigError, CheckpointError) as e:
+    except JpagedError as e:
         print(f"{prog}: {e}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

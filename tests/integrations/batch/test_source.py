@@ -107,6 +107,20 @@ def test_damage(tmp_path: Path, suffix: str, damage: str) -> None:
     assert damage == "flipped" or all(good)
 
 
+def test_the_mark_at_the_beginning(tmp_path: Path) -> None:
+    """Of UTF-8 it makes no line of a blank one; a file of UTF-16 is refused before a model loads."""
+    mark = b"\xef\xbb\xbf"
+    for number, begin in ((1, mark), (2, mark + b"\r\n"), (3, mark + b" \n\n")):
+        source = LineSource(write(tmp_path / "in", begin + b"a\n"), max_line_bytes=100)
+        assert [(n, line[-2:]) for n, line in source if isinstance(line, bytes)] == [
+            (number, b"a\n")
+        ]
+        source.close()
+    for data in ("a\n".encode("utf-16"), b"\xfe\xff\0a"):
+        with pytest.raises(BatchError, match="it is UTF-16: write it as UTF-8"):
+            open_source(write(tmp_path / "in.txt", data))
+
+
 def test_what_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BatchError, match="No such file"):
         open_source(str(tmp_path / "none.jsonl"))
@@ -182,6 +196,9 @@ def test_parquet(tmp_path: Path) -> None:
     assert found[2] == (3, {"prompt": "p3", "custom_id": "r3"})
     with pytest.raises(BatchError, match=r"--columns question: .* has id, prompt, max_tokens"):
         open_source(str(path), columns=["prompt=question"])
+    for twice in (["prompt", "prompt=id"], ["prompt=id", "custom_id=id"]):
+        with pytest.raises(BatchError, match=r"--columns prompt.* a field has one column"):
+            open_source(str(path), columns=twice)
     with pytest.raises(BatchError, match="cannot read"):
         open_source(write(tmp_path / "bad.parquet", b"PAR1"))
     folder = tmp_path / "folder"
