@@ -76,9 +76,8 @@ def usage() -> str:
     for title, commands in GROUPS.items():
         lines += [f"{title}:", *(f"  {name:<12}{what}" for name, (what, _) in commands.items()), ""]
     lines.append("jpaged COMMAND --help shows the usual flags of a command, --help-all every one;")
-    lines.append(
-        "jpaged --version shows versions. Without a model a command takes the embedded one."
-    )
+    lines.append("jpaged --version shows versions.")
+    lines.append("Without a model serve, chat and batch take the embedded one.")
     return "\n".join(lines)
 
 

@@ -217,7 +217,7 @@ class ServedModel:
         """Raise ConfigError if a step may have failed because arrays of the weights are gone."""
         if any(is_deleted(leaf) for leaf in jax.tree.leaves(self.params)):
             raise ConfigError(
-                f"params hold a deleted array: {DONATED} Pass new ones to update_params"
+                f"params hold a deleted array: {DONATED} Pass new ones (an LLM: to update_params)"
             ) from cause
 
     def add_adapter(self, name: object, source: PyTree, shared_salt: bytes | None = None) -> int:

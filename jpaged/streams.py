@@ -2,7 +2,6 @@
 
 import os
 import sys
-from typing import Any
 
 
 def open_closed_streams() -> None:
@@ -27,6 +26,6 @@ def _plain(character: str) -> str:
     return character if character in "\n\t" else "\ufffd"
 
 
-def was_closed(stream: Any) -> bool:
+def was_closed(stream: object) -> bool:
     """Return whether a standard stream was closed when the command began."""
     return getattr(stream, "name", None) == os.devnull

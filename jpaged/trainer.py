@@ -123,6 +123,9 @@ def logprobs(
         raise ConfigError("engine_config without exact=True: XLA's forward pass does not read it")
     by = exact_for(params, engine_config) if exact else None
     drawn = _drawn(arrays)
+    if not drawn.mask_BC.shape[0]:  # a step whose rows were all dropped
+        none = jnp.zeros(drawn.mask_BC.shape, jnp.float32)
+        return (none, none) if entropy else none
     params = params if by is None else by.served(params)
     architecture = params.config.keeping_choices() if routed else params.config
     model, step = bind(architecture, dict(params)), IN_TRAINING
@@ -289,7 +292,7 @@ def _in_chunks(
         return jnp.moveaxis(a.reshape(rows, count, columns, *a.shape[2:]), 1, 0)
 
     def whole(a: Array) -> Array:
-        return jnp.moveaxis(a, 0, 1).reshape(rows, count * columns)[:, :length]
+        return jnp.moveaxis(a, 0, 1).reshape(rows, -1)[:, :length]
 
     x, wanted = jax.tree.map(chunked, (hidden_BCE, wanted))
     return jax.tree.map(whole, _of_chunks(told, unembedding, x, wanted, tau_B))

@@ -161,7 +161,8 @@ def test_settings_of_the_call_are_checked(params: Params) -> None:
     wrong: dict[str, Any] = {"engine_config": {}, "mesh": "tp", "tokenizer": "x"}
     for name, value in wrong.items():
         with pytest.raises(ConfigError, match=rf"{name}\b.*: pass "):
-            jpaged.generate(params, [[1]], **({"engine_config": ENGINE} | {name: value}))
+            settings: dict[str, Any] = {"engine_config": ENGINE, name: value}
+            jpaged.generate(params, [[1]], **settings)
     for call in (lambda x: generate(params, x), lambda x: generate(params, [[1]], seed=x[0])):
         with pytest.raises(RequestError, match=r"(prompt|seed) is a tracer: "):
             jax.jit(call)(jnp.arange(3))

@@ -68,6 +68,17 @@ def difference(a: Any, b: Any) -> float:
     return max(jax.tree.leaves(apart)) / size
 
 
+def test_no_rows() -> None:
+    """As of a step whose completions were all dropped."""
+    params, outs, _ = drawn()
+    sizes = {"max_prompt_len": 1, "max_completion_len": 8}
+    arrays = jpaged.to_arrays(outs, **sizes, overflow="drop")
+    assert arrays["completion_ids"].shape == (0, 8)
+    grads = jax.grad(lambda p: jpaged.logprobs(p, arrays).sum())(params)
+    assert not any(jnp.any(x) for x in jax.tree.leaves(grads))
+    assert jpaged.logprobs(params, arrays).shape == (0, 8)
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_equals_rollout_and_score(model: str) -> None:
     params, outs, arrays = drawn(model)

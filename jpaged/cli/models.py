@@ -13,6 +13,7 @@ import jax
 
 import jpaged
 from jpaged.checks import read_json
+from jpaged.errors import ConfigError
 from jpaged.flags import Parser
 from jpaged.models.config import ModelConfig, RopeScaling
 from jpaged.models.params import param_shapes, param_table, random_params
@@ -253,6 +254,9 @@ def model_config(args: argparse.Namespace) -> ModelConfig:
     if (raw := LARGE_FILES.get(args.random)) is not None:
         return ModelConfig.from_hf(raw)
     path = Path(args.random)
+    if not path.exists():
+        names = ", ".join([*MODELS, *LARGE, *LARGE_FILES])
+        raise ConfigError(f"--random {path}: no such file, and no size: those are {names}")
     return ModelConfig.from_hf(read_json(path / "config.json" if path.is_dir() else path))
 
 

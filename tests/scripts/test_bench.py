@@ -193,6 +193,7 @@ def test_errors_are_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: P
         "up to 400 tokens": ["--max-model-len", "399"],
         "--max-model-len 1024": ["--output", "5", "1000"],
         "--max-id -1": ["--max-id", "-1"],
+        "--random nosuch: no such file, and no size: those are tiny, 60m": ["--random", "nosuch"],
     }
     for reason, more in tries.items():
         assert bench.main(["--random", "tiny", *more]) == 1
