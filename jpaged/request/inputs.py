@@ -14,6 +14,7 @@ from typing import Any, SupportsInt, TypeGuard
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jpaged.checkpoint.kept_tokenizer import kept_tokenizer
 from jpaged.checkpoint.tokenizer import load_generation_config
@@ -603,8 +604,9 @@ def _rendered(chat: Chat, tokenizer: Any, *, tokenize: bool) -> Any:
 
 def _check_messages(messages: object) -> None:
     """RequestError unless it is a conversation: a template writes something of a text, too."""
-    is_list = isinstance(messages, Collection) and not isinstance(messages, str | bytes | Mapping)
-    if not is_list or not all(isinstance(m, Mapping) or hasattr(m, "role") for m in messages):
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Collection):
+        raise _no_messages(messages)
+    if not all(isinstance(message, Mapping) or hasattr(message, "role") for message in messages):
         raise _no_messages(messages)
 
 
@@ -631,7 +633,7 @@ def _ids_of(ids: Iterable[SupportsInt]) -> list[int]:
 
 def _check_concrete(name: str, value: object) -> None:
     """RequestError for what has no value yet, under jit, grad or vmap."""
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         raise RequestError(
             f"{name} is a tracer: jpaged is host Python and cannot run under jit, grad or vmap"
         )
