@@ -35,9 +35,10 @@ lint: env
 test: env
 	@$(MAKE) --no-print-directory -j 2 lint quick
 
-# XLA optimises less here, but for what tests/as_users.txt names.
+# XLA optimises less here, but for what tests/as_users.txt names. Bytecode is written, whatever the environment says:
+# programs that tests start would compile our modules anew.
 quick: env
-	@JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(PY) -m pytest -n auto --maxprocesses 4 --dist worksteal --durations 20 -m "$(TESTS)"
+	@PYTHONDONTWRITEBYTECODE= JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(PY) -m pytest -n auto --maxprocesses 4 --dist worksteal --durations 20 -m "$(TESTS)"
 
 # With what reads data sets, and what compiles for chips that are not there; CUDA's plugin apart, since jax would look
 # for a card in every run.

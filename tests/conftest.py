@@ -23,6 +23,9 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+# Operations say the line that made them, without the frames that called it: a hundred of them, most
+# of which are pytest's, are a twentieth of what tests take.
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # it would say that there is no PyTorch
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
@@ -95,7 +94,7 @@ def make_params(seed: int = 0, config: ModelConfig = CONFIG, dtype: Any = np.flo
         elif "embed" not in name or config.tie_word_embeddings:
             fan_in = shape[-1] if "'out'" not in name else int(np.prod(shape[1:]))
             x *= (3.0 if "lm_head" in name or "embed" in name else 1.4) / np.sqrt(fan_in)
-        return jnp.asarray(x, dtype)
+        return jax.device_put(x.astype(dtype))  # jnp.asarray compiles a conversion a shape
 
     tree = jax.tree_util.tree_map_with_path(
         leaf, param_shapes(config), is_leaf=lambda node: isinstance(node, tuple)

@@ -40,18 +40,18 @@ def make(
     rng, E = np.random.default_rng(T * X + A), embed
 
     def normal(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.standard_normal(shape) / np.sqrt(shape[-1]), dtype)
+        return jax.device_put((rng.standard_normal(shape) / np.sqrt(shape[-1])).astype(dtype))
 
     chosen = np.stack([rng.permutation(X)[:A] for _ in range(T)]).astype(np.int32)
     if T >= 3:
         chosen[-1] = X
-    weight = jnp.asarray(rng.uniform(0.1, 1, (T, A)), jnp.float32)
-    biases = jnp.asarray(rng.standard_normal((X, 2, width)), dtype) if bias else None
+    weight = jax.device_put(rng.uniform(0.1, 1, (T, A)).astype(np.float32))
+    biases = jax.device_put(rng.standard_normal((X, 2, width)).astype(dtype)) if bias else None
     weights = ExpertWeights(
         gate_up=normal(X, 2, width, E), gate_up_bias=biases, down=normal(X, E, width)
     )
-    x = jnp.asarray(rng.standard_normal((T, E)), dtype)
-    return x, jnp.asarray(chosen), weight, weights
+    x = jax.device_put(rng.standard_normal((T, E)).astype(dtype))
+    return x, jax.device_put(chosen), weight, weights
 
 
 def exact(x: Any, chosen: Any, weight: Any, weights: ExpertWeights) -> np.ndarray:

@@ -108,7 +108,7 @@ def runnable(name: str) -> Any:
 
 
 def prefill(name: str, case: Case) -> Any:
-    return compiled(name)(*map(jnp.asarray, case.tokens), case.pool, case.rows)
+    return compiled(name)(*case.tokens, case.pool, case.rows)
 
 
 @functools.cache
@@ -215,7 +215,7 @@ def test_bits_do_not_depend_on_any_cut(name: str, channels: int) -> None:
             ),
         )
         step = jax.jit(runnable(name).decode)
-        o_one, states = step(*map(jnp.asarray, one.tokens), one.pool, one.rows)
+        o_one, states = step(*one.tokens, one.pool, one.rows)
         outputs.append(o_one[0])
     np.testing.assert_array_equal(np.stack(outputs), o[:9])
     np.testing.assert_array_equal(np.asarray(states)[0], np.asarray(pool)[0])
@@ -228,8 +228,8 @@ def test_the_dense_form_is_the_definition(tokens: int, channels: int) -> None:
         make([tokens], [0], padding=0, keys=keys, channels=channels) for keys in ("random", "equal")
     ]
     batch = [np.stack(pair) for pair in zip(*(case.tokens for case in cases), strict=True)]
-    zeros = jnp.zeros((2, HV, DK, DV))
-    o, state = jax.jit(xla.dense)(*map(jnp.asarray, batch), zeros)
+    zeros = np.zeros((2, HV, DK, DV), np.float32)
+    o, state = jax.jit(xla.dense)(*batch, zeros)
     for i, case in enumerate(cases):
         pool = case.pool.copy()
         pool[0] = state[i]
