@@ -80,8 +80,8 @@ def decode(
     sinks_H: Array | None = None,
 ) -> Array:
     """Attention of one query a row; see `kernels_pallas.paged_attention.reference.decode`."""
-    # Where rows begin is known. As a constant of every layer it would be an operation that waits for
-    # nothing, and XLA:CPU wakes a second thread for a program that begins with more than eight.
+    # Where rows begin is known. As a constant of every layer it would be an operation that waits
+    # for nothing, and XLA:CPU wakes a second thread where more than eight can begin at once.
     rows = (block_table_SM, context_lens_S, jnp.zeros((0,), jnp.int32))
     return _call(q_SHD, pool, layer, rows, options, sinks_H, decode=True)
 

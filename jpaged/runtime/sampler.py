@@ -490,7 +490,7 @@ def _fold_in(key_X2: Array, data_X: Array) -> Array:
     """Return the keys [..., 2] that jax.random.fold_in makes of threefry keys and numbers [...].
 
     It is written out, since jax's has loops on CPU, whose operations take longer to start than to
-    run. Source: arXiv 10.1145/2063384.2063405, threefry of 2 words of 32 bits, 20 rounds.
+    run. Source: threefry of 2 words of 32 bits and 20 rounds (doi:10.1145/2063384.2063405).
     """
     data_X = data_X.astype(jnp.uint32)
     k0, k1 = (jnp.broadcast_to(key_X2[..., i], data_X.shape) for i in (0, 1))
@@ -500,8 +500,8 @@ def _fold_in(key_X2: Array, data_X: Array) -> Array:
     for i in range(5):
         for bits in ((13, 15, 26, 6), (17, 29, 16, 24))[i % 2]:
             x0 = add(x0, x1)
-            high, low = lax.shift_left(x1, whole(bits)), lax.shift_right_logical(x1, whole(32 - bits))
-            x1 = xor(x0, lax.bitwise_or(high, low))
+            low = lax.shift_right_logical(x1, whole(32 - bits))
+            x1 = xor(x0, lax.bitwise_or(lax.shift_left(x1, whole(bits)), low))
         x0 = add(x0, keys[(i + 1) % 3])
         x1 = add(add(x1, keys[(i + 2) % 3]), whole(i + 1))
     return jnp.stack([x0, x1], axis=-1)
