@@ -64,7 +64,7 @@ ffi::Error PagedAttention(ffi::ThreadPool pool, Bf16<3> q, ffi::AnyBuffer kv, Fl
   int64_t cut = 0;  // of `spans`, how many are in use
   std::vector<Item> items;
   for (int64_t s = 0; s < p.S; ++s) {
-    int64_t token = p.starts[s], count = p.starts[s + 1] - token;
+    int64_t token = decode ? s : p.starts[s], count = decode ? 1 : p.starts[s + 1] - token;
     if (p.contexts[s] <= 0) continue;  // padding, whose tokens are zeros
     std::memset(p.o + served * p.H * p.V, 0, (token - served) * p.H * p.V * sizeof(bf16));
     served = token + count;

@@ -80,8 +80,9 @@ def decode(
     sinks_H: Array | None = None,
 ) -> Array:
     """Attention of one query a row; see `kernels_pallas.paged_attention.reference.decode`."""
-    query_start_loc_S1 = np.arange(q_SHD.shape[0] + 1, dtype=np.int32)
-    rows = (block_table_SM, context_lens_S, query_start_loc_S1)
+    # Where rows begin is known. As a constant of every layer it would be an operation that waits
+    # for nothing, and XLA:CPU wakes a second thread where more than eight can begin at once.
+    rows = (block_table_SM, context_lens_S, jnp.zeros((0,), jnp.int32))
     return _call(q_SHD, pool, layer, rows, options, sinks_H, decode=True)
 
 
@@ -96,7 +97,7 @@ def _call(
     *,
     decode: bool,
 ) -> Array:
-    """rows: the block table, the context lengths and the query_start_loc."""
+    """rows: the block table, the context lengths and the query_start_loc, empty for a decode."""
     T, H, D = q_THD.shape
     o_THV = jax.ShapeDtypeStruct((T, H, options.attention.value_width(D)), q_THD.dtype)
     call = jax.ffi.ffi_call("jpaged_paged_attention", o_THV)

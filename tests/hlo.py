@@ -108,6 +108,23 @@ def pool_copies(hlo: str, elements: int) -> list[str]:
     return found
 
 
+def first_operations(hlo: str) -> list[str]:
+    """Operations of a compiled module's main computation that wait for no other one."""
+    entry = hlo[hlo.index("\nENTRY ") :].splitlines()[2:]
+    there, found = set[str](), list[str]()
+    for instruction in filter(None, map(_INSTRUCTION.match, entry)):
+        name = instruction[0].split(" = ")[0].split()[-1]
+        operands = set(re.findall(r"%[\w.\-]+", instruction[4].split(")")[0]))
+        if not operands <= there:
+            continue
+        if instruction[3] in _FREE - {"while", "conditional", "call"} | {"constant"}:
+            there.add(name)
+        else:
+            found.append(name)
+    assert there, "nothing found: has the form of HLO text changed?"
+    return found
+
+
 def _called(instruction: re.Match[str]) -> str:
     called = re.search(r"calls=%?([\w.\-]+)", instruction[4])
     return called[1] if called else ""

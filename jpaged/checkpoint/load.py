@@ -2,11 +2,13 @@
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
@@ -29,6 +31,7 @@ from jpaged.runtime.placing import Placer
 
 # Files with these ends hold code that runs when they are read.
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+READERS = 4  # threads at most
 
 
 def load_params(
@@ -95,21 +98,41 @@ def read_params(
         axis, devices = choose_tensor_axis(mesh), mesh
         specs = flat(param_specs(config, axis, mesh.shape[axis]))
         placer = Placer(lambda spec: NamedSharding(devices, spec))
-    leaves = {}
     # Large ones first, while there is most room.
-    for name in sorted(weights, key=lambda name: -math.prod(weights[name].spec.shape)):
+    names = sorted(weights, key=lambda name: -math.prod(weights[name].spec.shape))
+
+    def wanted(name: str) -> Weight:
         weight = replace(weights[name], dtype=target, keeps_form=not dequantize)
         interleaved = interleaves(weight.wanted_dtype)
         form = served_form(weight.spec, config, quantization, interleaved=interleaved)
         weight = replace(weight, form=form, interleaved=interleaved)
-        if mesh is not None:
-            weight = replace(weight, split=specs[name])
+        return weight if mesh is None else replace(weight, split=specs[name])
+
+    stored = map(wanted, names)
+    # jax on CPU takes over what was read: whatever else holds it is to hold one weight at a time.
+    if mesh is None and each is None and quantization is None and jax.default_backend() == "cpu":
+        stored = _read_by_threads(list(stored))
+    leaves = {}
+    for name, weight in zip(names, stored, strict=True):
         leaf = placer(weight)
         leaves[name] = (
             leaf if each is None or is_quantized(leaf) else each(weight.spec, leaf, config)
         )
-        del leaf
+        del leaf, weight
     return Params(nest({name: leaves[name] for name in weights}), config, folder)
+
+
+def _read_by_threads(weights: list[Weight]) -> Iterator[Weight]:
+    """Yield weights in their order, those that files hold plain already read."""
+
+    def read(weight: Weight) -> Weight:
+        return weight.read() if all(part.quantized is None for part in weight.source) else weight
+
+    threads = ThreadPoolExecutor(min(READERS, os.cpu_count() or 1), "read")
+    try:
+        yield from threads.map(read, weights)
+    finally:
+        threads.shutdown(cancel_futures=True)
 
 
 def read_config(folder: Path, *, images: bool = False) -> ModelConfig:

@@ -2,14 +2,16 @@
 are kept between processes.
 """
 
+import contextlib
 import dataclasses
 import functools
+import gc
 import hashlib
 import logging
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -140,7 +142,9 @@ class CompiledSteps:
         step = _of_arrays(make_step(bucket, self.setting), structure)
         step = self._per_device(step, (jax.tree.leaves(split), *in_specs), out_specs)
         outs = jax.tree.map(self.placement.sharding, out_specs)
-        return jax.jit(step, donate_argnums=donated, out_shardings=outs).lower(arrays, *args)
+        jitted = jax.jit(step, donate_argnums=donated, out_shardings=outs)
+        with _no_collections():
+            return jitted.lower(arrays, *args)
 
     def _params(self, bucket: Shape) -> tuple[StepParams, StepParams]:
         """Return the parameters of a step as shapes, and as PartitionSpecs."""
@@ -338,6 +342,20 @@ def _join_states(whole_RE: Any, states_TE: Any, place: Any) -> Any:
     taken_RE = jnp.take(states_TE, first + from_at_R, axis=0, mode="clip")
     is_new_R = (from_at_R >= 0) & (from_at_R < count)
     return jnp.where(is_new_R[:, None], taken_RE, whole_RE)
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """Keep Python from looking for garbage inside the block: tracing makes many objects, which
+    nearly all stay, and each search goes through those of jax.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _of_arrays(step: Callable[..., Any], structure: Any) -> Callable[..., Any]:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import struct
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 from jpaged.checkpoint import load_params, save_params
-from jpaged.checkpoint.load import find_weights
+from jpaged.checkpoint.load import find_weights, read_params
 from jpaged.checkpoint.tensors import flat
 from jpaged.errors import CheckpointError, ConfigError
 from jpaged.models.config import ModelConfig
 from jpaged.models.params import param_shapes, param_specs
-from jpaged.models.weight import Piece
+from jpaged.models.weight import Piece, Weight
 from tests.checkpoint.conftest import make_tensors
 
 Make = Callable[..., Path]
@@ -434,3 +435,26 @@ def test_folders_that_hold_no_checkpoint(tmp_path: Path, make: Make, small: dict
     refused(folder, r"config\.json: ")
     (folder / "config.json").write_text(json.dumps(small | {"model_type": "gpt_neox"}))
     refused(folder, "hf: architecture 'gpt_neox'", ConfigError)
+
+
+def test_plain_weights_are_read_by_threads(
+    make: Make, small: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not where something is made of each plain one, so that no two are held."""
+    readers, read = set[str](), Weight.read
+
+    def noted(weight: Weight) -> Weight:
+        readers.add(threading.current_thread().name.partition("_")[0])
+        return read(weight)
+
+    monkeypatch.setattr(Weight, "read", noted)
+    plain, here = load_params(make(small)), threading.current_thread().name
+    assert readers == {"read"}
+    readers.clear()
+    kept = load_params(make(small), each=lambda spec, leaf, config: leaf)
+    assert readers == {here}
+    readers.clear()
+    read_params(make(small), quantization="int8")
+    assert readers == {here}
+    for x, y in zip(jax.tree.leaves(plain), jax.tree.leaves(kept), strict=True):
+        np.testing.assert_array_equal(x, y)
