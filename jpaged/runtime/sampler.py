@@ -471,40 +471,20 @@ def gumbels(controls: Controls, count: int, first: Array | None = None) -> Array
     Source: threefry of the place under fold_in(fold_in(key, sample index), position), two places a
     call; 23 bits each, so that neither end of the uniform's range is reached.
     """
-    key_S2 = _fold_in(controls.key_S2, controls.sample_index_S)
-    key_S2 = _fold_in(key_S2, controls.position_S)
+    keys_S = jax.random.wrap_key_data(controls.key_S2, impl="threefry2x32")
+    fold_in = jax.vmap(jax.random.fold_in)
+    keys_S = fold_in(fold_in(keys_S, controls.sample_index_S), controls.position_S)
     pairs = jnp.arange(-(-count // 2) if first is None else count // 2 + 1, dtype=jnp.uint32)
     if first is not None:
         pairs += (first // 2).astype(jnp.uint32)
-    pairs_SP = jnp.broadcast_to(pairs, (key_S2.shape[0], *pairs.shape))
-    bits_SX = _fold_in(key_S2[:, None, :], pairs_SP).reshape(key_S2.shape[0], -1)
+    words_SP = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (0, None))(keys_S, pairs)
+    bits_SX = jax.random.key_data(words_SP).reshape(keys_S.shape[0], -1)
     if first is None:
         bits_SX = bits_SX[:, :count]
     else:  # the first place may be the second of its pair
         bits_SX = lax.dynamic_slice_in_dim(bits_SX, first % 2, count, axis=1)
     u_SX = ((bits_SX >> jnp.uint32(9)).astype(jnp.float32) + 0.5) * jnp.float32(2**-23)
     return -jnp.log(-jnp.log(u_SX))
-
-
-def _fold_in(key_X2: Array, data_X: Array) -> Array:
-    """Return the keys [..., 2] that jax.random.fold_in makes of threefry keys and numbers [...].
-
-    It is written out, since jax's has loops on CPU, whose operations take longer to start than to
-    run. Source: threefry of 2 words of 32 bits and 20 rounds (doi:10.1145/2063384.2063405).
-    """
-    data_X = data_X.astype(jnp.uint32)
-    k0, k1 = (jnp.broadcast_to(key_X2[..., i], data_X.shape) for i in (0, 1))
-    add, xor, whole = lax.add, lax.bitwise_xor, functools.partial(lax.full_like, data_X)
-    keys = (k0, k1, xor(xor(k0, k1), whole(0x1BD11BDA)))
-    x0, x1 = k0, add(data_X, k1)
-    for i in range(5):
-        for bits in ((13, 15, 26, 6), (17, 29, 16, 24))[i % 2]:
-            x0 = add(x0, x1)
-            low = lax.shift_right_logical(x1, whole(32 - bits))
-            x1 = xor(x0, lax.bitwise_or(lax.shift_left(x1, whole(bits)), low))
-        x0 = add(x0, keys[(i + 1) % 3])
-        x1 = add(add(x1, keys[(i + 2) % 3]), whole(i + 1))
-    return jnp.stack([x0, x1], axis=-1)
 
 
 def _draw_tile(sums_SN: Array, gumbel_SN: Array, vocabulary: Vocabulary) -> tuple[Array, Array]:
