@@ -191,7 +191,9 @@ def test_so_does_one_in_8_bits(case: Case, part: str) -> None:
         broken = slice(case.H - case.H // case.K, None)  # of the last KV head
     result = np.asarray(call(paged_attention, case, inputs)).astype(np.float32)
     assert np.isnan(result[last, broken]).all()
-    result[slice(last + 1 - case.query_lens[row], last + 1) if part == "value" else last, broken] = 0
+    result[
+        slice(last + 1 - case.query_lens[row], last + 1) if part == "value" else last, broken
+    ] = 0
     assert not np.isnan(result).any()
 
 
