@@ -4,7 +4,7 @@
 // threads can share the context of one query, and what each of them reads lies together.
 //
 // `Tiles` multiplies: queries with the keys of a tile, weights with its values. It says in which form they lie, f32_tiles.h
-// in f32 on any level, avx512/bf16_tiles.h in bf16. It has
+// in f32 on any level, int8_tiles.h in integers, avx512/bf16_tiles.h in bf16. It has
 //   Lanes: the level's registers, from its lanes.h
 //   Slot: what the pool holds; Weight: what a weight is rounded to, float or bf16
 //   kSlots: how many slots are multiplied at a time; kFetches: whether it brings the slots of the next tile into the cache

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "attend.h"
+#include "pool_slots.h"
 
 namespace jpaged {
 
@@ -32,14 +33,7 @@ class F32Tiles {
   void SetQuery(int64_t row, const bf16* q) { Widen(q, D_, 1.0f, q_ + row * D_); }
 
   void Enter(const Tile<Slot>& tile) {
-    if constexpr (kIsScaled) {
-      int64_t heads = p_.latent ? 1 : item_.heads;
-      for (int64_t slot = 0; slot < kTile; ++slot) {  // 0 where the slot is not seen
-        bool is_seen = tile.keys[slot] != tile.zeros;
-        int64_t first = (tile.keys[slot] - static_cast<const Slot*>(p_.pool)) / p_.Width();  // of all heads in the pool
-        for (int64_t i = 0; i < 2 * heads; ++i) scales_[i * kTile + slot] = is_seen ? p_.scales[2 * first + i] * kUnit : 0.0f;
-      }
-    }
+    if constexpr (kIsScaled) ScalesOf<L>(p_, p_.latent ? 1 : item_.heads, tile, kUnit, scales_);
   }
 
   void Score(const Tile<Slot>& tile, int64_t head, float* scores) {
@@ -47,7 +41,8 @@ class F32Tiles {
       static constexpr decltype(&F32Tiles::template ScoreSlots<1, 8>) kBySize[] = {
           &F32Tiles::template ScoreSlots<1, 8>, &F32Tiles::template ScoreSlots<2, 4>, &F32Tiles::template ScoreSlots<3, 4>,
           &F32Tiles::template ScoreSlots<4, 2>};
-      ahead_.Begin(*this, tile);
+      ahead_.Begin(p_, item_, tile);
+      if constexpr (kIsScaled) scales_ahead_.Begin(p_, item_.heads, tile);
       int64_t step = rows_ <= kMost ? tile.slots : kSlots;
       for (int64_t slot = 0; slot < tile.slots; slot += step) {
         for (int64_t r = 0, n; r < rows_; r += n) {
@@ -61,7 +56,7 @@ class F32Tiles {
       WidenTile(tile, head);
       // As many keys at a time as stay in the L1 cache while all queries pass. What is needed next comes into the cache meanwhile,
       // a few slots at a time.
-      Next next(*this, tile, head);
+      HeadAhead<Slot> next(p_, item_, tile, head);
       int64_t step = std::max<int64_t>(kSlots, kKeys / D_ / kSlots * kSlots), done = 0, fetched = 0;
       int64_t all = (tile.slots + step - 1) / step * ((rows_ + 2) / 3);
       for (int64_t slot = 0; slot < tile.slots; slot += step) {
@@ -152,66 +147,6 @@ class F32Tiles {
     }
   }
 
-  // Brings the next tile into the cache, all heads of it, line by line between the products of this one, as much as these read: a
-  // processor drops what it is asked for beyond the lines that it waits for already.
-  class Ahead {
-   public:
-    void Begin(const F32Tiles& tiles, const Tile<Slot>& tile) {
-      slots_ = tile.next, zeros_ = tile.zeros, size_ = tiles.item_.heads * tiles.p_.Width(), slot_ = 0;
-      NextRun();
-    }
-    // Returns where to fetch so many bytes. What lies there behind the end of a run of slots is fetched for nothing.
-    const char* Take(int64_t bytes) {
-      const char* at = at_;
-      if ((at_ += bytes) >= end_) NextRun();
-      return at;
-    }
-    void FetchRest() {
-      while (at_ != end_) PrefetchL2(Take(kCacheLine));
-    }
-
-   private:
-    // Goes on with the next slots that lie one after the other, if there are any.
-    void NextRun() {
-      while (slot_ < kTile && slots_[slot_] == zeros_) ++slot_;
-      if (slot_ == kTile) {
-        at_ = end_ = reinterpret_cast<const char*>(zeros_);
-        return;
-      }
-      int64_t first = slot_++;
-      while (slot_ < kTile && slots_[slot_] == slots_[slot_ - 1] + size_) ++slot_;
-      at_ = reinterpret_cast<const char*>(slots_[first]), end_ = at_ + (slot_ - first) * size_ * sizeof(Slot);
-    }
-
-    const Slot* const* slots_;
-    const Slot* zeros_;
-    const char *at_, *end_;
-    int64_t size_, slot_;
-  };
-
-  template <int64_t bytes>
-  static void Fetch(const char* from) {
-#pragma GCC unroll 4
-    for (int64_t i = 0; i < bytes; i += kCacheLine) PrefetchL2(from + i);
-  }
-
-  // What is needed after a head of a tile: the next head of the same slots, or the next tile.
-  class Next {
-   public:
-    Next(const F32Tiles& tiles, const Tile<Slot>& tile, int64_t head) : size_(tiles.p_.Width()) {
-      bool is_last = head + 1 == tiles.item_.heads;
-      slots_ = is_last ? tile.next : tile.keys, offset_ = is_last ? 0 : (head + 1) * tiles.p_.Apart();
-    }
-    // Brings the lines of a slot into the cache.
-    void Fetch(int64_t slot) const {
-      for (int64_t i = 0; i < size_; i += kCacheLine / sizeof(Slot)) PrefetchL2(slots_[slot] + offset_ + i);
-    }
-
-   private:
-    const Slot* const* slots_;
-    int64_t size_, offset_;
-  };
-
   // Makes f32 of the keys and values of a head, slot by slot: of values panels [kTile][kWide], one for each kWide dimensions, since
   // all queries meet one while it is in the L1 cache. Of latents, which are both, rows.
   void WidenTile(const Tile<Slot>& tile, int64_t head) {
@@ -267,6 +202,9 @@ class F32Tiles {
     for (; slot < end; slot += C) {
       const Slot* keys[C];
       for (int c = 0; c < C; ++c) keys[c] = tile.keys[slot + c];
+      if constexpr (kIsScaled) {
+        if (row == 0) scales_ahead_.Fetch(slot, slot + C);
+      }
       const float* q = q_ + row * D;
       float* to = scores + row * kTile + slot;
       for (int64_t head = 0; head < item_.heads; ++head, q += rows * D, to += rows * kTile) {
@@ -275,7 +213,7 @@ class F32Tiles {
 #pragma GCC unroll 12
         for (int i = 0; i < R * C; ++i) acc[i] = L::Zero();
         for (int64_t d = 0; d < D; d += 2 * L::kCount) {
-          Fetch<kRead>(ahead), ahead += step;
+          FetchBytes<kRead>(ahead), ahead += step;
 #pragma GCC unroll 8
           for (int c = 0; c < C; ++c) {
             Floats even, odd;
@@ -318,7 +256,7 @@ class F32Tiles {
         }
 #pragma GCC unroll 4
         for (int64_t s = first; s < end; ++s) {
-          Fetch<kRead>(ahead), ahead += step;
+          FetchBytes<kRead>(ahead), ahead += step;
           Floats values[2 * C];
 #pragma GCC unroll 2
           for (int i = 0; i < C; ++i) {
@@ -376,7 +314,8 @@ class F32Tiles {
   bool in_place_;         // keys and values become f32 in registers
   float *q_, *k_, *v_;
   float* scales_;  // [heads][2][kTile] of keys and values, in units of kUnit; of latents [2][kTile] of the value and the rotated key
-  Ahead ahead_;
+  TileAhead<Slot> ahead_;
+  ScalesAhead<Slot> scales_ahead_;  // of a pool in 8 bits
 };
 
 }  // namespace jpaged

@@ -53,6 +53,31 @@ struct Lanes {
     _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(t), _mm256_extractf128_ps(t, 1)));
   }
 
+  // The same of integers, as f32.
+  static void PutSums(float* to, Integers a0, Integers a1, Integers a2, Integers a3) {
+    __m256i t = Pairs(Pairs(a0, a1), Pairs(a2, a3));
+    _mm_storeu_ps(to, _mm_cvtepi32_ps(_mm_add_epi32(_mm256_castsi256_si128(t), _mm256_extracti128_si256(t, 1))));
+  }
+
+  // Lane i of to[j] is the j-th of rows[i].
+  static void Turn(const float* const (&rows)[8], Floats (&to)[8]) {
+    auto load = [&](int i, int j) { return _mm256_set_m128(_mm_loadu_ps(rows[i + 4] + j), _mm_loadu_ps(rows[i] + j)); };
+#pragma GCC unroll 2
+    for (int j = 0; j < 8; j += 4) {
+      Floats a = load(0, j), b = load(1, j), c = load(2, j), d = load(3, j);
+      Floats ab = _mm256_unpacklo_ps(a, b), cd = _mm256_unpacklo_ps(c, d);
+      to[j] = _mm256_shuffle_ps(ab, cd, 0x44), to[j + 1] = _mm256_shuffle_ps(ab, cd, 0xee);
+      ab = _mm256_unpackhi_ps(a, b), cd = _mm256_unpackhi_ps(c, d);
+      to[j + 2] = _mm256_shuffle_ps(ab, cd, 0x44), to[j + 3] = _mm256_shuffle_ps(ab, cd, 0xee);
+    }
+  }
+
+  // a and b become their lower halves and their upper halves.
+  static void TradeHalves(Floats& a, Floats& b) {
+    Floats lower = _mm256_permute2f128_ps(a, b, 0x20);
+    b = _mm256_permute2f128_ps(a, b, 0x31), a = lower;
+  }
+
   static float Sum(Floats x) {
     __m256 t = Pairs(Pairs(x, x), Pairs(x, x));
     return _mm_cvtss_f32(_mm_add_ps(_mm256_castps256_ps128(t), _mm256_extractf128_ps(t, 1)));
@@ -182,6 +207,12 @@ struct Lanes {
     StoreWords(to, _mm256_blend_epi16(_mm256_cvtps_epi32(even), high, 0xaa));
   }
 
+  // Writes 16 numbers rounded to whole ones.
+  static void PutWholeWords(int16_t* to, Floats first, Floats second) {
+    __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(first), _mm256_cvtps_epi32(second));
+    StoreWords(to, _mm256_permute4x64_epi64(words, 0xd8));
+  }
+
   // Even and odd numbers rounded to whole ones: of each 8 the even ones, then the odd ones.
   static Words WholeEvenOdd(Floats even, Floats odd) {
     return _mm256_packs_epi32(_mm256_cvtps_epi32(even), _mm256_cvtps_epi32(odd));
@@ -205,6 +236,10 @@ struct Lanes {
   static Integers ZeroIntegers() { return _mm256_setzero_si256(); }
   static Integers SetIntegers(int32_t x) { return _mm256_set1_epi32(x); }
   static Integers AddIntegers(Integers a, Integers b) { return _mm256_add_epi32(a, b); }
+  static Integers MaxIntegers(Integers a, Integers b) { return _mm256_max_epi32(a, b); }
+  // The bits of numbers without their signs: in the order of sizes, NaN the largest.
+  static Integers SizesOf(Floats x) { return _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(0x7fffffff)); }
+  static void StoreIntegers(int32_t* to, Integers x) { _mm256_storeu_si256((__m256i*)to, x); }
   static int32_t SumOf(Integers x) {
     __m128i four = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
     __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
@@ -216,6 +251,15 @@ struct Lanes {
   // --- bytes
 
   static Bytes LoadBytes(const void* from) { return LoadWords(from); }
+  static void StoreBytes(void* to, Bytes x) { StoreWords(to, x); }
+
+  // The bytes in even places, and those in odd ones, as words.
+  static Words EvenBytes(Bytes x) { return _mm256_maddubs_epi16(_mm256_set1_epi16(1), x); }
+  static Words OddBytes(Bytes x) { return _mm256_srai_epi16(x, 8); }
+
+  // Pairs of bytes of a and of b in turn: those of the lower 8 bytes of each 16, and those of the upper ones.
+  static Bytes ZipLower(Bytes a, Bytes b) { return _mm256_unpacklo_epi16(a, b); }
+  static Bytes ZipUpper(Bytes a, Bytes b) { return _mm256_unpackhi_epi16(a, b); }
 
   // 32 values of int4.
   static Bytes FromInt4(const uint8_t* from) {
@@ -231,15 +275,25 @@ struct Lanes {
 
   // Lane i is the sum of the lanes of a[i].
   static Integers SumsOf(const Integers (&a)[8]) {
-    __m256i low = _mm256_hadd_epi32(_mm256_hadd_epi32(a[0], a[1]), _mm256_hadd_epi32(a[2], a[3]));
-    __m256i high = _mm256_hadd_epi32(_mm256_hadd_epi32(a[4], a[5]), _mm256_hadd_epi32(a[6], a[7]));
-    return _mm256_add_epi32(_mm256_permute2x128_si256(low, high, 0x20), _mm256_permute2x128_si256(low, high, 0x31));
+    Integers low = Pairs(Halves(a[0], a[1]), Halves(a[2], a[3])), high = Pairs(Halves(a[4], a[5]), Halves(a[6], a[7]));
+    return _mm256_add_epi32(_mm256_blend_epi32(low, high, 0xf0), _mm256_permute2x128_si256(low, high, 0x21));
   }
 
  private:
   // Sums of neighbours of a, then of b, in each half: as _mm256_hadd_ps, which takes Zen 3 twice the time.
   static Floats Pairs(Floats a, Floats b) {
     return _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x88), _mm256_shuffle_ps(a, b, 0xdd));
+  }
+
+  static __m256i Pairs(__m256i a, __m256i b) {
+    __m256 x = _mm256_castsi256_ps(a), y = _mm256_castsi256_ps(b);
+    return _mm256_add_epi32(_mm256_castps_si256(_mm256_shuffle_ps(x, y, 0x88)), _mm256_castps_si256(_mm256_shuffle_ps(x, y, 0xdd)));
+  }
+
+  // Sums of the first two and the last two of a, then of b, in each half.
+  static __m256i Halves(__m256i a, __m256i b) {
+    __m256 crossed = _mm256_shuffle_ps(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b), 0x4e);
+    return _mm256_add_epi32(_mm256_blend_epi32(a, b, 0xcc), _mm256_castps_si256(crossed));
   }
 
   // The nearest bf16 in the upper half of each lane.

@@ -78,6 +78,33 @@ struct Lanes {
     vst1q_f32(to, vaddq_f32(low, high));
   }
 
+  // The same of integers, as f32.
+  static void PutSums(float* to, Integers a0, Integers a1, Integers a2, Integers a3) {
+    int32x4_t low = vpaddq_s32(vpaddq_s32(a0.low, a1.low), vpaddq_s32(a2.low, a3.low));
+    int32x4_t high = vpaddq_s32(vpaddq_s32(a0.high, a1.high), vpaddq_s32(a2.high, a3.high));
+    vst1q_f32(to, vcvtq_f32_s32(vaddq_s32(low, high)));
+  }
+
+  // Lane i of to[j] is the j-th of rows[i].
+  static void Turn(const float* const (&rows)[8], Floats (&to)[8]) {
+    auto turned = [&](int first, int j, float32x4_t (&to)[4]) {  // those of 4 rows
+      float32x4_t a = vld1q_f32(rows[first] + j), b = vld1q_f32(rows[first + 1] + j);
+      float32x4_t c = vld1q_f32(rows[first + 2] + j), d = vld1q_f32(rows[first + 3] + j);
+      float32x4_t ac = vzip1q_f32(a, c), bd = vzip1q_f32(b, d);
+      to[0] = vzip1q_f32(ac, bd), to[1] = vzip2q_f32(ac, bd);
+      ac = vzip2q_f32(a, c), bd = vzip2q_f32(b, d);
+      to[2] = vzip1q_f32(ac, bd), to[3] = vzip2q_f32(ac, bd);
+    };
+    for (int j = 0; j < 8; j += 4) {
+      float32x4_t low[4], high[4];
+      turned(0, j, low), turned(4, j, high);
+      for (int k = 0; k < 4; ++k) to[j + k] = {low[k], high[k]};
+    }
+  }
+
+  // a and b become their lower halves and their upper halves.
+  static void TradeHalves(Floats& a, Floats& b) { std::swap(a.high, b.low); }
+
   static float Sum(Floats x) {
     float32x4_t pairs = vpaddq_f32(x.low, x.high);
     return vaddvq_f32(vpaddq_f32(pairs, vdupq_n_f32(0.0f)));
@@ -225,6 +252,14 @@ struct Lanes {
     vst1q_s16(to, both(even.low, odd.low)), vst1q_s16(to + 8, both(even.high, odd.high));
   }
 
+  // Writes 16 numbers rounded to whole ones.
+  static void PutWholeWords(int16_t* to, Floats first, Floats second) {
+    auto put = [](int16_t* to, Floats x) {
+      vst1q_s16(to, vcombine_s16(vqmovn_s32(vcvtnq_s32_f32(x.low)), vqmovn_s32(vcvtnq_s32_f32(x.high))));
+    };
+    put(to, first), put(to + 8, second);
+  }
+
   // Even and odd numbers rounded to whole ones: of each 8 the even ones, then the odd ones.
   static Words WholeEvenOdd(Floats even, Floats odd) {
     auto both = [](float32x4_t even, float32x4_t odd) {
@@ -257,10 +292,18 @@ struct Lanes {
   }
   static void KeepInRegister(Floats& x) { asm("" : "+w"(x.low), "+w"(x.high)); }
   static void KeepInRegister(Integers& x) { asm("" : "+w"(x.low), "+w"(x.high)); }
+  static void KeepInRegister(Words& x) { asm("" : "+w"(x.low), "+w"(x.high)); }
 
   static Integers ZeroIntegers() { return SetIntegers(0); }
   static Integers SetIntegers(int32_t x) { return {vdupq_n_s32(x), vdupq_n_s32(x)}; }
   static Integers AddIntegers(Integers a, Integers b) { return {vaddq_s32(a.low, b.low), vaddq_s32(a.high, b.high)}; }
+  static Integers MaxIntegers(Integers a, Integers b) { return {vmaxq_s32(a.low, b.low), vmaxq_s32(a.high, b.high)}; }
+  // The bits of numbers without their signs: in the order of sizes, NaN the largest.
+  static Integers SizesOf(Floats x) {
+    auto size = [](float32x4_t x) { return vreinterpretq_s32_f32(vabsq_f32(x)); };
+    return {size(x.low), size(x.high)};
+  }
+  static void StoreIntegers(int32_t* to, Integers x) { vst1q_s32(to, x.low), vst1q_s32(to + 4, x.high); }
   static int32_t SumOf(Integers x) { return vaddvq_s32(vaddq_s32(x.low, x.high)); }
   static Floats ToFloats(Integers x) { return {vcvtq_f32_s32(x.low), vcvtq_f32_s32(x.high)}; }
   static Floats SetHalves(float low, float high) { return {vdupq_n_f32(low), vdupq_n_f32(high)}; }
@@ -270,6 +313,35 @@ struct Lanes {
   static Bytes LoadBytes(const void* from) {
     const int8_t* bytes = static_cast<const int8_t*>(from);
     return {vld1q_s8(bytes), vld1q_s8(bytes + 16)};
+  }
+  static void StoreBytes(void* to, Bytes x) {
+    vst1q_s8(static_cast<int8_t*>(to), x.low), vst1q_s8(static_cast<int8_t*>(to) + 16, x.high);
+  }
+
+  // The bytes in even places, and those in odd ones, as words.
+  static Words EvenBytes(Bytes x) {
+    auto even = [](int8x16_t x) {
+      return vreinterpretq_u16_s16(vshrq_n_s16(vshlq_n_s16(vreinterpretq_s16_s8(x), 8), 8));
+    };
+    return {even(x.low), even(x.high)};
+  }
+  static Words OddBytes(Bytes x) {
+    auto odd = [](int8x16_t x) { return vreinterpretq_u16_s16(vshrq_n_s16(vreinterpretq_s16_s8(x), 8)); };
+    return {odd(x.low), odd(x.high)};
+  }
+
+  // Pairs of bytes of a and of b in turn: those of the lower 8 bytes of each 16, and those of the upper ones.
+  static Bytes ZipLower(Bytes a, Bytes b) {
+    auto zip = [](int8x16_t a, int8x16_t b) {
+      return vreinterpretq_s8_s16(vzip1q_s16(vreinterpretq_s16_s8(a), vreinterpretq_s16_s8(b)));
+    };
+    return {zip(a.low, b.low), zip(a.high, b.high)};
+  }
+  static Bytes ZipUpper(Bytes a, Bytes b) {
+    auto zip = [](int8x16_t a, int8x16_t b) {
+      return vreinterpretq_s8_s16(vzip2q_s16(vreinterpretq_s16_s8(a), vreinterpretq_s16_s8(b)));
+    };
+    return {zip(a.low, b.low), zip(a.high, b.high)};
   }
 
   // 32 values of int4.

@@ -669,6 +669,7 @@ struct AttentionCase {
   int64_t context, queries, P, H, K, D, V, window;
   float soft_cap;
   bool sinks, latent = false;  // latent: K parts of the query heads
+  bool largest = false;        // queries and keys of int8 whose products are as large as can be, of one sign in a slot
 };
 
 template <typename Slot>
@@ -685,6 +686,13 @@ void Attention(const char* pool_name, const AttentionCase& c, bool decode) {
       uint8_t bits = random.Bits();
       if (std::is_same_v<Slot, E4m3> && (bits & 0x7f) == 0x7f) bits = 0;
       std::memcpy(&x, &bits, 1);
+    }
+  }
+  if (c.largest) {
+    std::fill(q.begin(), q.end(), ToBf16(-0x1.fep-4f));
+    for (int64_t slot = 0; slot < N * c.P * c.K; ++slot) {
+      uint8_t bits = random.Bits() % 2 ? 0x80 : 0x7f;
+      std::memset(&pool[slot * head_size], bits, c.D);
     }
   }
   auto value = [&](int64_t index) -> double {  // of an element of the pool
@@ -758,12 +766,19 @@ void AttentionCases() {
                                  {70, 1, 16, 4, 2, 32, 96, 0, 0, false},    {70, 5, 16, 4, 2, 32, 96, 0, 0, false},
                                  {600, 1, 16, 4, 2, 64, 64, 0, 0, true},    {700, 1, 64, 8, 2, 96, 96, 330, 0, false},
                                  {520, 9, 16, 6, 2, 64, 64, 260, 0, true},  {300, 70, 64, 6, 2, 64, 96, 0, 0, false},  {530, 1, 16, 10, 2, 96, 64, 0, 0, false, true},
-                                 {150, 1, 16, 10, 2, 96, 64, 0, 0, false, true}, {90, 3, 16, 10, 2, 96, 64, 0, 0, false, true}};
+                                 {150, 1, 16, 10, 2, 96, 64, 0, 0, false, true}, {90, 3, 16, 10, 2, 96, 64, 0, 0, false, true},
+                                 {130, 1, 16, 5, 5, 64, 64, 0, 0, false},    {300, 1, 16, 7, 1, 256, 256, 0, 0, false},
+                                 {75, 1, 16, 16, 2, 32, 32, 60, 0, true},    {9, 1, 8, 6, 2, 32, 64, 0, 0, false}};
   for (const AttentionCase& c : cases) {
     for (bool decode : {false, true}) {
       if (decode && c.queries > 1) continue;
       Attention<bf16>("bf16", c, decode), Attention<int8_t>("int8", c, decode), Attention<E4m3>("fp8", c, decode);
     }
+  }
+  // Sums of products that fill 32 bits, and head dimensions whose would overflow them.
+  for (int64_t D : {512, 544, 1056}) {
+    for (bool decode : {false, true}) Attention<int8_t>("int8", {70, 1, 16, 3, 1, D, 32, 0, 0, false, false, true}, decode);
+    Attention<int8_t>("int8", {70, 5, 16, 2, 1, D, 32, 0, 0, false, false, true}, false);
   }
 }
 }  // namespace

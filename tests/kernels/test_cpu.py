@@ -171,6 +171,32 @@ def test_a_nan_that_is_seen_shows(case: Case, part: str) -> None:
     ).any()
 
 
+@pytest.mark.parametrize("case", [c for c in SCALED if c.kv_dtype == "int8"], ids=str)
+@pytest.mark.parametrize("part", ["query", "key", "value"])
+def test_so_does_one_in_8_bits(case: Case, part: str) -> None:
+    """NaN of a query, or of the scale of a key or a value, of the last token of a row. That of a
+    value may show in what the row's other tokens attend to.
+    """
+    inputs = build(case, poison=False)
+    row = max(r for r, n in enumerate(case.contexts) if n > 0 and case.query_lens[r] > 0)
+    last = row if inputs.query_start_loc is None else inputs.query_start_loc[row + 1] - 1
+    if part == "query":
+        inputs.q[last, -1, 3] = np.nan
+        broken = slice(case.H - 1, None)
+    else:
+        blocks = len(inputs.pool.values) // case.num_layers
+        position = case.contexts[row] - 1
+        block = case.layer * blocks + inputs.block_table[row, position // case.P]
+        inputs.pool.scales[block, position % case.P, -2 if part == "key" else -1] = np.nan
+        broken = slice(case.H - case.H // case.K, None)  # of the last KV head
+    result = np.asarray(call(paged_attention, case, inputs)).astype(np.float32)
+    assert np.isnan(result[last, broken]).all()
+    result[
+        slice(last + 1 - case.query_lens[row], last + 1) if part == "value" else last, broken
+    ] = 0
+    assert not np.isnan(result).any()
+
+
 def arrays(T: int, N: int, E: int) -> tuple[Any, Any]:
     rng = np.random.default_rng(T + N)
     x, weight = rng.standard_normal((T, E)), rng.standard_normal((N, E)) / E**0.5

@@ -28,7 +28,7 @@ DRIVER = Path(__file__).with_name("cpu_driver.cc")
 EMULATION = Path(__file__).with_name("amx_emulation.h")
 TILES = {"amx_tile", "amx_bf16"}
 SANITIZE = ("-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-CASES = 313
+CASES = 346
 
 
 def compiler_of(name: str) -> str:
@@ -199,7 +199,12 @@ FAULTS = [
     (("attend.h", "item.span * rows * size", "item.span * size"), "FAILED attention in spans"),
     (("avx2/lanes.h", "0x0680048002800080", "0x0680048002800180"), "FAILED"),
     (("avx2/lanes.h", "0x0280808000808080", "0x0280808001808080"), "FAILED"),
-    (("f32_tiles.h", "(2 * (head + i) + of)", "(2 * (head + i))"), "FAILED attention int8"),
+    (("f32_tiles.h", "(2 * (head + i) + of)", "(2 * (head + i))"), "FAILED attention fp8"),
+    (("int8_tiles.h", "most *= 2) steps", "most *= 4) steps"), "FAILED attention int8"),
+    (("int8_tiles.h", "(2 * (head + i) + 1)", "(2 * (head + i))"), "FAILED attention int8"),
+    (("int8_tiles.h", "weight_steps_[row + r]", "weight_steps_[row]"), "FAILED attention int8"),
+    (("int8_tiles.h", "+ kBytes, L::ZipUpper", "+ kBytes, L::ZipLower"), "FAILED attention int8"),
+    (("pool_slots.h", "scales[slot - 1] + apart", "scales[slot - 1]"), "FAILED attention"),
     (("f32_tiles.h", "= q_ + row * D;", "= q_;"), "FAILED attention"),
     (
         ("f32_delta.h", "L::Fma(of_key, change", "L::Fma(of_query, change"),
