@@ -47,8 +47,10 @@ class Replacement:
 
 
 def _is_stream(path: str) -> bool:
-    """Return whether a path is a device, a pipe, or a name of one that a process has open."""
-    is_open = os.path.abspath(path).startswith(("/dev/", "/proc/"))
+    """Return whether a path is a device, a pipe, or a name of what a process has open, which may be
+    a file that it goes on writing to. A file in the memory of /dev/shm is a file.
+    """
+    is_open = os.path.abspath(path).startswith(("/dev/std", "/dev/fd/", "/proc/"))
     return is_open or (os.path.exists(path) and not os.path.isfile(path))
 
 
