@@ -109,8 +109,8 @@ def read_params(
         return weight if mesh is None else replace(weight, split=specs[name])
 
     stored = map(wanted, names)
-    # jax on CPU takes over what was read: whatever else holds it is to hold one weight at a time.
-    if mesh is None and each is None and quantization is None and jax.default_backend() == "cpu":
+    # Whatever else holds what was read is to hold one weight at a time.
+    if mesh is None and each is None and quantization is None and _takes_buffers_over():
         stored = _read_by_threads(list(stored))
     leaves = {}
     for name, weight in zip(names, stored, strict=True):
@@ -120,6 +120,11 @@ def read_params(
         )
         del leaf, weight
     return Params(nest({name: leaves[name] for name in weights}), config, folder)
+
+
+def _takes_buffers_over() -> bool:
+    """Return whether arrays of jax are the buffers that were read, which are then held once."""
+    return jax.default_backend() == "cpu"
 
 
 def _read_by_threads(weights: list[Weight]) -> Iterator[Weight]:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 import jpaged
 from jpaged import EngineConfig, ModelConfig, SamplingParams
-from jpaged.checkpoint import load_params
+from jpaged.checkpoint import load, load_params
 from jpaged.checkpoint.load import find_weights, read_params
 from jpaged.checkpoint.tensors import flat
 from jpaged.models import hf_quantization, quantized, weight
@@ -227,6 +227,7 @@ def traffic(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traffic]:
 
     monkeypatch.setattr(placing.jax, "device_put", put)
     monkeypatch.setattr(weight, "aligned", lambda *args: seen.allocated(aligned(*args)))
+    monkeypatch.setattr(load, "_takes_buffers_over", lambda: False)
     yield seen
 
 
