@@ -47,11 +47,12 @@ ffi::Error Activated(ffi::ThreadPool pool, Float32<3> gate_up, Int32<0> count, f
   return ffi::Error::Success();
 }
 
-// gate_up and h are memory for what is between the products.
+// between and h are memory for what is between the products, where it does not stay packed in caches.
 ffi::Error MlpOf(ffi::ThreadPool pool, Bf16<2> x, ffi::AnyBuffer gate_up, Float32<2> gate_up_scales, Float32<2> gate_up_zeros,
-               ffi::AnyBuffer down, Float32<2> down_scales, Float32<2> down_zeros, Int32<0> count, ffi::Result<ffi::AnyBuffer> y,
-               ffi::Result<Float32<2>> between, ffi::Result<Bf16<2>> h, std::string_view gate_up_form, bool gate_up_interleaved,
-               std::string_view down_form, bool down_interleaved, std::string_view activations, std::string_view activation) {
+                 ffi::AnyBuffer down, Float32<2> down_scales, Float32<2> down_zeros, Int32<0> count, ffi::Result<ffi::AnyBuffer> y,
+                 ffi::Result<Float32<2>> between, ffi::Result<Bf16<2>> h, std::string_view gate_up_form,
+                 bool gate_up_interleaved, std::string_view down_form, bool down_interleaved, std::string_view activations,
+                 std::string_view activation) {
   int64_t all = x.dimensions()[0], F = h->dimensions()[1], T = std::clamp<int64_t>(count.typed_data()[0], 0, all);
   Activation kind{};
   Weight first, second;

@@ -108,7 +108,7 @@ def test_damage(tmp_path: Path, suffix: str, damage: str) -> None:
 
 
 def test_the_mark_at_the_beginning(tmp_path: Path) -> None:
-    """Of UTF-8 it makes no line of a blank one; a file of UTF-16 is refused at once."""
+    """A blank first line with the mark of UTF-8 is no line; a file of UTF-16 is refused at once."""
     mark = b"\xef\xbb\xbf"
     for number, begin in ((1, mark), (2, mark + b"\r\n"), (3, mark + b" \n\n")):
         source = LineSource(write(tmp_path / "in", begin + b"a\n"), max_line_bytes=100)
