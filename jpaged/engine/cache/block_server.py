@@ -178,6 +178,7 @@ class BlockServer:
                 if len(self._greeting) > GREETINGS:  # who knows the secret says so at once
                     oldest = next(iter(self._greeting))
                     del self._greeting[oldest]
+                    self._open.discard(oldest)  # now: its thread may come to run only later
                     with contextlib.suppress(OSError):
                         oldest.shutdown(socket.SHUT_RDWR)
             if not is_full:

@@ -144,16 +144,28 @@ def test_connections_that_say_nothing_end(serve: Any, monkeypatch: pytest.Monkey
     """
     monkeypatch.setattr(block_server, "GREETINGS", 3)
     monkeypatch.setattr(block_server, "CONNECTIONS", 6)
-    monkeypatch.setattr(block_server, "IDLE_S", 0.1)
+    monkeypatch.setattr(block_server, "IDLE_S", 0.5)
+    may_end, greet = threading.Event(), block_server.greet
+
+    def greet_and_end_late(*arguments: Any) -> bool:
+        is_known = False
+        try:
+            is_known = greet(*arguments)
+        finally:
+            is_known or may_end.wait(60.0)
+        return is_known
+
+    monkeypatch.setattr(block_server, "greet", greet_and_end_late)
     server = serve(secret=SECRET)
-    silent = [socket.create_connection((server.host, server.port)) for _ in range(20)]
-    blocks = client_of(server, SECRET)
-    assert blocks.write(name_of(1), [data_of(1)]) == "written"
-    (_, idle), *_ = blocks._free
-    idle.settimeout(5.0)
-    assert idle.recv(1) == b"" and blocks.read(name_of(1), SIZE)[0] == "read"
-    for sock in silent:
-        sock.close()
+    with contextlib.ExitStack() as silent:
+        silent.callback(may_end.set)
+        for _ in range(20):
+            silent.enter_context(socket.create_connection((server.host, server.port)))
+        blocks = client_of(server, SECRET)
+        assert blocks.write(name_of(1), [data_of(1)]) == "written"
+        (_, idle), *_ = blocks._free
+        idle.settimeout(30.0)
+        assert idle.recv(1) == b"" and blocks.read(name_of(1), SIZE)[0] == "read"
     assert server.counts["failed_connections"] <= 20
 
 
