@@ -1,142 +1,124 @@
-// Products with AMX tiles; see linear.h and bf16_weights.h. The weight is the first operand, read as it lies, 32 of its rows at
-// a time; x, of which tokens are the second operand's columns, is packed once. The sums of an element run along E in one order.
-#include "../avx512/lanes.h"
+// Products with AMX tiles: what is multiplied, and what becomes of the sums; see bf16_products.h.
 #include "../bf16_weights.h"
+#include "../experts.h"
+#include "../mlp.h"
+#include "bf16_products.h"
 #include "level.h"
 
 namespace jpaged::amx {
 namespace {
 
-using avx512::Transpose;
+// The rows y(t) of a product with w [N, E].
+template <typename Y>
+class Linear {
+  using Out = std::remove_pointer_t<std::invoke_result_t<Y, int64_t>>;
 
-constexpr int64_t kSide = 16;         // rows of a tile, and columns of f32
-constexpr int64_t kCols = 2 * kSide;  // rows of w at a time
-constexpr int64_t kDepth = 32;        // bf16 along E in a tile's row, and in a cache line
+ public:
+  static constexpr int64_t kPieces = sizeof(Out) / 2;
 
-// What every tile of this thread is while in scope: 16 rows of 64 bytes.
-struct Tiles {
-  Tiles() {
-    struct alignas(64) {
-      uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      uint16_t bytes[16] = {};
-      uint8_t rows[16] = {};
-    } config;
-    for (int i = 0; i < 8; ++i) config.bytes[i] = 64, config.rows[i] = kSide;
-    _tile_loadconfig(&config);
+  Linear(const bf16* w, int64_t T, int64_t N, int64_t E, const Y& y) : w_(w), T_(T), N_(N), E_(E), y_(y) {}
+
+  void Rows(int64_t group, const bf16* (&w)[2]) {
+    const bf16* from = w_ + group * kGroup * E_;
+    if (group * kGroup < N_ && (group + 1) * kGroup > N_) {  // a tile reads all of its rows
+      static thread_local Memory memory;
+      bf16* padded = Scratch<bf16>(memory, kGroup * E_);
+      int64_t count = (N_ - group * kGroup) * E_;
+      std::copy_n(from, count, padded), std::fill_n(padded + count, kGroup * E_ - count, 0);
+      from = padded;
+    }
+    w[0] = from, w[1] = from + kSide * E_;
   }
-  ~Tiles() { _tile_release(); }
+
+  void Fetch(int64_t group, int64_t t) const {
+    const Out* to = y_(std::min(t, T_ - 1)) + group * kGroup;
+    for (int64_t i = 0; i < kGroup; i += kCacheLine / sizeof(Out)) PrefetchL2(to + i);
+  }
+
+  void Write(int64_t group, int64_t tile, int64_t piece, const Sums& sums) const {
+    int64_t column = group * kGroup + piece * kSide;
+    __m512i words[kSide];
+    if constexpr (kPieces == 1) {
+      PairsOfRows(sums, words);
+    } else {
+#pragma GCC unroll 16
+      for (int i = 0; i < kSide; ++i) words[i] = _mm512_load_si512(sums[piece][i]);
+    }
+    int64_t rows = std::min(kSide, T_ - tile * kSide);
+    auto put = [&](int64_t i, __m512i row) {
+      if (i < rows) Put(y_(tile * kSide + i) + column, row, N_ - column);
+    };
+    avx512::Transpose(words, put);
+  }
+
+ private:
+  // Rounds sums to pairs of neighbours.
+  static void PairsOfRows(const Sums& sums, __m512i (&words)[kSide]) {
+    const __m512i zipped = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4,
+                                            19, 3, 18, 2, 17, 1, 16, 0);
+#pragma GCC unroll 16
+    for (int i = 0; i < kSide; ++i) {
+      const float(&pair)[kSide][kSide] = sums[i / 8];
+      __m512 low = _mm512_load_ps(pair[i % 8 * 2]), high = _mm512_load_ps(pair[i % 8 * 2 + 1]);
+      words[i] = _mm512_permutexvar_epi16(zipped, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+    }
+  }
+
+  static void Put(float* to, __m512i row, int64_t count) {
+    if (count >= kSide) {
+      _mm512_storeu_si512(to, row);
+    } else if (count > 0) {
+      _mm512_mask_storeu_epi32(to, (1u << count) - 1, row);
+    }
+  }
+  static void Put(bf16* to, __m512i row, int64_t count) {
+    if (count >= kGroup) {
+      _mm512_storeu_si512(to, row);
+    } else {
+      _mm512_mask_storeu_epi16(to, (1u << count) - 1, row);
+    }
+  }
+
+  const bf16* w_;
+  int64_t T_, N_, E_;
+  const Y& y_;
 };
 
-// Tokens [16 i, 16 i + 16) of x as [E/2][16 tokens][2], zeros past the last one.
-void PackTokens(const bf16* x, bf16* packed, int64_t T, int64_t E, int64_t i) {
-  packed += kSide * E * i;
-  for (int64_t e = 0; e < E; e += kDepth) {
-    __m512i rows[16];
-#pragma GCC unroll 16
-    for (int64_t t = 0; t < kSide; ++t) {
-      bool is_token = kSide * i + t < T;
-      rows[t] = is_token ? _mm512_loadu_si512(x + (kSide * i + t) * E + e) : _mm512_setzero_si512();
-    }
-    Transpose(rows, packed + e * kSide, kDepth);
-  }
-}
-
-inline void Put(float* to, __m512 x, __mmask16 mask) { _mm512_mask_storeu_ps(to, mask, x); }
-inline void Put(bf16* to, __m512 x, __mmask16 mask) { _mm256_mask_storeu_epi16(to, mask, (__m256i)_mm512_cvtneps_pbh(x)); }
-
-// A tile of sums, [16 rows of w][16 tokens], to y [tokens, N].
-template <typename Out>
-inline void Write(const float (&sums)[kSide][kSide], Out* y, int64_t stride, int64_t tokens, int64_t cols) {
-  if (cols <= 0) return;
-  alignas(64) float transposed[kSide][kSide];
-  __m512i rows[16];
-#pragma GCC unroll 16
-  for (int i = 0; i < kSide; ++i) rows[i] = _mm512_load_si512(sums[i]);
-  Transpose(rows, reinterpret_cast<bf16*>(transposed), kDepth);
-  __mmask16 mask = cols >= kSide ? 0xffff : (1u << cols) - 1;
-  for (int64_t t = 0; t < std::min(tokens, kSide); ++t) Put(y + t * stride, _mm512_load_ps(transposed[t]), mask);
-}
-
-// The products of 32 rows of w and all tokens, of which `cols` columns go to y. `next`: rows of w that come after.
-template <typename Out>
-void MultiplyColumns(const bf16* packed, const bf16* w, const bf16* next, Out* y, int64_t T, int64_t N, int64_t E,
-                     int64_t cols) {
-  const bf16* w_high = w + kSide * E;
-  for (int64_t t = 0; t < T; t += 2 * kSide) {
-    const bf16 *x = packed + t * E, *x_high = x + kSide * E;
-    bool is_wide = t + kSide < T;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int64_t e = 0; e < E; e += kDepth) {
-      _tile_loadd(4, w + e, E * sizeof(bf16));
-      _tile_loadd(5, w_high + e, E * sizeof(bf16));
-      if (t == 0) {
-        for (int64_t i = 0; i < kCols; ++i) PrefetchL2(next + i * E + e);
-      }
-      _tile_loadd(6, x + e * kSide, 64);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_dpbf16ps(1, 5, 6);
-      if (is_wide) {
-        _tile_loadd(7, x_high + e * kSide, 64);
-        _tile_dpbf16ps(2, 4, 7);
-        _tile_dpbf16ps(3, 5, 7);
-      }
-    }
-    alignas(64) float sums[4][kSide][kSide];
-    _tile_stored(0, sums[0], 64);
-    _tile_stored(1, sums[1], 64);
-    Write(sums[0], y + t * N, N, T - t, cols);
-    Write(sums[1], y + t * N + kSide, N, T - t, cols - kSide);
-    if (is_wide) {
-      _tile_stored(2, sums[2], 64);
-      _tile_stored(3, sums[3], 64);
-      Write(sums[2], y + (t + kSide) * N, N, T - t - kSide, cols);
-      Write(sums[3], y + (t + kSide) * N + kSide, N, T - t - kSide, cols - kSide);
-    }
-  }
-}
-
-// x in tiles, in memory of this thread until it packs another.
+// x packed, in memory of this thread until it packs another.
 const bf16* Pack(ffi::ThreadPool& pool, const bf16* x, int64_t T, int64_t E) {
-  int64_t tiles = (T + kSide - 1) / kSide;
   static thread_local Memory memory;
-  bf16* packed = Scratch<bf16>(memory, tiles * kSide * E);
-  ParallelFor(pool, tiles, [&](int64_t i) { PackTokens(x, packed, T, E, i); });
+  bf16* packed = Scratch<bf16>(memory, Packed(T, E));
+  ParallelFor(pool, TilesOf(T), [&](int64_t i) { PackRows([&](int64_t t) { return x + t * E; }, T, E, i, packed); });
   return packed;
+}
+
+// y of packed rows.
+template <typename Out>
+void MultiplyPacked(ffi::ThreadPool& pool, const bf16* packed, const bf16* w, Out* y, int64_t T, int64_t N, int64_t E) {
+  auto to = [&](int64_t t) { return y + t * N; };
+  ForBlocks(pool, T, E, (N + kGroup - 1) / kGroup, [&](int64_t first, int64_t last, int64_t begin, int64_t end) {
+    Linear result(w, T, N, E, to);
+    MultiplyBlock(packed, first, last, E, begin, end, result);
+  });
 }
 
 template <typename Out>
 void MultiplyTo(ffi::ThreadPool& pool, const bf16* x, const bf16* w, Out* y, int64_t T, int64_t N, int64_t E) {
-  if (T == 0) return;
-  int64_t groups = (N + kCols - 1) / kCols, items = SharesOf(pool, groups, 1);
-  const bf16* packed = Pack(pool, x, T, E);
-  ParallelFor(pool, items, [&](int64_t item) {
-    Tiles tiles_of_this_thread;
-    for (int64_t n = groups * item / items * kCols; n < std::min(N, groups * (item + 1) / items * kCols); n += kCols) {
-      const bf16* rows = w + n * E;
-      std::vector<bf16> padded;  // a tile reads all of its rows
-      if (n + kCols > N) {
-        padded.resize(kCols * E);
-        std::memcpy(padded.data(), rows, (N - n) * E * sizeof(bf16));
-        rows = padded.data();
-      }
-      MultiplyColumns(packed, rows, w + (n + kCols) * E, y + n, T, N, E, std::min(kCols, N - n));
-    }
-  });
+  if (T > 0) MultiplyPacked(pool, Pack(pool, x, T, E), w, y, T, N, E);
 }
 
 // Rows of x for weights of which a few rows at a time become bf16; see bf16_weights.h.
 class Operand {
  public:
-  static constexpr int64_t kAtOnce = kCols;
+  static constexpr int64_t kAtOnce = kGroup;
 
   Operand(ffi::ThreadPool& pool, const bf16* x, int64_t T, int64_t E) : x_(Pack(pool, x, T, E)), T_(T), E_(E) {}
 
   void Multiply(const bf16* w, int64_t count, float* y, int64_t stride) const {
     Tiles tiles_of_this_thread;
-    MultiplyColumns(x_, w, w, y, T_, stride, E_, count);
+    auto to = [&](int64_t t) { return y + t * stride; };
+    Linear result(w, T_, count, E_, to);
+    MultiplyBlock(x_, 0, TilesOf(T_), E_, 0, 1, result);
   }
 
  private:
