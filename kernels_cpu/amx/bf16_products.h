@@ -3,8 +3,8 @@
 // of x stay in tiles while they run along E, in one order for any number of rows.
 //
 // A block of x stays in the L2 cache while the weight passes. What else there is to do goes on between the instructions that
-// multiply, a little at a time, so that neither waits for the other: the sums before are transposed and written, and the next group
-// of the weight and what will be written come towards the cache.
+// multiply, a little at a time, so that neither waits for the other: the sums before are written, and the next group of the weight
+// comes towards the cache.
 #pragma once
 
 #include "../avx512/lanes.h"
@@ -105,9 +105,8 @@ void MultiplyTiles(const bf16* x, const bf16* const (&w)[2], int64_t E, const As
 
 // The products of the tiles [first, last) of packed x and the groups [begin, end) of a weight. `result` says where the rows of the
 // weight are, and takes the sums:
-//   Rows(group, w)               sets where two times 16 rows begin
-//   Fetch(group, t)              fetches what will be written of row t of x
-//   kPieces, Write(group, tile, piece, sums)   writes a part of the sums of a tile of x
+//   Rows(group, w)                    sets where two times 16 rows of a group begin;
+//   Write(group, tile, piece, sums)   writes one of kPieces parts of what becomes of the sums of a group and a tile of x.
 template <typename Result>
 void MultiplyBlock(const bf16* x, int64_t first, int64_t last, int64_t E, int64_t begin, int64_t end, Result& result) {
   alignas(kCacheLine) Sums sums[2][kTogether];
@@ -126,11 +125,10 @@ void MultiplyBlock(const bf16* x, int64_t first, int64_t last, int64_t E, int64_
     Evenly fetched(E / 2, steps * depths);
     for (int64_t step = 0; step < steps; ++step, turn = !turn) {
       int64_t tile = first + tiles * step / steps, count = first + tiles * (step + 1) / steps - tile;
-      Evenly written(before.count * Result::kPieces, depths), awaited(count * kSide, depths);
+      Evenly written(before.count * Result::kPieces, depths);
       auto aside = [&] {
         written.Next(write);
         fetched.Next([&](int64_t line) { PrefetchL2(next[0] + line * kDepth), PrefetchL2(next[1] + line * kDepth); });
-        awaited.Next([&](int64_t row) { result.Fetch(group, tile * kSide + row); });
       };
       auto multiply = [&](auto kCount) { MultiplyTiles<kCount>(x + tile * kSide * E, w, E, aside, sums[turn]); };
       if (count == 3) {
@@ -147,23 +145,43 @@ void MultiplyBlock(const bf16* x, int64_t first, int64_t last, int64_t E, int64_
   for (int64_t i = 0; i < before.count * Result::kPieces; ++i) write(i);
 }
 
+constexpr int64_t kCacheBytes = 2 << 20;  // of the L2 cache, wherever there is AMX
+
 // Into how many blocks T rows are cut.
 inline int64_t BlocksOf(int64_t T, int64_t E) {
-  constexpr int64_t kBytes = 1152 << 10;  // of x: half of the L2 cache, which is 2 MiB wherever there is AMX
-  int64_t most = std::max<int64_t>(kTogether, kBytes / static_cast<int64_t>(kSide * E * sizeof(bf16)));
+  int64_t most = std::max<int64_t>(kTogether, kCacheBytes * 9 / 16 / static_cast<int64_t>(kSide * E * sizeof(bf16)));
   return (TilesOf(T) + most - 1) / most;
+}
+
+// The first tile of a block.
+inline int64_t FirstOf(int64_t block, int64_t T, int64_t E) {
+  int64_t tiles = TilesOf(T), blocks = BlocksOf(T, E);
+  return block == blocks ? tiles : tiles * block / blocks / kTogether * kTogether;
+}
+
+// Writes a cache line of a result. One of which all is larger than the cache goes past it: it would leave the cache before it is
+// read, and a line that is written to without leaving comes into it first, for which the tiles would wait.
+inline void PutLine(void* to, __m512i line, bool past_cache) {
+  if (past_cache) {
+    _mm512_stream_si512(static_cast<__m512i*>(to), line);
+  } else {
+    _mm512_storeu_si512(to, line);
+  }
+}
+
+inline bool GoesPastCache(const void* to, int64_t row_bytes, int64_t bytes) {
+  return bytes > kCacheBytes && (reinterpret_cast<uintptr_t>(to) | row_bytes) % kCacheLine == 0;
 }
 
 // Divides a product between threads: calls body(first, last, begin, end) for tiles of x and groups of the weight.
 template <typename Body>
 void ForBlocks(ffi::ThreadPool& pool, int64_t T, int64_t E, int64_t groups, const Body& body) {
-  int64_t tiles = TilesOf(T), blocks = BlocksOf(T, E);
-  int64_t shares = std::max<int64_t>(1, SharesOf(pool, groups, 1) / blocks);
+  int64_t blocks = BlocksOf(T, E), shares = std::max<int64_t>(1, SharesOf(pool, groups, 1) / blocks);
   ParallelFor(pool, blocks * shares, [&](int64_t item) {
     Tiles tiles_of_this_thread;
     int64_t block = item / shares, share = item % shares;
-    auto first = [&](int64_t i) { return i == blocks ? tiles : tiles * i / blocks / kTogether * kTogether; };
-    body(first(block), first(block + 1), groups * share / shares, groups * (share + 1) / shares);
+    body(FirstOf(block, T, E), FirstOf(block + 1, T, E), groups * share / shares, groups * (share + 1) / shares);
+    _mm_sfence();  // what went past the cache is there for other threads
   });
 }
 

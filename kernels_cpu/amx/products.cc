@@ -1,7 +1,5 @@
 // Products with AMX tiles: what is multiplied, and what becomes of the sums; see bf16_products.h.
 #include "../bf16_weights.h"
-#include "../experts.h"
-#include "../mlp.h"
 #include "bf16_products.h"
 #include "level.h"
 
@@ -14,9 +12,10 @@ class Linear {
   using Out = std::remove_pointer_t<std::invoke_result_t<Y, int64_t>>;
 
  public:
-  static constexpr int64_t kPieces = sizeof(Out) / 2;
+  static constexpr int64_t kWidth = kCacheLine / sizeof(Out), kPieces = kGroup / kWidth;
 
-  Linear(const bf16* w, int64_t T, int64_t N, int64_t E, const Y& y) : w_(w), T_(T), N_(N), E_(E), y_(y) {}
+  Linear(const bf16* w, int64_t T, int64_t N, int64_t E, const Y& y, bool past_cache)
+      : w_(w), T_(T), N_(N), E_(E), y_(y), past_cache_(past_cache) {}
 
   void Rows(int64_t group, const bf16* (&w)[2]) {
     const bf16* from = w_ + group * kGroup * E_;
@@ -30,13 +29,8 @@ class Linear {
     w[0] = from, w[1] = from + kSide * E_;
   }
 
-  void Fetch(int64_t group, int64_t t) const {
-    const Out* to = y_(std::min(t, T_ - 1)) + group * kGroup;
-    for (int64_t i = 0; i < kGroup; i += kCacheLine / sizeof(Out)) PrefetchL2(to + i);
-  }
-
   void Write(int64_t group, int64_t tile, int64_t piece, const Sums& sums) const {
-    int64_t column = group * kGroup + piece * kSide;
+    int64_t column = group * kGroup + piece * kWidth;
     __m512i words[kSide];
     if constexpr (kPieces == 1) {
       PairsOfRows(sums, words);
@@ -64,24 +58,50 @@ class Linear {
     }
   }
 
-  static void Put(float* to, __m512i row, int64_t count) {
-    if (count >= kSide) {
-      _mm512_storeu_si512(to, row);
+  void Put(Out* to, __m512i row, int64_t count) const {
+    if (count >= kWidth) {
+      PutLine(to, row, past_cache_);
+    } else if constexpr (kPieces == 1) {
+      _mm512_mask_storeu_epi16(to, (1u << count) - 1, row);
     } else if (count > 0) {
       _mm512_mask_storeu_epi32(to, (1u << count) - 1, row);
-    }
-  }
-  static void Put(bf16* to, __m512i row, int64_t count) {
-    if (count >= kGroup) {
-      _mm512_storeu_si512(to, row);
-    } else {
-      _mm512_mask_storeu_epi16(to, (1u << count) - 1, row);
     }
   }
 
   const bf16* w_;
   int64_t T_, N_, E_;
   const Y& y_;
+  bool past_cache_;
+};
+
+// h = gated(gate . x, up . x), rounded to bf16 and packed as rows of x are; w is [2, F, E].
+template <Activation kind>
+class GatedRows {
+ public:
+  static constexpr int64_t kPieces = kSide / 2;
+
+  GatedRows(const bf16* w, bf16* h, int64_t T, int64_t F, int64_t E)
+      : w_(w), h_(h), F_(F), E_(E), past_cache_(GoesPastCache(h, kCacheLine, Packed(T, F) * sizeof(bf16))) {}
+
+  void Rows(int64_t group, const bf16* (&w)[2]) const {
+    w[0] = w_ + group * kSide * E_, w[1] = w[0] + F_ * E_;
+  }
+
+  void Write(int64_t group, int64_t tile, int64_t piece, const Sums& sums) const {
+    alignas(kCacheLine) uint32_t pairs[kSide];
+    const float(&gate)[kSide][kSide] = sums[0], (&up)[kSide][kSide] = sums[1];
+    for (int64_t t = 0, i = 2 * piece; t < kSide; ++t) {
+      uint32_t even = ToBf16(Gated<kind>(gate[i][t], up[i][t])), odd = ToBf16(Gated<kind>(gate[i + 1][t], up[i + 1][t]));
+      pairs[t] = even | odd << 16;
+    }
+    PutLine(h_ + tile * kSide * F_ + (group * kPieces + piece) * 2 * kSide, _mm512_load_si512(pairs), past_cache_);
+  }
+
+ private:
+  const bf16* w_;
+  bf16* h_;
+  int64_t F_, E_;
+  bool past_cache_;
 };
 
 // x packed, in memory of this thread until it packs another.
@@ -96,8 +116,9 @@ const bf16* Pack(ffi::ThreadPool& pool, const bf16* x, int64_t T, int64_t E) {
 template <typename Out>
 void MultiplyPacked(ffi::ThreadPool& pool, const bf16* packed, const bf16* w, Out* y, int64_t T, int64_t N, int64_t E) {
   auto to = [&](int64_t t) { return y + t * N; };
+  bool past_cache = GoesPastCache(y, N * sizeof(Out), T * N * sizeof(Out));
   ForBlocks(pool, T, E, (N + kGroup - 1) / kGroup, [&](int64_t first, int64_t last, int64_t begin, int64_t end) {
-    Linear result(w, T, N, E, to);
+    Linear result(w, T, N, E, to, past_cache);
     MultiplyBlock(packed, first, last, E, begin, end, result);
   });
 }
@@ -105,6 +126,24 @@ void MultiplyPacked(ffi::ThreadPool& pool, const bf16* packed, const bf16* w, Ou
 template <typename Out>
 void MultiplyTo(ffi::ThreadPool& pool, const bf16* x, const bf16* w, Out* y, int64_t T, int64_t N, int64_t E) {
   if (T > 0) MultiplyPacked(pool, Pack(pool, x, T, E), w, y, T, N, E);
+}
+
+template <Activation kind>
+const bf16* MultiplyGated(ffi::ThreadPool& pool, const bf16* packed, const bf16* w, int64_t T, int64_t F, int64_t E) {
+  static thread_local Memory memory;
+  bf16* h = Scratch<bf16>(memory, Packed(T, F));
+  ForBlocks(pool, T, E, F / kSide, [&](int64_t first, int64_t last, int64_t begin, int64_t end) {
+    GatedRows<kind> result(w, h, T, F, E);
+    MultiplyBlock(packed, first, last, E, begin, end, result);
+  });
+  return h;
+}
+
+template <typename Out>
+void MlpTo(ffi::ThreadPool& pool, Activation kind, const bf16* x, const bf16* gate_up, const bf16* down, Out* y, int64_t T, int64_t N,
+           int64_t E, int64_t F) {
+  auto gate = kind == Activation::kSilu ? &MultiplyGated<Activation::kSilu> : &MultiplyGated<Activation::kGeluTanh>;
+  MultiplyPacked(pool, gate(pool, Pack(pool, x, T, E), gate_up, T, F, E), down, y, T, N, F);
 }
 
 // Rows of x for weights of which a few rows at a time become bf16; see bf16_weights.h.
@@ -117,7 +156,7 @@ class Operand {
   void Multiply(const bf16* w, int64_t count, float* y, int64_t stride) const {
     Tiles tiles_of_this_thread;
     auto to = [&](int64_t t) { return y + t * stride; };
-    Linear result(w, T_, count, E_, to);
+    Linear result(w, T_, count, E_, to, false);
     MultiplyBlock(x_, 0, TilesOf(T_), E_, 0, 1, result);
   }
 
@@ -133,6 +172,43 @@ void Multiply(ffi::ThreadPool& pool, const bf16* x, const bf16* w, float* y, int
 
 void Multiply(ffi::ThreadPool& pool, const bf16* x, const bf16* w, bf16* y, int64_t T, int64_t N, int64_t E) {
   MultiplyTo(pool, x, w, y, T, N, E);
+}
+
+void Mlp(ffi::ThreadPool& pool, Activation kind, const bf16* x, const bf16* gate_up, const bf16* down, float* y, int64_t T, int64_t N,
+         int64_t E, int64_t F) {
+  MlpTo(pool, kind, x, gate_up, down, y, T, N, E, F);
+}
+
+void Mlp(ffi::ThreadPool& pool, Activation kind, const bf16* x, const bf16* gate_up, const bf16* down, bf16* y, int64_t T, int64_t N,
+         int64_t E, int64_t F) {
+  MlpTo(pool, kind, x, gate_up, down, y, T, N, E, F);
+}
+
+// The unit of work is a strip of one expert's weight, for all of its tokens.
+void MultiplyExperts(ffi::ThreadPool& pool, const Pairs& pairs, const std::vector<Expert>& experts, int64_t N, int64_t E) {
+  constexpr int64_t kStripBytes = 256 * 1024;
+  std::vector<int64_t> tiles(1);  // of x, before those of each expert
+  for (const Expert& expert : experts) tiles.push_back(tiles.back() + TilesOf(expert.count));
+  static thread_local Memory memory;
+  bf16* packed = Scratch<bf16>(memory, tiles.back() * kSide * E);
+  ParallelFor(pool, experts.size(), [&](int64_t i) {
+    auto from = [&](int64_t t) { return pairs.x[experts[i].first + t]; };
+    for (int64_t tile = 0; tile < tiles[i + 1] - tiles[i]; ++tile) {
+      PackRows(from, experts[i].count, E, tile, packed + tiles[i] * kSide * E);
+    }
+  });
+  int64_t groups = (N + kGroup - 1) / kGroup, of_strip = std::max<int64_t>(1, kStripBytes / (2 * kGroup * E));
+  int64_t strips = (groups + of_strip - 1) / of_strip;
+  ParallelFor(pool, experts.size() * strips, [&](int64_t item) {
+    Tiles tiles_of_this_thread;
+    int64_t i = item / strips, strip = item % strips, T = experts[i].count;
+    auto to = [&](int64_t t) { return pairs.y[experts[i].first + t]; };
+    Linear result(experts[i].w, T, N, E, to, false);
+    for (int64_t block = 0; block < BlocksOf(T, E); ++block) {
+      MultiplyBlock(packed + tiles[i] * kSide * E, FirstOf(block, T, E), FirstOf(block + 1, T, E), E, groups * strip / strips,
+                    groups * (strip + 1) / strips, result);
+    }
+  });
 }
 
 void MultiplyPlain(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, float* y, int64_t T) {
