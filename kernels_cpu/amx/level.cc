@@ -19,17 +19,20 @@ void Multiply(ffi::ThreadPool& pool, const bf16* x, const bf16* w, bf16* y, int6
   amx::Multiply(pool, x, w, y, T, N, E);
 }
 
-// Its products of bf16 need no packed rows.
-bool Mlp(ffi::ThreadPool&, Activation, const bf16*, const bf16*, const bf16*, float*, int64_t, int64_t, int64_t, int64_t) {
-  return false;
+bool Mlp(ffi::ThreadPool& pool, Activation kind, const bf16* x, const bf16* gate_up, const bf16* down, float* y, int64_t T, int64_t N,
+         int64_t E, int64_t F) {
+  amx::Mlp(pool, kind, x, gate_up, down, y, T, N, E, F);
+  return true;
 }
 
-bool Mlp(ffi::ThreadPool&, Activation, const bf16*, const bf16*, const bf16*, bf16*, int64_t, int64_t, int64_t, int64_t) {
-  return false;
+bool Mlp(ffi::ThreadPool& pool, Activation kind, const bf16* x, const bf16* gate_up, const bf16* down, bf16* y, int64_t T, int64_t N,
+         int64_t E, int64_t F) {
+  amx::Mlp(pool, kind, x, gate_up, down, y, T, N, E, F);
+  return true;
 }
 
 void MultiplyExperts(ffi::ThreadPool& pool, const Pairs& pairs, const std::vector<Expert>& experts, int64_t N, int64_t E) {
-  avx512::MultiplyExperts(pool, pairs, experts, N, E);
+  amx::MultiplyExperts(pool, pairs, experts, N, E);
 }
 
 void StepColumns(const DeltaProblem& p, int64_t row, int64_t head, int64_t column) {

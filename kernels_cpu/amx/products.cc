@@ -1,142 +1,163 @@
-// Products with AMX tiles; see linear.h and bf16_weights.h. The weight is the first operand, read as it lies, 32 of its rows at
-// a time; x, of which tokens are the second operand's columns, is packed once. The sums of an element run along E in one order.
-#include "../avx512/lanes.h"
+// Products with AMX tiles: what is multiplied, and what becomes of the sums; see bf16_products.h.
 #include "../bf16_weights.h"
+#include "bf16_products.h"
 #include "level.h"
 
 namespace jpaged::amx {
 namespace {
 
-using avx512::Transpose;
+// The rows y(t) of a product with w [N, E].
+template <typename Y>
+class Linear {
+  using Out = std::remove_pointer_t<std::invoke_result_t<Y, int64_t>>;
 
-constexpr int64_t kSide = 16;         // rows of a tile, and columns of f32
-constexpr int64_t kCols = 2 * kSide;  // rows of w at a time
-constexpr int64_t kDepth = 32;        // bf16 along E in a tile's row, and in a cache line
+ public:
+  static constexpr int64_t kWidth = kCacheLine / sizeof(Out), kPieces = kGroup / kWidth;
 
-// What every tile of this thread is while in scope: 16 rows of 64 bytes.
-struct Tiles {
-  Tiles() {
-    struct alignas(64) {
-      uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      uint16_t bytes[16] = {};
-      uint8_t rows[16] = {};
-    } config;
-    for (int i = 0; i < 8; ++i) config.bytes[i] = 64, config.rows[i] = kSide;
-    _tile_loadconfig(&config);
+  Linear(const bf16* w, int64_t T, int64_t N, int64_t E, const Y& y, bool past_cache)
+      : w_(w), T_(T), N_(N), E_(E), y_(y), past_cache_(past_cache) {}
+
+  void Rows(int64_t group, const bf16* (&w)[2]) {
+    const bf16* from = w_ + group * kGroup * E_;
+    if (group * kGroup < N_ && (group + 1) * kGroup > N_) {  // a tile reads all of its rows
+      static thread_local Memory memory;
+      bf16* padded = Scratch<bf16>(memory, kGroup * E_);
+      int64_t count = (N_ - group * kGroup) * E_;
+      std::copy_n(from, count, padded), std::fill_n(padded + count, kGroup * E_ - count, 0);
+      from = padded;
+    }
+    w[0] = from, w[1] = from + kSide * E_;
   }
-  ~Tiles() { _tile_release(); }
+
+  void Write(int64_t group, int64_t tile, int64_t piece, const Sums& sums) const {
+    int64_t column = group * kGroup + piece * kWidth;
+    __m512i words[kSide];
+    if constexpr (kPieces == 1) {
+      PairsOfRows(sums, words);
+    } else {
+#pragma GCC unroll 16
+      for (int i = 0; i < kSide; ++i) words[i] = _mm512_load_si512(sums[piece][i]);
+    }
+    int64_t rows = std::min(kSide, T_ - tile * kSide);
+    auto put = [&](int64_t i, __m512i row) {
+      if (i < rows) Put(y_(tile * kSide + i) + column, row, N_ - column);
+    };
+    avx512::Transpose(words, put);
+  }
+
+ private:
+  // Rounds sums to pairs of neighbours.
+  static void PairsOfRows(const Sums& sums, __m512i (&words)[kSide]) {
+    const __m512i zipped = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4,
+                                            19, 3, 18, 2, 17, 1, 16, 0);
+#pragma GCC unroll 16
+    for (int i = 0; i < kSide; ++i) {
+      const float(&pair)[kSide][kSide] = sums[i / 8];
+      __m512 low = _mm512_load_ps(pair[i % 8 * 2]), high = _mm512_load_ps(pair[i % 8 * 2 + 1]);
+      words[i] = _mm512_permutexvar_epi16(zipped, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+    }
+  }
+
+  void Put(Out* to, __m512i row, int64_t count) const {
+    if (count >= kWidth) {
+      PutLine(to, row, past_cache_);
+    } else if constexpr (kPieces == 1) {
+      _mm512_mask_storeu_epi16(to, (1u << count) - 1, row);
+    } else if (count > 0) {
+      _mm512_mask_storeu_epi32(to, (1u << count) - 1, row);
+    }
+  }
+
+  const bf16* w_;
+  int64_t T_, N_, E_;
+  const Y& y_;
+  bool past_cache_;
 };
 
-// Tokens [16 i, 16 i + 16) of x as [E/2][16 tokens][2], zeros past the last one.
-void PackTokens(const bf16* x, bf16* packed, int64_t T, int64_t E, int64_t i) {
-  packed += kSide * E * i;
-  for (int64_t e = 0; e < E; e += kDepth) {
-    __m512i rows[16];
-#pragma GCC unroll 16
-    for (int64_t t = 0; t < kSide; ++t) {
-      bool is_token = kSide * i + t < T;
-      rows[t] = is_token ? _mm512_loadu_si512(x + (kSide * i + t) * E + e) : _mm512_setzero_si512();
-    }
-    Transpose(rows, packed + e * kSide, kDepth);
+// h = gated(gate . x, up . x), rounded to bf16 and packed as rows of x are; w is [2, F, E].
+template <Activation kind>
+class GatedRows {
+ public:
+  static constexpr int64_t kPieces = kSide / 2;
+
+  GatedRows(const bf16* w, bf16* h, int64_t T, int64_t F, int64_t E)
+      : w_(w), h_(h), F_(F), E_(E), past_cache_(GoesPastCache(h, kCacheLine, Packed(T, F) * sizeof(bf16))) {}
+
+  void Rows(int64_t group, const bf16* (&w)[2]) const {
+    w[0] = w_ + group * kSide * E_, w[1] = w[0] + F_ * E_;
   }
-}
 
-inline void Put(float* to, __m512 x, __mmask16 mask) { _mm512_mask_storeu_ps(to, mask, x); }
-inline void Put(bf16* to, __m512 x, __mmask16 mask) { _mm256_mask_storeu_epi16(to, mask, (__m256i)_mm512_cvtneps_pbh(x)); }
-
-// A tile of sums, [16 rows of w][16 tokens], to y [tokens, N].
-template <typename Out>
-inline void Write(const float (&sums)[kSide][kSide], Out* y, int64_t stride, int64_t tokens, int64_t cols) {
-  if (cols <= 0) return;
-  alignas(64) float transposed[kSide][kSide];
-  __m512i rows[16];
-#pragma GCC unroll 16
-  for (int i = 0; i < kSide; ++i) rows[i] = _mm512_load_si512(sums[i]);
-  Transpose(rows, reinterpret_cast<bf16*>(transposed), kDepth);
-  __mmask16 mask = cols >= kSide ? 0xffff : (1u << cols) - 1;
-  for (int64_t t = 0; t < std::min(tokens, kSide); ++t) Put(y + t * stride, _mm512_load_ps(transposed[t]), mask);
-}
-
-// The products of 32 rows of w and all tokens, of which `cols` columns go to y. `next`: rows of w that come after.
-template <typename Out>
-void MultiplyColumns(const bf16* packed, const bf16* w, const bf16* next, Out* y, int64_t T, int64_t N, int64_t E,
-                     int64_t cols) {
-  const bf16* w_high = w + kSide * E;
-  for (int64_t t = 0; t < T; t += 2 * kSide) {
-    const bf16 *x = packed + t * E, *x_high = x + kSide * E;
-    bool is_wide = t + kSide < T;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int64_t e = 0; e < E; e += kDepth) {
-      _tile_loadd(4, w + e, E * sizeof(bf16));
-      _tile_loadd(5, w_high + e, E * sizeof(bf16));
-      if (t == 0) {
-        for (int64_t i = 0; i < kCols; ++i) PrefetchL2(next + i * E + e);
-      }
-      _tile_loadd(6, x + e * kSide, 64);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_dpbf16ps(1, 5, 6);
-      if (is_wide) {
-        _tile_loadd(7, x_high + e * kSide, 64);
-        _tile_dpbf16ps(2, 4, 7);
-        _tile_dpbf16ps(3, 5, 7);
-      }
+  void Write(int64_t group, int64_t tile, int64_t piece, const Sums& sums) const {
+    alignas(kCacheLine) uint32_t pairs[kSide];
+    const float(&gate)[kSide][kSide] = sums[0], (&up)[kSide][kSide] = sums[1];
+    for (int64_t t = 0, i = 2 * piece; t < kSide; ++t) {
+      uint32_t even = ToBf16(Gated<kind>(gate[i][t], up[i][t])), odd = ToBf16(Gated<kind>(gate[i + 1][t], up[i + 1][t]));
+      pairs[t] = even | odd << 16;
     }
-    alignas(64) float sums[4][kSide][kSide];
-    _tile_stored(0, sums[0], 64);
-    _tile_stored(1, sums[1], 64);
-    Write(sums[0], y + t * N, N, T - t, cols);
-    Write(sums[1], y + t * N + kSide, N, T - t, cols - kSide);
-    if (is_wide) {
-      _tile_stored(2, sums[2], 64);
-      _tile_stored(3, sums[3], 64);
-      Write(sums[2], y + (t + kSide) * N, N, T - t - kSide, cols);
-      Write(sums[3], y + (t + kSide) * N + kSide, N, T - t - kSide, cols - kSide);
-    }
+    PutLine(h_ + tile * kSide * F_ + (group * kPieces + piece) * 2 * kSide, _mm512_load_si512(pairs), past_cache_);
   }
-}
 
-// x in tiles, in memory of this thread until it packs another.
+ private:
+  const bf16* w_;
+  bf16* h_;
+  int64_t F_, E_;
+  bool past_cache_;
+};
+
+// x packed, in memory of this thread until it packs another.
 const bf16* Pack(ffi::ThreadPool& pool, const bf16* x, int64_t T, int64_t E) {
-  int64_t tiles = (T + kSide - 1) / kSide;
   static thread_local Memory memory;
-  bf16* packed = Scratch<bf16>(memory, tiles * kSide * E);
-  ParallelFor(pool, tiles, [&](int64_t i) { PackTokens(x, packed, T, E, i); });
+  bf16* packed = Scratch<bf16>(memory, Packed(T, E));
+  ParallelFor(pool, TilesOf(T), [&](int64_t i) { PackRows([&](int64_t t) { return x + t * E; }, T, E, i, packed); });
   return packed;
+}
+
+// y of packed rows.
+template <typename Out>
+void MultiplyPacked(ffi::ThreadPool& pool, const bf16* packed, const bf16* w, Out* y, int64_t T, int64_t N, int64_t E) {
+  auto to = [&](int64_t t) { return y + t * N; };
+  bool past_cache = GoesPastCache(y, N * sizeof(Out), T * N * sizeof(Out));
+  ForBlocks(pool, T, E, (N + kGroup - 1) / kGroup, [&](int64_t first, int64_t last, int64_t begin, int64_t end) {
+    Linear result(w, T, N, E, to, past_cache);
+    MultiplyBlock(packed, first, last, E, begin, end, result);
+  });
 }
 
 template <typename Out>
 void MultiplyTo(ffi::ThreadPool& pool, const bf16* x, const bf16* w, Out* y, int64_t T, int64_t N, int64_t E) {
-  if (T == 0) return;
-  int64_t groups = (N + kCols - 1) / kCols, items = SharesOf(pool, groups, 1);
-  const bf16* packed = Pack(pool, x, T, E);
-  ParallelFor(pool, items, [&](int64_t item) {
-    Tiles tiles_of_this_thread;
-    for (int64_t n = groups * item / items * kCols; n < std::min(N, groups * (item + 1) / items * kCols); n += kCols) {
-      const bf16* rows = w + n * E;
-      std::vector<bf16> padded;  // a tile reads all of its rows
-      if (n + kCols > N) {
-        padded.resize(kCols * E);
-        std::memcpy(padded.data(), rows, (N - n) * E * sizeof(bf16));
-        rows = padded.data();
-      }
-      MultiplyColumns(packed, rows, w + (n + kCols) * E, y + n, T, N, E, std::min(kCols, N - n));
-    }
+  if (T > 0) MultiplyPacked(pool, Pack(pool, x, T, E), w, y, T, N, E);
+}
+
+template <Activation kind>
+const bf16* MultiplyGated(ffi::ThreadPool& pool, const bf16* packed, const bf16* w, int64_t T, int64_t F, int64_t E) {
+  static thread_local Memory memory;
+  bf16* h = Scratch<bf16>(memory, Packed(T, F));
+  ForBlocks(pool, T, E, F / kSide, [&](int64_t first, int64_t last, int64_t begin, int64_t end) {
+    GatedRows<kind> result(w, h, T, F, E);
+    MultiplyBlock(packed, first, last, E, begin, end, result);
   });
+  return h;
+}
+
+template <typename Out>
+void MlpTo(ffi::ThreadPool& pool, Activation kind, const bf16* x, const bf16* gate_up, const bf16* down, Out* y, int64_t T, int64_t N,
+           int64_t E, int64_t F) {
+  auto gate = kind == Activation::kSilu ? &MultiplyGated<Activation::kSilu> : &MultiplyGated<Activation::kGeluTanh>;
+  MultiplyPacked(pool, gate(pool, Pack(pool, x, T, E), gate_up, T, F, E), down, y, T, N, F);
 }
 
 // Rows of x for weights of which a few rows at a time become bf16; see bf16_weights.h.
 class Operand {
  public:
-  static constexpr int64_t kAtOnce = kCols;
+  static constexpr int64_t kAtOnce = kGroup;
 
   Operand(ffi::ThreadPool& pool, const bf16* x, int64_t T, int64_t E) : x_(Pack(pool, x, T, E)), T_(T), E_(E) {}
 
   void Multiply(const bf16* w, int64_t count, float* y, int64_t stride) const {
     Tiles tiles_of_this_thread;
-    MultiplyColumns(x_, w, w, y, T_, stride, E_, count);
+    auto to = [&](int64_t t) { return y + t * stride; };
+    Linear result(w, T_, count, E_, to, false);
+    MultiplyBlock(x_, 0, TilesOf(T_), E_, 0, 1, result);
   }
 
  private:
@@ -151,6 +172,43 @@ void Multiply(ffi::ThreadPool& pool, const bf16* x, const bf16* w, float* y, int
 
 void Multiply(ffi::ThreadPool& pool, const bf16* x, const bf16* w, bf16* y, int64_t T, int64_t N, int64_t E) {
   MultiplyTo(pool, x, w, y, T, N, E);
+}
+
+void Mlp(ffi::ThreadPool& pool, Activation kind, const bf16* x, const bf16* gate_up, const bf16* down, float* y, int64_t T, int64_t N,
+         int64_t E, int64_t F) {
+  MlpTo(pool, kind, x, gate_up, down, y, T, N, E, F);
+}
+
+void Mlp(ffi::ThreadPool& pool, Activation kind, const bf16* x, const bf16* gate_up, const bf16* down, bf16* y, int64_t T, int64_t N,
+         int64_t E, int64_t F) {
+  MlpTo(pool, kind, x, gate_up, down, y, T, N, E, F);
+}
+
+// The unit of work is a strip of one expert's weight, for all of its tokens.
+void MultiplyExperts(ffi::ThreadPool& pool, const Pairs& pairs, const std::vector<Expert>& experts, int64_t N, int64_t E) {
+  constexpr int64_t kStripBytes = 256 * 1024;
+  std::vector<int64_t> tiles(1);  // of x, before those of each expert
+  for (const Expert& expert : experts) tiles.push_back(tiles.back() + TilesOf(expert.count));
+  static thread_local Memory memory;
+  bf16* packed = Scratch<bf16>(memory, tiles.back() * kSide * E);
+  ParallelFor(pool, experts.size(), [&](int64_t i) {
+    auto from = [&](int64_t t) { return pairs.x[experts[i].first + t]; };
+    for (int64_t tile = 0; tile < tiles[i + 1] - tiles[i]; ++tile) {
+      PackRows(from, experts[i].count, E, tile, packed + tiles[i] * kSide * E);
+    }
+  });
+  int64_t groups = (N + kGroup - 1) / kGroup, of_strip = std::max<int64_t>(1, kStripBytes / (2 * kGroup * E));
+  int64_t strips = (groups + of_strip - 1) / of_strip;
+  ParallelFor(pool, experts.size() * strips, [&](int64_t item) {
+    Tiles tiles_of_this_thread;
+    int64_t i = item / strips, strip = item % strips, T = experts[i].count;
+    auto to = [&](int64_t t) { return pairs.y[experts[i].first + t]; };
+    Linear result(experts[i].w, T, N, E, to, false);
+    for (int64_t block = 0; block < BlocksOf(T, E); ++block) {
+      MultiplyBlock(packed + tiles[i] * kSide * E, FirstOf(block, T, E), FirstOf(block + 1, T, E), E, groups * strip / strips,
+                    groups * (strip + 1) / strips, result);
+    }
+  });
 }
 
 void MultiplyPlain(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, float* y, int64_t T) {

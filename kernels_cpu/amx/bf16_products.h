@@ -1,0 +1,188 @@
+// Products of bf16 with AMX tiles; see linear.h, mlp.h and experts.h. The weight is the first operand, read as it lies, a group of
+// 32 of its rows at a time; x, of which rows are the second operand's columns, is packed once. Sums of 32 rows of the weight by 48
+// of x stay in tiles while they run along E, in one order for any number of rows.
+//
+// A block of x stays in the L2 cache while the weight passes. What else there is to do goes on between the instructions that
+// multiply, a little at a time, so that neither waits for the other: the sums before are written, and the next group of the weight
+// comes towards the cache.
+#pragma once
+
+#include "../avx512/lanes.h"
+#include "tiles.h"
+
+namespace jpaged::amx {
+
+constexpr int64_t kGroup = 2 * kSide;  // rows of a weight
+constexpr int64_t kTogether = 3;       // tiles of x, 16 rows each, that meet a group
+
+using Sums = float[2][kSide][kSide];  // [16 rows of the weight][16 rows of x], twice
+
+inline int64_t TilesOf(int64_t T) { return (T + kSide - 1) / kSide; }
+
+// How many numbers T packed rows of x are.
+inline int64_t Packed(int64_t T, int64_t E) { return TilesOf(T) * kSide * E; }
+
+// Packs the rows [16 i, 16 i + 16) of x as [E/2][16 rows][2], zeros past the last one. x(t) is where row t begins.
+template <typename X>
+void PackRows(const X& x, int64_t T, int64_t E, int64_t i, bf16* packed) {
+  const bf16* from[kSide];
+  for (int64_t t = 0; t < kSide; ++t) from[t] = x(std::min(kSide * i + t, T - 1));
+  packed += kSide * i * E;
+  for (int64_t e = 0; e < E; e += kDepth) {
+    __m512i rows[16];
+#pragma GCC unroll 16
+    for (int64_t t = 0; t < kSide; ++t) {
+      rows[t] = kSide * i + t < T ? _mm512_loadu_si512(from[t] + e) : _mm512_setzero_si512();
+    }
+    avx512::Transpose(rows, packed + e * kSide, kDepth);
+  }
+}
+
+// Work that is shared out evenly over a number of calls of Next, which say how much of it is due.
+class Evenly {
+ public:
+  Evenly(int64_t work, int64_t calls) : work_(work), calls_(calls) {}
+
+  template <typename Body>
+  void Next(const Body& body) {
+    for (due_ += work_; due_ >= calls_; due_ -= calls_) body(done_++);
+  }
+  template <typename Body>
+  void Rest(const Body& body) {
+    for (; done_ < work_; ++done_) body(done_);
+  }
+
+ private:
+  int64_t work_, calls_, due_ = 0, done_ = 0;
+};
+
+// Adds up the products of kCount tiles of packed x and a group of a weight, whose rows begin at w[0] and w[1], 16 each. Calls
+// aside() before each 32 inputs.
+template <int kCount, typename Aside>
+void MultiplyTiles(const bf16* x, const bf16* const (&w)[2], int64_t E, const Aside& aside, Sums* sums) {
+  const bf16 *x1 = x + kSide * E, *x2 = x1 + kSide * E;
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  _tile_zero(4);
+  _tile_zero(5);
+  for (int64_t e = 0; e < E; e += kDepth) {
+    aside();
+    _tile_loadd(6, w[0] + e, E * sizeof(bf16));
+    _tile_loadd(7, x + e * kSide, 64);
+    _tile_dpbf16ps(0, 6, 7);
+    if constexpr (kCount > 1) {
+      _tile_loadd(7, x1 + e * kSide, 64);
+      _tile_dpbf16ps(2, 6, 7);
+    }
+    if constexpr (kCount > 2) {
+      _tile_loadd(7, x2 + e * kSide, 64);
+      _tile_dpbf16ps(4, 6, 7);
+    }
+    _tile_loadd(6, w[1] + e, E * sizeof(bf16));
+    if constexpr (kCount > 2) {
+      _tile_dpbf16ps(5, 6, 7);
+      _tile_loadd(7, x1 + e * kSide, 64);
+    }
+    if constexpr (kCount > 1) {
+      _tile_dpbf16ps(3, 6, 7);
+      _tile_loadd(7, x + e * kSide, 64);
+    }
+    _tile_dpbf16ps(1, 6, 7);
+  }
+  _tile_stored(0, sums[0][0], 64);
+  _tile_stored(1, sums[0][1], 64);
+  if constexpr (kCount > 1) {
+    _tile_stored(2, sums[1][0], 64);
+    _tile_stored(3, sums[1][1], 64);
+  }
+  if constexpr (kCount > 2) {
+    _tile_stored(4, sums[2][0], 64);
+    _tile_stored(5, sums[2][1], 64);
+  }
+}
+
+// The products of the tiles [first, last) of packed x and the groups [begin, end) of a weight. `result` says where the rows of the
+// weight are, and takes the sums:
+//   Rows(group, w)                    sets where two times 16 rows of a group begin;
+//   Write(group, tile, piece, sums)   writes one of kPieces parts of what becomes of the sums of a group and a tile of x.
+template <typename Result>
+void MultiplyBlock(const bf16* x, int64_t first, int64_t last, int64_t E, int64_t begin, int64_t end, Result& result) {
+  alignas(kCacheLine) Sums sums[2][kTogether];
+  struct {
+    int64_t group = 0, tile = 0, count = 0;
+  } before;  // whose sums are not written
+  int64_t tiles = last - first, steps = (tiles + kTogether - 1) / kTogether, depths = E / kDepth;
+  bool turn = false;
+  auto write = [&](int64_t i) {
+    int64_t tile = i / Result::kPieces;
+    result.Write(before.group, before.tile + tile, i % Result::kPieces, sums[!turn][tile]);
+  };
+  for (int64_t group = begin; group < end; ++group) {
+    const bf16 *w[2], *next[2];
+    result.Rows(group, w), result.Rows(group + 1, next);
+    Evenly fetched(E / 2, steps * depths);
+    for (int64_t step = 0; step < steps; ++step, turn = !turn) {
+      int64_t tile = first + tiles * step / steps, count = first + tiles * (step + 1) / steps - tile;
+      Evenly written(before.count * Result::kPieces, depths);
+      auto aside = [&] {
+        written.Next(write);
+        fetched.Next([&](int64_t line) { PrefetchL2(next[0] + line * kDepth), PrefetchL2(next[1] + line * kDepth); });
+      };
+      auto multiply = [&](auto kCount) { MultiplyTiles<kCount>(x + tile * kSide * E, w, E, aside, sums[turn]); };
+      if (count == 3) {
+        multiply(std::integral_constant<int, 3>());
+      } else if (count == 2) {
+        multiply(std::integral_constant<int, 2>());
+      } else {
+        multiply(std::integral_constant<int, 1>());
+      }
+      written.Rest(write);
+      before = {group, tile, count};
+    }
+  }
+  for (int64_t i = 0; i < before.count * Result::kPieces; ++i) write(i);
+}
+
+constexpr int64_t kCacheBytes = 2 << 20;  // of the L2 cache, wherever there is AMX
+
+// Into how many blocks T rows are cut.
+inline int64_t BlocksOf(int64_t T, int64_t E) {
+  int64_t most = std::max<int64_t>(kTogether, kCacheBytes * 9 / 16 / static_cast<int64_t>(kSide * E * sizeof(bf16)));
+  return (TilesOf(T) + most - 1) / most;
+}
+
+// The first tile of a block.
+inline int64_t FirstOf(int64_t block, int64_t T, int64_t E) {
+  int64_t tiles = TilesOf(T), blocks = BlocksOf(T, E);
+  return block == blocks ? tiles : tiles * block / blocks / kTogether * kTogether;
+}
+
+// Writes a cache line of a result. One of which all is larger than the cache goes past it: it would leave the cache before it is
+// read, and a line that is written to without leaving comes into it first, for which the tiles would wait.
+inline void PutLine(void* to, __m512i line, bool past_cache) {
+  if (past_cache) {
+    _mm512_stream_si512(static_cast<__m512i*>(to), line);
+  } else {
+    _mm512_storeu_si512(to, line);
+  }
+}
+
+inline bool GoesPastCache(const void* to, int64_t row_bytes, int64_t bytes) {
+  return bytes > kCacheBytes && (reinterpret_cast<uintptr_t>(to) | row_bytes) % kCacheLine == 0;
+}
+
+// Divides a product between threads: calls body(first, last, begin, end) for tiles of x and groups of the weight.
+template <typename Body>
+void ForBlocks(ffi::ThreadPool& pool, int64_t T, int64_t E, int64_t groups, const Body& body) {
+  int64_t blocks = BlocksOf(T, E), shares = std::max<int64_t>(1, SharesOf(pool, groups, 1) / blocks);
+  ParallelFor(pool, blocks * shares, [&](int64_t item) {
+    Tiles tiles_of_this_thread;
+    int64_t block = item / shares, share = item % shares;
+    body(FirstOf(block, T, E), FirstOf(block + 1, T, E), groups * share / shares, groups * (share + 1) / shares);
+    _mm_sfence();  // what went past the cache is there for other threads
+  });
+}
+
+}  // namespace jpaged::amx
