@@ -56,10 +56,18 @@ class Evenly {
   int64_t work_, calls_, due_ = 0, done_ = 0;
 };
 
-// Adds up the products of kCount tiles of packed x and a group of a weight, whose rows begin at w[0] and w[1], 16 each. Calls
-// aside() before each 32 inputs.
-template <int kCount, typename Aside>
-void MultiplyTiles(const bf16* x, const bf16* const (&w)[2], int64_t E, const Aside& aside, Sums* sums) {
+// A group of a weight of bf16 as it lies: its rows begin at first[0] and first[1], 16 each.
+struct GroupRows {
+  const bf16* first[2];
+  int64_t stride;  // bytes from row to row
+
+  const bf16* Tile(int64_t half, int64_t e) const { return first[half] + e; }
+};
+
+// Adds up the products of kCount tiles of packed x and a group of a weight, of which w.Tile(half, e) has 16 rows of 32 inputs from
+// e on. Calls aside() before each 32 inputs.
+template <int kCount, typename W, typename Aside>
+void MultiplyTiles(const bf16* x, const W& w, int64_t E, const Aside& aside, Sums* sums) {
   const bf16 *x1 = x + kSide * E, *x2 = x1 + kSide * E;
   _tile_zero(0);
   _tile_zero(1);
@@ -69,7 +77,7 @@ void MultiplyTiles(const bf16* x, const bf16* const (&w)[2], int64_t E, const As
   _tile_zero(5);
   for (int64_t e = 0; e < E; e += kDepth) {
     aside();
-    _tile_loadd(6, w[0] + e, E * sizeof(bf16));
+    _tile_loadd(6, w.Tile(0, e), w.stride);
     _tile_loadd(7, x + e * kSide, 64);
     _tile_dpbf16ps(0, 6, 7);
     if constexpr (kCount > 1) {
@@ -80,7 +88,7 @@ void MultiplyTiles(const bf16* x, const bf16* const (&w)[2], int64_t E, const As
       _tile_loadd(7, x2 + e * kSide, 64);
       _tile_dpbf16ps(4, 6, 7);
     }
-    _tile_loadd(6, w[1] + e, E * sizeof(bf16));
+    _tile_loadd(6, w.Tile(1, e), w.stride);
     if constexpr (kCount > 2) {
       _tile_dpbf16ps(5, 6, 7);
       _tile_loadd(7, x1 + e * kSide, 64);
@@ -130,7 +138,8 @@ void MultiplyBlock(const bf16* x, int64_t first, int64_t last, int64_t E, int64_
         written.Next(write);
         fetched.Next([&](int64_t line) { PrefetchL2(next[0] + line * kDepth), PrefetchL2(next[1] + line * kDepth); });
       };
-      auto multiply = [&](auto kCount) { MultiplyTiles<kCount>(x + tile * kSide * E, w, E, aside, sums[turn]); };
+      GroupRows rows{{w[0], w[1]}, E * static_cast<int64_t>(sizeof(bf16))};
+      auto multiply = [&](auto kCount) { MultiplyTiles<kCount>(x + tile * kSide * E, rows, E, aside, sums[turn]); };
       if (count == 3) {
         multiply(std::integral_constant<int, 3>());
       } else if (count == 2) {

@@ -1,5 +1,4 @@
 // Products with AMX tiles: what is multiplied, and what becomes of the sums; see bf16_products.h.
-#include "../bf16_weights.h"
 #include "bf16_products.h"
 #include "level.h"
 
@@ -145,25 +144,6 @@ void MlpTo(ffi::ThreadPool& pool, Activation kind, const bf16* x, const bf16* ga
   auto gate = kind == Activation::kSilu ? &MultiplyGated<Activation::kSilu> : &MultiplyGated<Activation::kGeluTanh>;
   MultiplyPacked(pool, gate(pool, Pack(pool, x, T, E), gate_up, T, F, E), down, y, T, N, F);
 }
-
-// Rows of x for weights of which a few rows at a time become bf16; see bf16_weights.h.
-class Operand {
- public:
-  static constexpr int64_t kAtOnce = kGroup;
-
-  Operand(ffi::ThreadPool& pool, const bf16* x, int64_t T, int64_t E) : x_(Pack(pool, x, T, E)), T_(T), E_(E) {}
-
-  void Multiply(const bf16* w, int64_t count, float* y, int64_t stride) const {
-    Tiles tiles_of_this_thread;
-    auto to = [&](int64_t t) { return y + t * stride; };
-    Linear result(w, T_, count, E_, to, false);
-    MultiplyBlock(x_, 0, TilesOf(T_), E_, 0, 1, result);
-  }
-
- private:
-  const bf16* x_;  // packed
-  int64_t T_, E_;
-};
 }  // namespace
 
 void Multiply(ffi::ThreadPool& pool, const bf16* x, const bf16* w, float* y, int64_t T, int64_t N, int64_t E) {
@@ -209,10 +189,6 @@ void MultiplyExperts(ffi::ThreadPool& pool, const Pairs& pairs, const std::vecto
                     groups * (strip + 1) / strips, result);
     }
   });
-}
-
-void MultiplyPlain(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, float* y, int64_t T) {
-  MultiplyWidened<avx512::Widener, Operand>(pool, x, w, y, T);
 }
 
 }  // namespace jpaged::amx

@@ -69,10 +69,10 @@ struct Lanes {
 
 // Weights, 32 at a time, as bf16; see bf16_weights.h.
 struct Widener {
-  static void Exact(const int8_t* from, bf16* to) { Lanes::Put(to, Floats(from)), Lanes::Put(to + 16, Floats(from + 16)); }
+  static void Exact(const int8_t* from, bf16* to) { Put(to, Floats(from), Floats(from + 16)); }
   static void Scaled(const int8_t* from, float scale, bf16* to) {
     __m512 s = _mm512_set1_ps(scale);
-    Lanes::Put(to, _mm512_mul_ps(Floats(from), s)), Lanes::Put(to + 16, _mm512_mul_ps(Floats(from + 16), s));
+    Put(to, _mm512_mul_ps(Floats(from), s), _mm512_mul_ps(Floats(from + 16), s));
   }
 
   static void Exact(const E4m3* from, bf16* to) {
@@ -82,24 +82,23 @@ struct Widener {
     __m512 s = _mm512_set1_ps(scale);
     bf16 exact[kPacked];
     Exact(from, exact);
-    Lanes::Put(to, _mm512_mul_ps(Floats(exact), s)), Lanes::Put(to + 16, _mm512_mul_ps(Floats(exact + 16), s));
+    Put(to, _mm512_mul_ps(Floats(exact), s), _mm512_mul_ps(Floats(exact + 16), s));
   }
 
-  // What the 16 values of int4 stand for, (value - zero) * scale: a look-up.
+  // What the 16 values of int4 stand for, (value - zero) * scale: a look-up. The table has them twice, since the lower five bits
+  // of a word count.
   class Int4 {
    public:
     Int4(float scale, float zero) {
       const __m512 values = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
       __m512 scaled = _mm512_mul_ps(_mm512_sub_ps(values, _mm512_set1_ps(zero)), _mm512_set1_ps(scale));
-      table_ = _mm512_castsi256_si512((__m256i)_mm512_cvtneps_pbh(scaled));
+      table_ = (__m512i)_mm512_cvtne2ps_pbh(scaled, scaled);
     }
 
     void Put(const uint8_t* from, bf16* to) const {
-      const __m128i four = _mm_set1_epi8(15);
-      __m128i bytes = _mm_loadu_si128((const __m128i*)from);
-      __m256i low = _mm256_cvtepu8_epi16(_mm_and_si128(bytes, four));
-      __m256i high = _mm256_cvtepu8_epi16(_mm_and_si128(_mm_srli_epi16(bytes, 4), four));
-      __m512i index = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+      const __m256i lower_and_upper = _mm256_setr_epi64x(0, 0, 4, 4);
+      __m256i bytes = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)from));
+      __m512i index = _mm512_cvtepu8_epi16(_mm256_srlv_epi64(bytes, lower_and_upper));
       _mm512_storeu_si512(to, _mm512_permutexvar_epi16(index, table_));
     }
 
@@ -118,6 +117,9 @@ struct Widener {
     __m512i sign = _mm512_and_si512(_mm512_slli_epi16(words, 8), _mm512_set1_epi16(static_cast<short>(0x8000)));
     return _mm512_or_si512(value, sign);
   }
+
+  // Writes both rounded, one after the other.
+  static void Put(bf16* to, __m512 low, __m512 high) { _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(high, low)); }
 
   static __m512 Floats(const bf16* from) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16));
