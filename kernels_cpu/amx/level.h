@@ -2,10 +2,12 @@
 #pragma once
 
 #include "../linear.h"
+#include "../paged_attention.h"
 #include "../quantized.h"
 
 namespace jpaged::amx {
 
+void Attend(const Problem& p, const Item& item, const Item* after);
 void Multiply(ffi::ThreadPool& pool, const bf16* x, const bf16* w, float* y, int64_t T, int64_t N, int64_t E);
 void Multiply(ffi::ThreadPool& pool, const bf16* x, const bf16* w, bf16* y, int64_t T, int64_t N, int64_t E);
 void MultiplyPlain(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, float* y, int64_t T);

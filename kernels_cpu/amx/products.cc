@@ -3,29 +3,14 @@
 #include "../avx512/lanes.h"
 #include "../bf16_weights.h"
 #include "level.h"
+#include "tiles.h"
 
 namespace jpaged::amx {
 namespace {
 
 using avx512::Transpose;
 
-constexpr int64_t kSide = 16;         // rows of a tile, and columns of f32
 constexpr int64_t kCols = 2 * kSide;  // rows of w at a time
-constexpr int64_t kDepth = 32;        // bf16 along E in a tile's row, and in a cache line
-
-// What every tile of this thread is while in scope: 16 rows of 64 bytes.
-struct Tiles {
-  Tiles() {
-    struct alignas(64) {
-      uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      uint16_t bytes[16] = {};
-      uint8_t rows[16] = {};
-    } config;
-    for (int i = 0; i < 8; ++i) config.bytes[i] = 64, config.rows[i] = kSide;
-    _tile_loadconfig(&config);
-  }
-  ~Tiles() { _tile_release(); }
-};
 
 // Tokens [16 i, 16 i + 16) of x as [E/2][16 tokens][2], zeros past the last one.
 void PackTokens(const bf16* x, bf16* packed, int64_t T, int64_t E, int64_t i) {
