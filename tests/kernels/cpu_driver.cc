@@ -9,6 +9,11 @@
 #include <string>
 #include <thread>
 
+#ifdef __AMX_TILE__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "experts.h"
 #include "gated_delta.h"
 #include "group_attention.h"
@@ -785,6 +790,10 @@ void AttentionCases() {
 }  // namespace jpaged
 
 int main() {
+#ifdef __AMX_TILE__
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // Linux gives a process tiles that asks for them
+  syscall(SYS_arch_prctl, kRequestPermission, kTileData);
+#endif
   jpaged::Zeros();
   {
     jpaged::Pool pool;
