@@ -1,9 +1,10 @@
 // Paged attention over a pool of bf16 with AMX; see paged_attention.h. A span's scores are computed for all of its slots, then
 // their weights, then the sum of its values: nothing is rescaled within a span. Prefill and decode are one code.
 //
-// All is computed transposed: the lanes of a register are a block of 16 query rows. Scores [slots][16 rows] are products of
-// keys, as they lie in the pool, and of queries, which are packed once. Sums [V][16 rows] are products of values, which are
-// transposed once a span, and of weights. A maximum, a sum and a mask of 16 rows then are one instruction a slot.
+// Query rows are taken in blocks of 16. Scores are computed transposed, [slots][16 rows]: products of keys, as they lie in the
+// pool, and of queries, which are packed once an item. A maximum, a sum, an exponential and a mask are then one instruction for
+// all rows of a block. Weights are transposed, [16 rows][slots], and multiplied with values, of which two slots are unpacked at
+// a time.
 #include "../attend.h"
 #include "../avx512/lanes.h"
 #include "level.h"
@@ -16,17 +17,20 @@ using avx512::Transpose;
 
 constexpr int64_t kPair = 2 * kSide;            // query rows, slots or dimensions of two tiles
 constexpr int64_t kTileSize = kSide * kDepth;   // bf16 in a tile
-constexpr int64_t kFetchedBytes = 512 * 1024;   // what is brought into the L2 cache ahead, at most
+constexpr int64_t kAheadBytes = 512 * 1024;     // of slots that are brought into the L2 cache ahead, at most
 
 static_assert(kPair == kDepth && kSpan % (4 * kSide) == 0);
 
-// The first operand of a product, 16 rows: bytes from one row to the next, and numbers from a tile to the next.
+// The operand of a product in tiles, 16 rows each: bytes from one row to the next, and numbers from a tile to the next one of
+// the same sum.
 struct Operand {
   const bf16* rows;
   int64_t stride, step;
 };
 
-// sums[i][j] = a[i] . b[j], along so many tiles. b is packed. Calls `between` for each.
+inline Operand Packed(const bf16* tiles) { return {tiles, kDepth * sizeof(bf16), kTileSize}; }
+
+// sums[i][j] = a[i] . b[j], each along so many tiles. Calls `between` for each.
 template <typename Between>
 void MultiplyPairs(const Operand& a0, const Operand& a1, const bf16* b0, const bf16* b1, int64_t tiles,
                    float* const (&sums)[2][2], const Between& between) {
@@ -76,22 +80,21 @@ void MultiplyColumn(const Operand* a, const bf16* b, int64_t tiles, float* sums,
   _tile_stored(3, sums + 3 * kSide * kSide, 64);
 }
 
-// The same of two.
+// sums[i] = a . b[i] for two.
 template <typename Between>
-void MultiplyTwo(const Operand& a0, const Operand& a1, const bf16* b, int64_t tiles, float* sums0, float* sums1,
-                 const Between& between) {
+void MultiplyRow(const bf16* a, const bf16* b0, const bf16* b1, int64_t tiles, float* const (&sums)[2], const Between& between) {
   _tile_zero(0);
   _tile_zero(1);
   for (int64_t i = 0; i < tiles; ++i) {
-    _tile_loadd(7, b + i * kTileSize, 64);
-    _tile_loadd(4, a0.rows + i * a0.step, a0.stride);
-    _tile_dpbf16ps(0, 4, 7);
-    _tile_loadd(5, a1.rows + i * a1.step, a1.stride);
-    _tile_dpbf16ps(1, 5, 7);
+    _tile_loadd(4, a + i * kTileSize, 64);
+    _tile_loadd(6, b0 + i * kTileSize, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, b1 + i * kTileSize, 64);
+    _tile_dpbf16ps(1, 4, 7);
     between();
   }
-  _tile_stored(0, sums0, 64);
-  _tile_stored(1, sums1, 64);
+  _tile_stored(0, sums[0], 64);
+  _tile_stored(1, sums[1], 64);
 }
 
 // Returns 2^x to 3e-6 of it, before it is rounded to bf16; NaN of NaN. For x far below 0 it is 0.
@@ -131,13 +134,17 @@ struct Totals {
 };
 
 // By what the sums of a block until now are multiplied, and those of the span that is added; in rows that saw any of the span.
-struct Factors {
-  __m512 before, now;
+struct alignas(64) Factors {
+  float before[kSide], now[kSide];
   __mmask16 seen;
 
-  void Add(float* all, __m512 o) const {
-    __m512 sum = _mm512_fmadd_ps(_mm512_load_ps(all), before, _mm512_mul_ps(o, now));
-    _mm512_mask_store_ps(all, seen, sum);
+  // sums = before * sums + now * o of a row: 32 numbers.
+  void Add(int64_t row, float* sums, __m512 low, __m512 high) const {
+    if ((seen >> row & 1) == 0) return;
+    __m512 by = _mm512_set1_ps(before[row]), added_by = _mm512_set1_ps(now[row]);
+    _mm512_store_ps(sums, _mm512_fmadd_ps(_mm512_load_ps(sums), by, _mm512_mul_ps(low, added_by)));
+    sums += kSide;
+    _mm512_store_ps(sums, _mm512_fmadd_ps(_mm512_load_ps(sums), by, _mm512_mul_ps(high, added_by)));
   }
 };
 
@@ -160,10 +167,13 @@ class ItemAttention {
   bf16* Place(bf16* heads, int64_t head, int64_t row, int64_t width) const {  // of a query row in q or o
     return heads + ((item_.token + row / p_.G) * p_.H + (item_.head + head) * p_.G + row % p_.G) * width;
   }
+  float* Sums(int64_t head, int64_t row, int64_t d) const {  // of a query row, dimensions from d on, whole 32
+    return o_ + (((head * blocks_ + row / kSide) * p_.V + d) * kSide + row % kSide * kPair);
+  }
   int64_t BlockRows(int64_t block) const { return std::min(kSide, of_head_ - block * kSide); }
-  // Where the sums of a block of rows of a span lie: top, total, o, [kSumsBefore + V][rows].
-  float* SpanSums(int64_t span, int64_t head, int64_t block) const {
-    return item_.spans->sums + ((span * item_.heads + head) * of_head_ + block * kSide) * (kSumsBefore + p_.V);
+  // The sums of a query row in a span that is an item: top, total, o.
+  float* SpanSums(int64_t span, int64_t head, int64_t row) const {
+    return item_.spans->sums + ((span * item_.heads + head) * of_head_ + row) * (kSumsBefore + p_.V);
   }
 
   Problem p_;
@@ -176,12 +186,12 @@ class ItemAttention {
   BlockPair* pairs_;
   bf16 *q_;        // [heads][blocks][D / 2][16 rows][2]
   bf16 *keys_;     // [kSpan / 16][D / 32][16 slots][32], those that are not used as they lie
-  bf16 *values_;   // [2][kSpan / 32][16 dimensions][32 slots]
-  bf16 *weights_;  // [blocks][kSpan / 2][16 rows][2]
+  bf16 *values_;   // [2][kSpan / 32][16 pairs of slots][16 dimensions][2], of 32 dimensions those that unpacking puts first first
+  bf16 *weights_;  // [blocks][kSpan / 32][16 rows][32 slots]
   bf16 *zeros_;
   float *scores_;  // [2][kSpan][16 rows]
   float *tops_, *totals_;  // [heads][blocks][16 rows]
-  float *o_;               // [heads][blocks][V][16 rows]
+  float *o_;               // [heads][blocks][V / 32][16 rows][32], dimensions as in values_
   Factors *factors_;       // [blocks]
   Memory memory_[11];
 };
@@ -242,7 +252,7 @@ void ItemAttention::PackKeys(int64_t head, int64_t begin, int64_t end) {
       continue;
     }
     bf16* to = keys_ + tile * kSide * p_.D;
-    key_tiles_[tile] = {to, kDepth * sizeof(bf16), kTileSize};
+    key_tiles_[tile] = Packed(to);
     for (int64_t slot = 0; slot < kSide; ++slot, to += kDepth) {
       for (int64_t d = 0; d < p_.D; d += kDepth) {
         _mm512_store_si512(to + d * kSide, _mm512_loadu_si512(slots[slot] + offset + d));
@@ -251,24 +261,16 @@ void ItemAttention::PackKeys(int64_t head, int64_t begin, int64_t end) {
   }
 }
 
-// Transposes the dimensions [d, d + 32) of the values of these slots, whole 32.
+// Unpacks the dimensions [d, d + 32) of the values of these slots, whole 32, two slots at a time.
 void ItemAttention::PackValues(int64_t head, int64_t d, int64_t begin, int64_t end) {
   int64_t offset = head * p_.Apart() + p_.ValueAt() + d;
-  for (int64_t slot = begin; slot < end; slot += kDepth) {
-    __m512i low[kSide], high[kSide];  // of two slots each
-#pragma GCC unroll 16
-    for (int64_t i = 0; i < kSide; ++i) {
-      __m512i x = _mm512_loadu_si512(slots_[slot + 2 * i] + offset), y = _mm512_loadu_si512(slots_[slot + 2 * i + 1] + offset);
-      low[i] = _mm512_unpacklo_epi16(x, y), high[i] = _mm512_unpackhi_epi16(x, y);
+  bf16 *low = values_ + begin * kSide, *high = low + kSpan * kSide;
+  for (int64_t slot = begin; slot < end; slot += 8) {
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < 8; i += 2, low += kDepth, high += kDepth) {
+      __m512i x = _mm512_loadu_si512(slots_[slot + i] + offset), y = _mm512_loadu_si512(slots_[slot + i + 1] + offset);
+      _mm512_store_si512(low, _mm512_unpacklo_epi16(x, y)), _mm512_store_si512(high, _mm512_unpackhi_epi16(x, y));
     }
-    // Unpacking takes four of each eight dimensions.
-    bf16* to = values_ + slot * kSide;
-    auto put = [&](int64_t j, int64_t of, __m512i words) {
-      int64_t row = j / 4 * 8 + of + j % 4;
-      _mm512_store_si512(to + row / kSide * (kSpan * kSide) + row % kSide * kDepth, words);
-    };
-    Transpose(low, [&](int64_t j, __m512i words) { put(j, 0, words); });
-    Transpose(high, [&](int64_t j, __m512i words) { put(j, 4, words); });
     ahead_.Fetch();
   }
 }
@@ -321,24 +323,30 @@ Totals ItemAttention::Softmax(const BlockPair& rows, int64_t half, int64_t first
   auto weight = [&](int64_t slot) {
     return PowerOfTwo(_mm512_fmsub_ps(_mm512_load_ps(scores + slot * kSide), factor, base));
   };
-  auto put = [&](int64_t slot, __m512 x, __m512 y) {
-    __m512i pairs = _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(y, x));
-    _mm512_store_si512(weights + slot * kSide, pairs);
+  auto pair = [&](__m512 x, __m512 y) {
+    __m512i rounded = _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(y, x));
     // The sum is that of rounded weights.
-    even = _mm512_add_ps(even, _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)));
-    odd = _mm512_add_ps(odd, _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(0xffff0000))));
+    even = _mm512_add_ps(even, _mm512_castsi512_ps(_mm512_slli_epi32(rounded, 16)));
+    odd = _mm512_add_ps(odd, _mm512_castsi512_ps(_mm512_and_si512(rounded, _mm512_set1_epi32(0xffff0000))));
+    return rounded;
   };
+  __m512i pairs[kSide];
   in_parts(
       [&](int64_t slot, int64_t to) {
-        for (; slot < to; slot += 2) {
-          put(slot, _mm512_maskz_mov_ps(seen(slot), weight(slot)), _mm512_maskz_mov_ps(seen(slot + 1), weight(slot + 1)));
+        for (; slot < to; slot += kDepth) {
+#pragma GCC unroll 16
+          for (int i = 0; i < kSide; ++i) {
+            int64_t at = slot + 2 * i;
+            pairs[i] = pair(_mm512_maskz_mov_ps(seen(at), weight(at)), _mm512_maskz_mov_ps(seen(at + 1), weight(at + 1)));
+          }
+          Transpose(pairs, weights + slot * kSide, kDepth), ahead_.Fetch();
         }
       },
       [&](int64_t slot, int64_t to) {
-        for (; slot < to; slot += kSide) {
-#pragma GCC unroll 8
-          for (int i = 0; i < kSide; i += 2) put(slot + i, weight(slot + i), weight(slot + i + 1));
-          ahead_.Fetch();
+        for (; slot < to; slot += kDepth) {
+#pragma GCC unroll 16
+          for (int i = 0; i < kSide; ++i) pairs[i] = pair(weight(slot + 2 * i), weight(slot + 2 * i + 1));
+          Transpose(pairs, weights + slot * kSide, kDepth), ahead_.Fetch();
         }
       });
   return {top, _mm512_add_ps(even, odd)};
@@ -348,10 +356,12 @@ Totals ItemAttention::Softmax(const BlockPair& rows, int64_t half, int64_t first
 Factors ItemAttention::AddTotals(int64_t block, Totals span) {
   float *all_top = tops_ + block * kSide, *all_total = totals_ + block * kSide;
   __m512 top = _mm512_load_ps(all_top), most = _mm512_max_ps(top, span.top);
-  Factors factors{Exp<avx512::Lanes>(_mm512_sub_ps(top, most)), Exp<avx512::Lanes>(_mm512_sub_ps(span.top, most)),
-                  _mm512_cmp_ps_mask(span.total, _mm512_setzero_ps(), _CMP_NEQ_UQ)};
-  _mm512_mask_store_ps(all_top, factors.seen, most);
-  factors.Add(all_total, span.total);
+  __m512 before = Exp<avx512::Lanes>(_mm512_sub_ps(top, most)), now = Exp<avx512::Lanes>(_mm512_sub_ps(span.top, most));
+  Factors factors;
+  _mm512_store_ps(factors.before, before), _mm512_store_ps(factors.now, now);
+  factors.seen = _mm512_cmp_ps_mask(span.total, _mm512_setzero_ps(), _CMP_NEQ_UQ);
+  __m512 total = _mm512_fmadd_ps(_mm512_load_ps(all_total), before, _mm512_mul_ps(span.total, now));
+  _mm512_mask_store_ps(all_top, factors.seen, most), _mm512_mask_store_ps(all_total, factors.seen, total);
   return factors;
 }
 
@@ -383,13 +393,13 @@ void ItemAttention::AttendSpan(int64_t head, int64_t first) {
     }
     for (int64_t half = 0; half < 1 + is_pair(block); ++half) {
       Totals totals = Softmax(rows, half, first, from, to, scores_ + half * kSpan * kSide, weights_ + (block + half) * kSpan * kSide);
-      if (item_.spans != nullptr) {
-        int64_t count = BlockRows(block + half);
-        __mmask16 mask = (1u << count) - 1;
-        float* sums = SpanSums(item_.span, head, block + half);
-        _mm512_mask_storeu_ps(sums, mask, totals.top), _mm512_mask_storeu_ps(sums + count, mask, totals.total);
-      } else {
+      if (item_.spans == nullptr) {
         factors_[block + half] = AddTotals(head * blocks_ + block + half, totals);
+        continue;
+      }
+      for (int64_t row = 0; row < BlockRows(block + half); ++row) {
+        float* sums = SpanSums(item_.span, head, (block + half) * kSide + row);
+        sums[0] = totals.top[row], sums[1] = totals.total[row];
       }
     }
   }
@@ -399,26 +409,24 @@ void ItemAttention::AttendSpan(int64_t head, int64_t first) {
       const BlockPair& rows = pairs_[block / 2];
       int64_t from = begin_of(rows), to = end_of(rows);
       if (from >= to) continue;
-      Operand low{values_ + from * kSide, kDepth * sizeof(bf16), kTileSize}, high = low;
-      high.rows += kSpan * kSide;
+      const bf16 *low = values_ + from * kSide, *high = low + kSpan * kSide;
       const bf16* weights = weights_ + (block * kSpan + from) * kSide;
-      alignas(64) float sums[2][kPair][kSide];
+      alignas(64) float sums[2][2][kSide][kSide];  // of blocks, low and high
       if (is_pair(block)) {
-        MultiplyPairs(low, high, weights, weights + kSpan * kSide, (to - from) / kDepth,
-                      {{sums[0][0], sums[1][0]}, {sums[0][kSide], sums[1][kSide]}}, fetch);
+        MultiplyPairs(Packed(weights), Packed(weights + kSpan * kSide), low, high, (to - from) / kDepth,
+                      {{sums[0][0][0], sums[0][1][0]}, {sums[1][0][0], sums[1][1][0]}}, fetch);
       } else {
-        MultiplyTwo(low, high, weights, (to - from) / kDepth, sums[0][0], sums[0][kSide], fetch);
+        MultiplyRow(weights, low, high, (to - from) / kDepth, {sums[0][0][0], sums[0][1][0]}, fetch);
       }
       for (int64_t half = 0; half < 1 + is_pair(block); ++half) {
-        if (item_.spans != nullptr) {
-          int64_t count = BlockRows(block + half);
-          __mmask16 mask = (1u << count) - 1;
-          float* to = SpanSums(item_.span, head, block + half) + (kSumsBefore + d) * count;
-          for (int64_t i = 0; i < kPair; ++i, to += count) _mm512_mask_storeu_ps(to, mask, _mm512_load_ps(sums[half][i]));
-        } else {
-          float* to = o_ + ((head * blocks_ + block + half) * p_.V + d) * kSide;
-          const Factors factors = factors_[block + half];
-          for (int64_t i = 0; i < kPair; ++i, to += kSide) factors.Add(to, _mm512_load_ps(sums[half][i]));
+        for (int64_t i = 0, row = (block + half) * kSide; i < BlockRows(block + half); ++i, ++row) {
+          __m512 left = _mm512_load_ps(sums[half][0][i]), right = _mm512_load_ps(sums[half][1][i]);
+          if (item_.spans == nullptr) {
+            factors_[block + half].Add(i, Sums(head, row, d), left, right);
+          } else {
+            float* to = SpanSums(item_.span, head, row) + kSumsBefore + d;
+            _mm512_storeu_ps(to, left), _mm512_storeu_ps(to + kSide, right);
+          }
         }
       }
     }
@@ -430,32 +438,35 @@ void ItemAttention::AddSpans() {
   for (int64_t span = 0; span < item_.spans->count; ++span) {
     for (int64_t head = 0; head < item_.heads; ++head) {
       for (int64_t block = 0; block < blocks_; ++block) {
-        int64_t count = BlockRows(block), index = head * blocks_ + block;
-        __mmask16 mask = (1u << count) - 1;
-        const float* sums = SpanSums(span, head, block);
-        Factors factors = AddTotals(index, {_mm512_maskz_loadu_ps(mask, sums), _mm512_maskz_loadu_ps(mask, sums + count)});
-        float* to = o_ + index * p_.V * kSide;
-        sums += kSumsBefore * count;
-        for (int64_t d = 0; d < p_.V; ++d, to += kSide, sums += count) factors.Add(to, _mm512_maskz_loadu_ps(mask, sums));
+        const float* sums = SpanSums(span, head, block * kSide);
+        alignas(64) float tops[kSide] = {}, totals[kSide] = {};
+        for (int64_t i = 0; i < BlockRows(block); ++i) {
+          tops[i] = sums[i * (kSumsBefore + p_.V)], totals[i] = sums[i * (kSumsBefore + p_.V) + 1];
+        }
+        Factors factors = AddTotals(head * blocks_ + block, {_mm512_load_ps(tops), _mm512_load_ps(totals)});
+        for (int64_t i = 0; i < BlockRows(block); ++i, sums += kSumsBefore + p_.V) {
+          for (int64_t d = 0; d < p_.V; d += kPair) {
+            const float* o = sums + kSumsBefore + d;
+            factors.Add(i, Sums(head, block * kSide + i, d), _mm512_loadu_ps(o), _mm512_loadu_ps(o + kSide));
+          }
+        }
       }
     }
   }
 }
 
 void ItemAttention::Write(int64_t head) {
-  for (int64_t block = 0; block < blocks_; ++block) {
-    int64_t index = head * blocks_ + block, count = BlockRows(block);
-    __m512 total = _mm512_load_ps(totals_ + index * kSide);
-    bf16* to[kSide];
-    for (int64_t i = 0; i < count; ++i) to[i] = Place(p_.o, head, block * kSide + i, p_.V);
-    for (int64_t d = 0; d < p_.V; d += kSide) {
-      const float* o = o_ + (index * p_.V + d) * kSide;
-      __m512i rows[kSide];
-#pragma GCC unroll 16
-      for (int64_t i = 0; i < kSide; ++i) rows[i] = _mm512_castps_si512(_mm512_div_ps(_mm512_load_ps(o + i * kSide), total));
-      Transpose(rows, [&](int64_t i, __m512i words) {
-        if (i < count) avx512::PutRounded(to[i] + d, _mm512_castsi512_ps(words));
-      });
+  const __m512i order[2] = {_mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23),
+                            _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31)};
+  for (int64_t row = 0; row < of_head_; ++row) {
+    bf16* to = Place(p_.o, head, row, p_.V);
+    __m512 total = _mm512_set1_ps(totals_[head * blocks_ * kSide + row]);
+    for (int64_t d = 0; d < p_.V; d += kPair) {
+      const float* o = Sums(head, row, d);
+      __m512 low = _mm512_div_ps(_mm512_load_ps(o), total), high = _mm512_div_ps(_mm512_load_ps(o + kSide), total);
+      for (int half = 0; half < 2; ++half) {
+        avx512::PutRounded(to + d + half * kSide, _mm512_permutex2var_ps(low, order[half], high));
+      }
     }
   }
 }
@@ -464,7 +475,7 @@ void ItemAttention::Attend(const Problem& p, const Item& item, const Item* after
   p_ = p, item_ = item;
   Begin();
   int64_t slot_bytes = kSpan * p.Width() * sizeof(bf16);  // of a head
-  int64_t together = std::clamp<int64_t>(kFetchedBytes / slot_bytes, 1, item.heads);
+  int64_t together = std::clamp<int64_t>(kAheadBytes / slot_bytes, 1, item.heads);
   int64_t first = item.begin / kSpan * kSpan;
   Locate(p, item, item.head, first, static_cast<const bf16*>(zeros_), slots_);
   for (; first < item.end; first += kSpan) {
@@ -480,7 +491,7 @@ void ItemAttention::Attend(const Problem& p, const Item& item, const Item* after
       int64_t end = std::min(begin + together, item.heads);
       const Item* of = end < item.heads ? &item : next;
       int64_t of_first = end < item.heads ? first : next_first;
-      int64_t steps = (end - begin) * (blocks_ * (p.D / kDepth * 4 + kSide) + p.V / kPair * (1 + blocks_) * 8);
+      int64_t steps = (end - begin) * (blocks_ * (p.D / kDepth * 4 + 8) + p.V / kPair * (4 + blocks_) * 8);
       ahead_ = {};
       if (of != nullptr) {
         ahead_.slots = of == &item && end < item.heads ? slots_ : next_;
