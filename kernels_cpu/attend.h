@@ -34,13 +34,12 @@ struct Tile {
   int64_t slots;      // that are multiplied, the first ones
 };
 
-// Writes where the keys of the slots [first, first + 64) of a row and head begin; zeros for slots outside [begin, end).
-template <typename Slot>
-inline void Locate(const Problem& p, const Item& item, int64_t head, int64_t first, const Slot* zeros,
-                   const Slot* (&keys)[kTile]) {
-  int64_t begin = std::max(first, item.begin) - first, end = std::min(first + kTile, item.end) - first;
+// Writes where the keys of the slots [first, first + N) of a row and head begin; zeros for slots outside [begin, end).
+template <typename Slot, size_t N>
+inline void Locate(const Problem& p, const Item& item, int64_t head, int64_t first, const Slot* zeros, const Slot* (&keys)[N]) {
+  int64_t count = N, begin = std::max(first, item.begin) - first, end = std::min(first + count, item.end) - first;
   std::fill(keys, keys + begin, zeros);
-  std::fill(keys + end, keys + kTile, zeros);
+  std::fill(keys + end, keys + count, zeros);
   int64_t stride = p.Stride(), block = (first + begin) / p.P, inside = (first + begin) % p.P;
   for (int64_t i = begin; i < end; ++block, inside = 0) {
     int64_t index = p.first_block + p.table[item.row * p.M + block];

@@ -27,7 +27,7 @@ struct Problem {
   const int32_t* ends = nullptr;   // of each query a position before which it sees what comes after it, or null
   int64_t T = 0, S = 0, M = 0, H = 0, K = 0, G = 0, D = 0, V = 0, P = 0, first_block = 0;
   int64_t window = 0;             // 0: none
-  float scale = 1, soft_cap = 0;  // soft_cap 0: none
+  float scale = 1, soft_cap = 0;  // scale above 0; soft_cap 0: none
   bool decode = false;            // one query a row
   bool latent = false;
 

@@ -4,10 +4,12 @@
 #include "../experts.h"
 #include "../linear.h"
 #include "../mlp.h"
+#include "../paged_attention.h"
 #include "../quantized.h"
 
 namespace jpaged::amx {
 
+void Attend(const Problem& p, const Item& item, const Item* after);
 void Multiply(ffi::ThreadPool& pool, const bf16* x, const bf16* w, float* y, int64_t T, int64_t N, int64_t E);
 void Multiply(ffi::ThreadPool& pool, const bf16* x, const bf16* w, bf16* y, int64_t T, int64_t N, int64_t E);
 void Mlp(ffi::ThreadPool& pool, Activation kind, const bf16* x, const bf16* gate_up, const bf16* down, float* y, int64_t T, int64_t N,

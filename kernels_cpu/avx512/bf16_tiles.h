@@ -183,14 +183,9 @@ class SlotTiles {
 
   // Within each 32 dimensions of o, those that unpacking puts first stand first: see WeighRows.
   void Write(const float* o, float total, bf16* to) {
-    const __m512i order[2] = {_mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23),
-                              _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31)};
     __m512 sum = _mm512_set1_ps(total);
     for (int64_t d = 0; d < V_; d += 32) {
-      __m512 left = _mm512_loadu_ps(o + d), right = _mm512_loadu_ps(o + d + 16);
-      for (int half = 0; half < 2; ++half) {
-        PutRounded(to + d + 16 * half, _mm512_div_ps(_mm512_permutex2var_ps(left, order[half], right), sum));
-      }
+      PutUnpacked(to + d, _mm512_div_ps(_mm512_loadu_ps(o + d), sum), _mm512_div_ps(_mm512_loadu_ps(o + d + 16), sum));
     }
   }
 

@@ -133,6 +133,13 @@ inline __m512bh LoadBf16(const void* from) { return (__m512bh)_mm512_loadu_si512
 
 inline void PutRounded(bf16* to, __m512 x) { _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh(x)); }
 
+// Rounds 32 numbers of which `low` has those that unpacking their words puts first, and writes them in their own order.
+inline void PutUnpacked(bf16* to, __m512 low, __m512 high) {
+  const __m512i order[2] = {_mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23),
+                            _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31)};
+  for (int half = 0; half < 2; ++half) PutRounded(to + 16 * half, _mm512_permutex2var_ps(low, order[half], high));
+}
+
 // Two bf16 in all lanes.
 inline __m512bh PairOfBf16(const bf16* from) {
   int32_t pair;
