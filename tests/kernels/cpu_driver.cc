@@ -3,11 +3,13 @@
 // compared; and it fails where a result is further from the definition than rounding explains.
 //
 // test_cpu_builds.py compiles it with the sanitizers, and for ARM, to run under qemu.
+#include <array>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <string>
 #include <thread>
+#include <type_traits>
 
 #include "experts.h"
 #include "gated_delta.h"
@@ -23,40 +25,23 @@
 #include "quantized.h"
 #include "zeros.h"
 
+// The kernels know XLA's pool by its name. This one has two threads, of which one is made for each task.
+class xla::ffi::ThreadPool {
+ public:
+  ~ThreadPool() {
+    for (std::thread& thread : threads) thread.join();
+  }
+  std::vector<std::thread> threads;
+};
+
 namespace jpaged {
+
+int64_t NumThreads(ffi::ThreadPool&) { return 2; }
+void Schedule(ffi::ThreadPool& pool, void (*task)(void* data), void* data) { pool.threads.emplace_back(task, data); }
+
 namespace {
 
 int failures = 0;
-
-// A pool of two threads, one of which is made for each task.
-class Pool {
- public:
-  Pool() {
-    api_.XLA_FFI_ThreadPool_NumThreads = [](XLA_FFI_ThreadPool_NumThreads_Args* args) -> XLA_FFI_Error* {
-      *args->num_threads = 2;
-      return nullptr;
-    };
-    api_.XLA_FFI_ThreadPool_Schedule = [](XLA_FFI_ThreadPool_Schedule_Args* args) -> XLA_FFI_Error* {
-      Threads().emplace_back(args->task, args->data);
-      return nullptr;
-    };
-  }
-  ~Pool() {
-    for (std::thread& thread : Threads()) thread.join();
-  }
-
-  ffi::ThreadPool& operator*() { return pool_; }
-
- private:
-  static std::vector<std::thread>& Threads() {
-    static std::vector<std::thread> threads;
-    return threads;
-  }
-
-  XLA_FFI_Api api_{};
-  ffi::DiagnosticEngine diagnostics_;
-  ffi::ThreadPool pool_ = *ffi::CtxDecoding<ffi::ThreadPool>::Decode(&api_, nullptr, diagnostics_);
-};
 
 // The same numbers on every machine.
 class Random {
@@ -787,9 +772,9 @@ void AttentionCases() {
 int main() {
   jpaged::Zeros();
   {
-    jpaged::Pool pool;
-    jpaged::Linear(*pool), jpaged::Panels(*pool), jpaged::GroupCases(*pool);
-    jpaged::QuantizedProducts(*pool), jpaged::InterleavedProducts(*pool), jpaged::ActivationCases(*pool), jpaged::MlpCases(*pool);
+    xla::ffi::ThreadPool pool;
+    jpaged::Linear(pool), jpaged::Panels(pool), jpaged::GroupCases(pool);
+    jpaged::QuantizedProducts(pool), jpaged::InterleavedProducts(pool), jpaged::ActivationCases(pool), jpaged::MlpCases(pool);
   }
   jpaged::QuantizedWeights<jpaged::bf16>("bf16"), jpaged::QuantizedWeights<float>("f32");
   jpaged::LowRank(), jpaged::HeadWrites(), jpaged::GatedDelta(), jpaged::Mamba2(), jpaged::AttentionCases();
