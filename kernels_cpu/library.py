@@ -40,11 +40,11 @@ class Level:
     """Kernels for a kind of processor: the folder of its name.
 
     needs: words of /proc/cpuinfo. flags: the compiler's. uses: files of lesser levels that its
-    level.cc calls. activations: what x becomes in products with int8 and int4 weights where nobody chose it
-    (see quantized.ACTIVATIONS): what the processor is fastest with. panels: the dtypes whose
-    products of many rows are made by packed panels (see panels.h): bf16 too where no instruction
-    multiplies it. interleaved: the activations with which it multiplies interleaved weights
-    (TakesInterleaved of its level.cc). tiles: whether it asks Linux for AMX's tile registers.
+    level.cc calls. activations: what x becomes in products with int8 and int4 weights where
+    nobody chose it (see quantized.ACTIVATIONS): what the processor is fastest with. panels: the
+    dtypes whose products of many rows are made by packed panels (see panels.h): bf16 too where no
+    instruction multiplies it. interleaved: the activations with which it multiplies interleaved
+    weights (TakesInterleaved of its level.cc). tiles: whether it asks Linux for AMX's tiles.
     """
 
     name: str
