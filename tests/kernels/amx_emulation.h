@@ -1,8 +1,9 @@
 // AMX's tile instructions in plain C++, by the names that compilers give them: a test includes this file before every
 // other (-include) to run the kernels of the level `amx` on a processor without tiles.
 //
-// TDPBF16PS as Intel's manual has it: products of pairs are added to the sum one after the other, rounded each time to
-// the nearest, and denormal numbers are zeros (which this leaves out: no test has any).
+// TDPBF16PS as Intel's manual has it, and as a Xeon was seen to do it: the even inputs of a row's 32 and the odd ones are
+// summed apart from zero on, rounded each time to the nearest; both sums are added, and then to what the tile held.
+// Denormal numbers are zeros there (which this leaves out: no test has any).
 #pragma once
 
 #include <immintrin.h>
@@ -58,16 +59,17 @@ inline float Widened(uint16_t bits) {
 }
 
 inline void MultiplyBf16(int sums, int left, int right) {
-  float c[16][16];
+  float c[16][16], of_even[16][16] = {}, of_odd[16][16] = {};
   uint16_t a[16][32], b[16][32];
   std::memcpy(c, &At(sums), sizeof(c)), std::memcpy(a, &At(left), sizeof(a)), std::memcpy(b, &At(right), sizeof(b));
   for (int m = 0; m < 16; ++m) {
     for (int k = 0; k < 16; ++k) {
       for (int n = 0; n < 16; ++n) {
-        c[m][n] = std::fma(Widened(a[m][2 * k]), Widened(b[k][2 * n]), c[m][n]);
-        c[m][n] = std::fma(Widened(a[m][2 * k + 1]), Widened(b[k][2 * n + 1]), c[m][n]);
+        of_even[m][n] = std::fma(Widened(a[m][2 * k]), Widened(b[k][2 * n]), of_even[m][n]);
+        of_odd[m][n] = std::fma(Widened(a[m][2 * k + 1]), Widened(b[k][2 * n + 1]), of_odd[m][n]);
       }
     }
+    for (int n = 0; n < 16; ++n) c[m][n] += of_even[m][n] + of_odd[m][n];
   }
   std::memcpy(&At(sums), c, sizeof(c));
 }

@@ -11,6 +11,11 @@
 #include <thread>
 #include <type_traits>
 
+#ifdef __AMX_TILE__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "experts.h"
 #include "gated_delta.h"
 #include "group_attention.h"
@@ -770,6 +775,10 @@ void AttentionCases() {
 }  // namespace jpaged
 
 int main() {
+#ifdef __AMX_TILE__
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // Linux gives a process tiles that asks for them
+  syscall(SYS_arch_prctl, kRequestPermission, kTileData);
+#endif
   jpaged::Zeros();
   {
     xla::ffi::ThreadPool pool;

@@ -25,6 +25,7 @@ LEVELS = {level.name: level for level in library.LEVELS}
 SOURCES = Path(library.__file__).parent
 DRIVER = Path(__file__).with_name("cpu_driver.cc")
 EMULATION = Path(__file__).with_name("amx_emulation.h")
+EMULATED = ("-include", str(EMULATION))
 TILES = {"amx_tile", "amx_bf16"}
 SANITIZE = ("-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 CASES = 346
@@ -80,7 +81,7 @@ def compile_objects(
 def flags_of(name: str, *extra: str) -> list[str]:
     flags = [*library.FLAGS, *LEVELS[name].flags, *extra]
     if name == "amx" and not LEVELS["amx"].needs <= library._processor():
-        flags += ["-include", str(EMULATION)]
+        flags += EMULATED
     return flags
 
 
@@ -134,6 +135,12 @@ def test_arithmetic_of_a_name_has_the_bits_of_other_levels(name: str) -> None:
     equal = {case for case in ours if ours[case] == others[case]}
     assert equal >= set(ours if name == "neon" else integers)
     assert (len(equal) == CASES) == (name == "neon"), "a control: sums in f32 have other orders"
+
+
+def test_emulated_tiles_have_the_bits_of_those_of_a_processor(tmp_path: Path) -> None:
+    if not LEVELS["amx"].needs <= library._processor():
+        pytest.skip("this processor has no AMX")
+    assert results(build("amx", tmp_path, *EMULATED), "amx") == results_of("amx")
 
 
 def skip_without_sanitizers(work: Path) -> None:
