@@ -77,9 +77,16 @@ class Random {
 };
 
 double FromE4m3(uint8_t bits) {
-  int exponent = bits >> 3 & 15, mantissa = bits & 7;
-  double size = exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10);
-  return bits & 0x80 ? -size : size;
+  static const std::vector<double> all = [] {  // std::ldexp is slow, and this is called for each of a row's numbers
+    std::vector<double> values(256);
+    for (int i = 0; i < 256; ++i) {
+      int exponent = i >> 3 & 15, mantissa = i & 7;
+      double size = exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10);
+      values[i] = i & 0x80 ? -size : size;
+    }
+    return values;
+  }();
+  return all[bits];
 }
 
 float AsFloat(float x) { return x; }
