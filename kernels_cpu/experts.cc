@@ -4,6 +4,8 @@
 
 #include <cstring>
 
+#include "calls.h"
+
 namespace jpaged {
 namespace {
 

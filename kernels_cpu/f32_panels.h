@@ -129,7 +129,7 @@ void MultiplyPanelsInF32(ffi::ThreadPool& pool, const X* x, const X* w, float* p
   });
   // Where there are fewer blocks of columns than threads could take in turn, rows are divided too.
   int64_t blocks = (N + kColsAtOnce - 1) / kColsAtOnce;
-  int64_t parts = std::clamp<int64_t>(4 * pool.num_threads() / blocks, 1, (panels + 19) / 20);
+  int64_t parts = std::clamp<int64_t>(4 * NumThreads(pool) / blocks, 1, (panels + 19) / 20);
   ParallelFor(pool, blocks * parts, [&](int64_t item) {
     static thread_local Memory memory;
     float* of_w = Scratch<float>(memory, kDepth * kColsAtOnce);

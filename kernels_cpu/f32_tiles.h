@@ -4,6 +4,8 @@
 // even ones, then the odd ones. Keys and values in 8 bits are multiplied as they are: scores and weights take their scales.
 #pragma once
 
+#include <type_traits>
+
 #include "attend.h"
 #include "pool_slots.h"
 

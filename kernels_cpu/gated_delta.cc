@@ -3,6 +3,8 @@
 
 #include <cstring>
 
+#include "calls.h"
+
 namespace jpaged {
 namespace {
 
@@ -22,7 +24,7 @@ ffi::Error GatedDelta(ffi::ThreadPool pool, Float32<3> q, Float32<3> k, Float32<
   std::memset(p.o + p.starts[S] * width, 0, (T - p.starts[S]) * width * sizeof(float));  // padding
   int64_t tiles = p.Dv / kColumns, heads = S * p.Hv;
   // A thread takes all tiles of a head, which lie together, as long as each has several heads.
-  int64_t at_once = heads < 4 * pool.num_threads() ? 1 : tiles;
+  int64_t at_once = heads < 4 * NumThreads(pool) ? 1 : tiles;
   ParallelFor(pool, heads * (tiles / at_once), [&](int64_t i) {
     int64_t head = i * at_once / tiles, first = i * at_once % tiles;
     for (int64_t tile = first; tile < first + at_once; ++tile) {

@@ -1,6 +1,8 @@
 // The call of group_attention.h from XLA.
 #include "group_attention.h"
 
+#include "calls.h"
+
 namespace jpaged {
 namespace {
 

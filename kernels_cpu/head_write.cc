@@ -1,15 +1,16 @@
 // The call of head_write.h from XLA: tokens are divided between threads.
 #include "head_write.h"
 
+#include "read_scale.h"
+
 namespace jpaged {
 namespace {
-
-constexpr int64_t kAtOnce = 16384;  // numbers that are prepared before another thread could begin
 
 // The pool is changed in place: `written` is its memory.
 ffi::Error HeadWrite(ffi::ThreadPool pool, Bf16<4> qkv, Bf16<4> kept, Int32<0> layer, Int32<1> slots, ffi::AnyBuffer q_scale,
                      ffi::AnyBuffer k_scale, Float32<2> cos, Float32<2> sin, ffi::Result<Bf16<3>> q, ffi::Result<Bf16<4>> written,
                      int64_t num_layers, float eps, bool has_offset, bool in_f32) {
+  constexpr int64_t kAtOnce = 16384;  // numbers that are prepared before another thread could begin
   auto shape = qkv.dimensions(), of_pool = kept.dimensions();
   HeadProblem p{.qkv = Data(qkv), .q = Data(*q), .pool = Data(*written), .slots = slots.typed_data()};
   if (p.pool != Data(kept)) std::memcpy(p.pool, Data(kept), kept.size_bytes());

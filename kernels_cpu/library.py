@@ -39,12 +39,12 @@ SWITCH = "JPAGED_NATIVE"
 class Level:
     """Kernels for a kind of processor: the folder of its name.
 
-    needs: words of /proc/cpuinfo. flags: the compiler's. uses: lesser levels whose kernels it has
-    too. activations: what x becomes in products with int8 and int4 weights where nobody chose it
-    (see quantized.ACTIVATIONS): what the processor is fastest with. panels: the dtypes whose
-    products of many rows are made by packed panels (see panels.h): bf16 too where no instruction
-    multiplies it. interleaved: the activations with which it multiplies interleaved weights
-    (TakesInterleaved of its level.cc). tiles: whether it asks Linux for AMX's tile registers.
+    needs: words of /proc/cpuinfo. flags: the compiler's. uses: files of lesser levels that its
+    level.cc calls. activations: what x becomes in products with int8 and int4 weights where
+    nobody chose it (see quantized.ACTIVATIONS): what the processor is fastest with. panels: the
+    dtypes whose products of many rows are made by packed panels (see panels.h): bf16 too where no
+    instruction multiplies it. interleaved: the activations with which it multiplies interleaved
+    weights (TakesInterleaved of its level.cc). tiles: whether it asks Linux for AMX's tiles.
     """
 
     name: str
@@ -58,11 +58,9 @@ class Level:
 
     @property
     def sources(self) -> list[Path]:
-        """The files of its folder, and those of the levels that it uses but their level.cc."""
+        """The files of its folder, and those that it uses of others."""
         here = Path(__file__).parent
-        used = (source for name in self.uses for source in sorted((here / name).glob("*.cc")))
-        lesser = (source for source in used if source.name != "level.cc")
-        return [*sorted((here / self.name).glob("*.cc")), *lesser]
+        return [*sorted((here / self.name).glob("*.cc")), *(here / name for name in self.uses)]
 
 
 AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni"})
@@ -71,13 +69,18 @@ AVX512_FLAGS = (
     *("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"),
     *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),
 )
+OF_AVX512 = (
+    *("avx512/attend.cc", "avx512/delta.cc", "avx512/e4m3.cc", "avx512/integers.cc"),
+    *("avx512/panels.cc", "avx512/products.cc", "avx512/scan.cc"),
+)
+OF_AVX2 = ("avx2/attend_8_bits.cc", "avx2/int16.cc", "avx2/low_rank.cc")
 LEVELS = (  # the best first
     Level(
         name="amx",
         needs=AVX512 | {"amx_tile", "amx_bf16"},
         flags=(*AVX512_FLAGS, "-mamx-tile", "-mamx-bf16"),
         activations="plain",
-        uses=("avx512", "avx2"),
+        uses=(*OF_AVX512, *OF_AVX2),
         interleaved=("int8", "int16"),
         tiles=True,
     ),
@@ -86,7 +89,7 @@ LEVELS = (  # the best first
         needs=AVX512,
         flags=AVX512_FLAGS,
         activations="int8",
-        uses=("avx2",),
+        uses=OF_AVX2,
         interleaved=("int8", "int16"),
     ),
     Level(
@@ -169,14 +172,14 @@ def registered() -> Path | str:
 def _compiled(compiler: str, level: Level) -> Path:
     """The library of a level's sources, compiled now or before."""
     here, flags = Path(__file__).parent, (*FLAGS, *level.flags)
-    sources = [*sorted(here.glob("*.cc")), *level.sources]
+    calls = sorted(here.glob("*.cc"))
     headers = sorted(here.rglob("*.h"))
     parts = [
         compiler,
         importlib.metadata.version("jaxlib"),
         platform.platform(),
         *flags,
-        *(p.read_text() for p in (*sources, *headers)),
+        *(p.read_text() for p in (*calls, *level.sources, *headers)),
     ]
     name = f"kernels-{level.name}-{hashlib.sha256('\0'.join(parts).encode()).hexdigest()[:16]}.so"
     folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jpaged" / "native"
@@ -187,7 +190,8 @@ def _compiled(compiler: str, level: Level) -> Path:
     library = folder / name
     if not library.exists():
         with tempfile.TemporaryDirectory(dir=folder) as work:
-            objects = {str(source): str(Path(work) / f"{i}.o") for i, source in enumerate(sources)}
+            units = [*_joined(calls, Path(work)), *level.sources]
+            objects = {str(unit): str(Path(work) / f"{i}.o") for i, unit in enumerate(units)}
             # -isystem: warnings are of our own files.
             to_object = [compiler, *flags, "-isystem", jax.ffi.include_dir(), "-c"]
             commands = [[*to_object, source, "-o", made] for source, made in objects.items()]
@@ -198,6 +202,16 @@ def _compiled(compiler: str, level: Level) -> Path:
             _run([compiler, "-shared", *sanitizers, *objects.values(), "-o", str(made)])
             made.replace(library)  # at once: others may be compiling the same
     return library
+
+
+def _joined(sources: list[Path], folder: Path) -> list[Path]:
+    """Two files in a folder that include all sources: what XLA calls is compiled together, so that
+    its header is read, and its templates are instantiated, twice in place of once a source.
+    """
+    files = [folder / "calls_0.cc", folder / "calls_1.cc"]
+    for i, file in enumerate(files):
+        file.write_text("".join(f'#include "{source}"\n' for source in sources[i :: len(files)]))
+    return files
 
 
 def _run(command: list[str]) -> None:

@@ -3,6 +3,7 @@
 // whatever else is computed, so a row's bits depend on it alone.
 #include "low_rank.h"
 
+#include "calls.h"
 #include "experts.h"
 
 namespace jpaged {

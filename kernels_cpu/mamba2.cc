@@ -1,6 +1,8 @@
 // The call of mamba2.h from XLA: rows, heads and tiles of their states are divided between threads.
 #include "mamba2.h"
 
+#include "calls.h"
+
 namespace jpaged {
 namespace {
 
@@ -19,7 +21,7 @@ ffi::Error Mamba2(ffi::ThreadPool pool, Float32<3> x, Float32<2> decay, Float32<
   std::memset(p.y + p.starts[S] * width, 0, (T - p.starts[S]) * width * sizeof(float));  // padding
   int64_t tiles = (p.P + kStateRows - 1) / kStateRows, heads = S * p.H;
   // A thread takes all tiles of a head, which lie together, as long as each has several heads.
-  int64_t at_once = heads < 4 * pool.num_threads() ? 1 : tiles;
+  int64_t at_once = heads < 4 * NumThreads(pool) ? 1 : tiles;
   ParallelFor(pool, heads * (tiles / at_once), [&](int64_t i) {
     int64_t head = i * at_once / tiles, first = i * at_once % tiles;
     for (int64_t tile = first; tile < first + at_once; ++tile) StepRows(p, head / p.H, head % p.H, tile * kStateRows);

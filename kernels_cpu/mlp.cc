@@ -4,7 +4,7 @@
 #include <string>
 
 #include "linear.h"
-#include "quantized.h"
+#include "read_quantized.h"
 
 namespace jpaged {
 namespace {

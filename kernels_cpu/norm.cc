@@ -1,13 +1,14 @@
 // The call of norm.h from XLA: the first `count` rows of y are computed, the others (padding) are zeros.
 #include "norm.h"
 
+#include "read_scale.h"
+
 namespace jpaged {
 namespace {
 
-constexpr int64_t kAtOnce = 16384;  // numbers that are normed before another thread could begin
-
 ffi::Error Norm(ffi::ThreadPool pool, Bf16<2> x, ffi::AnyBuffer scale, Int32<0> count, ffi::Result<Bf16<2>> y, float eps,
                 bool has_offset, bool in_f32) {
+  constexpr int64_t kAtOnce = 16384;  // numbers that are normed before another thread could begin
   int64_t all = x.dimensions()[0], E = x.dimensions()[1], T = std::clamp<int64_t>(count.typed_data()[0], 0, all);
   if (E % kParts != 0) return ffi::Error::InvalidArgument("a norm must be of whole 16s");
   std::memset(Data(*y) + T * E, 0, (all - T) * E * sizeof(bf16));

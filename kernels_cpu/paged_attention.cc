@@ -4,6 +4,8 @@
 #include <cstring>
 #include <vector>
 
+#include "calls.h"
+
 namespace jpaged {
 namespace {
 
@@ -35,7 +37,7 @@ ffi::Error PagedAttention(ffi::ThreadPool pool, Bf16<3> q, ffi::AnyBuffer kv, Fl
   p.first_block = layer.typed_data()[0] * (kv_shape[0] / num_layers);
   p.window = window, p.scale = scale, p.soft_cap = soft_cap, p.decode = decode;
 
-  int64_t served = 0, threads = pool.num_threads(), total = 0, longest = 0, rows = 0;
+  int64_t served = 0, threads = NumThreads(pool), total = 0, longest = 0, rows = 0;
   auto first_seen = [&](int64_t position) { return window > 0 ? std::max<int64_t>(0, position + 1 - window) : 0; };
   for (int64_t s = 0; s < p.S; ++s) {
     int64_t length = std::max<int64_t>(0, p.contexts[s]) - (decode ? first_seen(p.contexts[s] - 1) : 0);
@@ -90,7 +92,7 @@ ffi::Error PagedAttention(ffi::ThreadPool pool, Bf16<3> q, ffi::AnyBuffer kv, Fl
     }
   }
   std::memset(p.o + served * p.H * p.V, 0, (p.T - served) * p.H * p.V * sizeof(bf16));
-  int64_t all = items.size(), runs = decode ? std::min(all, 8 * pool.num_threads()) : all;
+  int64_t all = items.size(), runs = decode ? std::min(all, 8 * NumThreads(pool)) : all;
   ParallelFor(pool, runs, [&](int64_t run) {
     for (int64_t i = all * run / runs, end = all * (run + 1) / runs; i < end; ++i) {
       attend(p, items[i], i + 1 < all ? &items[i + 1] : nullptr);

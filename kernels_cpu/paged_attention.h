@@ -9,6 +9,8 @@
 // value, and a rotated key; its scales are [L*N, P, 2]. K is then a number of parts of the query heads, which all read it.
 #pragma once
 
+#include <atomic>
+
 #include "kernels.h"
 
 namespace jpaged {

@@ -3,6 +3,8 @@
 
 #include <cstring>
 
+#include "calls.h"
+
 namespace jpaged {
 namespace {
 

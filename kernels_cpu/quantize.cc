@@ -3,13 +3,14 @@
 
 #include <string>
 
+#include "calls.h"
+
 namespace jpaged {
 namespace {
 
-constexpr int64_t kAtOnce = 65536;  // numbers that are made before another thread could begin
-
 ffi::Error Quantize(ffi::ThreadPool pool, ffi::AnyBuffer weight, ffi::Result<ffi::AnyBuffer> values,
                     ffi::Result<Float32<2>> scales, std::string_view form, bool interleaved) {
+  constexpr int64_t kAtOnce = 65536;  // numbers that are made before another thread could begin
   bool is_f32 = weight.element_type() == ffi::F32, is_int4 = form == "int4";
   if (!is_f32 && weight.element_type() != ffi::BF16) return ffi::Error::InvalidArgument("the weight must be bf16 or f32");
   if (!is_int4 && form != "int8") return ffi::Error::InvalidArgument("form '" + std::string(form) + "' is not made here");

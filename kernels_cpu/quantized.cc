@@ -3,6 +3,8 @@
 
 #include <string>
 
+#include "read_quantized.h"
+
 namespace jpaged {
 namespace {
 

@@ -3,8 +3,6 @@
 // are, so a row's bits do not depend on the batch.
 #pragma once
 
-#include <string_view>
-
 #include "kernels.h"
 
 namespace jpaged {
@@ -81,16 +79,6 @@ void WithIntegral(const Quantized& w, const Body& body) {
   if (w.Kind() == Scales::kRow) return body(Integral<Form::kInt8, Scales::kRow>());
   body(Integral<Form::kInt8, Scales::kGroups>());
 }
-
-// What calls from XLA say of a weight: its arrays, and by name its form, what x becomes and whether it is interleaved.
-struct Told {
-  std::string_view form, activations;
-  bool interleaved;
-};
-
-// Writes the weight of E inputs, and what x becomes, or returns an error that says what is wrong with them.
-ffi::Error Read(const ffi::AnyBuffer& values, const Float32<2>& scales, const Float32<2>& zeros, int64_t E, const Told& told,
-                Quantized* w, Activations* activations);
 
 // Each level of processors defines these in its level.cc. Interleaved weights are multiplied with activations that it takes them
 // with.

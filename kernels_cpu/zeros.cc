@@ -2,7 +2,7 @@
 // become, and most of it is never used.
 #include "zeros.h"
 
-#include "kernels.h"
+#include "calls.h"
 
 namespace jpaged {
 namespace {

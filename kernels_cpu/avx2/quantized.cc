@@ -2,9 +2,7 @@
 #include "../bf16_weights.h"
 #include "../e4m3_products.h"
 #include "../f32_products.h"
-#include "../int16_products.h"
 #include "../int8_products.h"
-#include "../interleaved_products.h"
 #include "lanes.h"
 #include "level.h"
 
@@ -13,15 +11,10 @@ namespace jpaged::avx2 {
 void Multiply(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, Activations activations, float* y, int64_t T) {
   if (activations == Activations::kPlain) return MultiplyWidened<EvenOddWidener<Lanes>, F32Operand<Lanes>>(pool, x, w, y, T);
   if (w.form == Form::kE4m3) return E4m3Products<Lanes>::Multiply(pool, x, w, y, T);
+  if (activations == Activations::kInt16) return MultiplyInt16(pool, x, w, y, T);
   WithIntegral(w, [&](auto weight) {
     using Weight = decltype(weight);
-    if (w.order == Order::kInterleaved) {
-      InterleavedProducts<Lanes, Weight::form, Weight::kind>::Multiply(pool, x, w, y, T);
-    } else if (activations == Activations::kInt8) {
-      Int8Products<Lanes, Weight::form, Weight::kind>::Multiply(pool, x, w, y, T);
-    } else {
-      Int16Products<Lanes, Weight::form, Weight::kind>::Multiply(pool, x, w, y, T);
-    }
+    Int8Products<Lanes, Weight::form, Weight::kind>::Multiply(pool, x, w, y, T);
   });
 }
 

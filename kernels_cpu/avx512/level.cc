@@ -47,7 +47,7 @@ void Multiply(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, Activati
   if (activations == Activations::kPlain) return avx512::MultiplyPlain(pool, x, w, y, T);
   if (w.form == Form::kE4m3) return avx512::MultiplyE4m3(pool, x, w, y, T);
   if (activations == Activations::kInt8) return avx512::MultiplyInt8(pool, x, w, y, T);
-  avx2::Multiply(pool, x, w, activations, y, T);
+  avx2::MultiplyInt16(pool, x, w, y, T);
 }
 
 void MultiplyPanels(ffi::ThreadPool& pool, const float* x, const float* w, float* packed, float* y, int64_t T, int64_t N,

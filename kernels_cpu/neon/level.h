@@ -26,6 +26,7 @@ bool Mlp(ffi::ThreadPool& pool, Activation kind, const bf16* x, const bf16* gate
 void MultiplyExperts(ffi::ThreadPool& pool, const Pairs& pairs, const std::vector<Expert>& experts, int64_t N, int64_t E);
 void AddLowRank(const float* const* h, float* const* y, int64_t count, const bf16* b, int64_t rank, int64_t N, int64_t width);
 void Multiply(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, Activations activations, float* y, int64_t T);
+void MultiplyInt16(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, float* y, int64_t T);
 void StepColumns(const DeltaProblem& p, int64_t row, int64_t head, int64_t column);
 void StepRows(const ScanProblem& p, int64_t row, int64_t head, int64_t first);
 void MultiplyPanels(ffi::ThreadPool& pool, const float* x, const float* w, float* packed, float* y, int64_t T, int64_t N,

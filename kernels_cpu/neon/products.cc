@@ -1,5 +1,4 @@
 // Products of plain weights with NEON, in f32.
-#include "../f32_low_rank.h"
 #include "../f32_products.h"
 #include "lanes.h"
 #include "level.h"
@@ -26,10 +25,6 @@ bool Mlp(ffi::ThreadPool& pool, Activation kind, const bf16* x, const bf16* gate
 
 void MultiplyExperts(ffi::ThreadPool& pool, const Pairs& pairs, const std::vector<Expert>& experts, int64_t N, int64_t E) {
   MultiplyExpertsInF32<Lanes>(pool, pairs, experts, N, E);
-}
-
-void AddLowRank(const float* const* h, float* const* y, int64_t count, const bf16* b, int64_t rank, int64_t N, int64_t width) {
-  F32LowRank<Lanes>::Add(h, y, count, b, rank, N, width);
 }
 
 }  // namespace jpaged::neon

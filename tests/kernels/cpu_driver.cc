@@ -3,11 +3,13 @@
 // compared; and it fails where a result is further from the definition than rounding explains.
 //
 // test_cpu_builds.py compiles it with the sanitizers, and for ARM, to run under qemu.
+#include <array>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <string>
 #include <thread>
+#include <type_traits>
 
 #ifdef __AMX_TILE__
 #include <sys/syscall.h>
@@ -28,40 +30,23 @@
 #include "quantized.h"
 #include "zeros.h"
 
+// The kernels know XLA's pool by its name. This one has two threads, of which one is made for each task.
+class xla::ffi::ThreadPool {
+ public:
+  ~ThreadPool() {
+    for (std::thread& thread : threads) thread.join();
+  }
+  std::vector<std::thread> threads;
+};
+
 namespace jpaged {
+
+int64_t NumThreads(ffi::ThreadPool&) { return 2; }
+void Schedule(ffi::ThreadPool& pool, void (*task)(void* data), void* data) { pool.threads.emplace_back(task, data); }
+
 namespace {
 
 int failures = 0;
-
-// A pool of two threads, one of which is made for each task.
-class Pool {
- public:
-  Pool() {
-    api_.XLA_FFI_ThreadPool_NumThreads = [](XLA_FFI_ThreadPool_NumThreads_Args* args) -> XLA_FFI_Error* {
-      *args->num_threads = 2;
-      return nullptr;
-    };
-    api_.XLA_FFI_ThreadPool_Schedule = [](XLA_FFI_ThreadPool_Schedule_Args* args) -> XLA_FFI_Error* {
-      Threads().emplace_back(args->task, args->data);
-      return nullptr;
-    };
-  }
-  ~Pool() {
-    for (std::thread& thread : Threads()) thread.join();
-  }
-
-  ffi::ThreadPool& operator*() { return pool_; }
-
- private:
-  static std::vector<std::thread>& Threads() {
-    static std::vector<std::thread> threads;
-    return threads;
-  }
-
-  XLA_FFI_Api api_{};
-  ffi::DiagnosticEngine diagnostics_;
-  ffi::ThreadPool pool_ = *ffi::CtxDecoding<ffi::ThreadPool>::Decode(&api_, nullptr, diagnostics_);
-};
 
 // The same numbers on every machine.
 class Random {
@@ -92,9 +77,16 @@ class Random {
 };
 
 double FromE4m3(uint8_t bits) {
-  int exponent = bits >> 3 & 15, mantissa = bits & 7;
-  double size = exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10);
-  return bits & 0x80 ? -size : size;
+  static const std::vector<double> all = [] {  // std::ldexp is slow, and this is called for each of a row's numbers
+    std::vector<double> values(256);
+    for (int i = 0; i < 256; ++i) {
+      int exponent = i >> 3 & 15, mantissa = i & 7;
+      double size = exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10);
+      values[i] = i & 0x80 ? -size : size;
+    }
+    return values;
+  }();
+  return all[bits];
 }
 
 float AsFloat(float x) { return x; }
@@ -796,9 +788,9 @@ int main() {
 #endif
   jpaged::Zeros();
   {
-    jpaged::Pool pool;
-    jpaged::Linear(*pool), jpaged::Panels(*pool), jpaged::GroupCases(*pool);
-    jpaged::QuantizedProducts(*pool), jpaged::InterleavedProducts(*pool), jpaged::ActivationCases(*pool), jpaged::MlpCases(*pool);
+    xla::ffi::ThreadPool pool;
+    jpaged::Linear(pool), jpaged::Panels(pool), jpaged::GroupCases(pool);
+    jpaged::QuantizedProducts(pool), jpaged::InterleavedProducts(pool), jpaged::ActivationCases(pool), jpaged::MlpCases(pool);
   }
   jpaged::QuantizedWeights<jpaged::bf16>("bf16"), jpaged::QuantizedWeights<float>("f32");
   jpaged::LowRank(), jpaged::HeadWrites(), jpaged::GatedDelta(), jpaged::Mamba2(), jpaged::AttentionCases();

@@ -38,7 +38,7 @@ def test_it_is_compiled_once(folder: Path, tmp_path: Path) -> None:
     made = library._compiled(compiler, LEVEL)
     assert made.parent == folder and made.read_text() == "x\n" and list(folder.iterdir()) == [made]
     calls = log.read_text().splitlines()
-    sources = len(list(Path(library.__file__).parent.glob("*.cc"))) + len(LEVEL.sources)
+    sources = 2 + len(LEVEL.sources)  # what XLA calls is compiled as two
     assert [" -c " in call for call in calls] == [*[True] * sources, False]
     assert library._compiled(compiler, LEVEL) == made and log.read_text().splitlines() == calls
     other = library._compiled(shutil.copy(compiler, f"{compiler}-2"), LEVEL)
