@@ -108,7 +108,7 @@ inline __m512 PowerOfTwo(__m512 x) {
   return _mm512_scalef_ps(y, x);
 }
 
-// The slots that come next, from `slot` to `end`, whose lines from `offset` on are brought into the L2 cache, `share` at a time.
+// The slots that come next, from `slot` to `end`, whose lines from `offset` on are brought into the L2 cache, `share` a step.
 struct Ahead {
   const bf16* const* slots;
   int64_t offset, lines, slot, end, share, line = 0;
@@ -407,8 +407,8 @@ void ItemAttention::CapScores(float* scores, int64_t begin, int64_t end) const {
   }
 }
 
-// Makes weights, relative to a row's largest score, of the scores of slots [begin, end) from `first` on, whole 32; 0 where a row
-// does not see the slot.
+// Makes weights, relative to a row's largest score, of the scores of slots [begin, end) from `first` on, whole 32; 0 where a
+// row does not see the slot.
 Totals ItemAttention::Softmax(const BlockPair& rows, int64_t half, int64_t first, int64_t begin, int64_t end, float* scores,
                               bf16* weights) {
   if (p_.soft_cap > 0) CapScores(scores, begin, end);
