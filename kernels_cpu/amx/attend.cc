@@ -108,17 +108,14 @@ inline __m512 PowerOfTwo(__m512 x) {
   return _mm512_scalef_ps(y, x);
 }
 
-// The slots that come next, from `slot` to `end`, whose lines from `offset` on are brought into the L2 cache, `share` at a time.
+// The slots that come next, from `slot` to `end`, whose lines from `offset` on are brought into the L2 cache, `share` a step.
 struct Ahead {
   const bf16* const* slots;
-  int64_t offset, lines, slot, end, share, line = 0;
+  int64_t offset, lines, slot, end, share = 1, line = 0;
 
-  void Fetch() { Fetch(share); }
-  void FetchRest() { Fetch(lines * kSpan); }
-
- private:
-  void Fetch(int64_t count) {
-    for (; count > 0 && slot < end; --count) {
+  void FetchRest() { Fetch(kSpan * lines / share + 1); }
+  void Fetch(int64_t shares) {
+    for (int64_t count = shares * share; count > 0 && slot < end; --count) {
       PrefetchL2(reinterpret_cast<const char*>(slots[slot] + offset) + kCacheLine * line);
       if (++line == lines) line = 0, ++slot;
     }
@@ -227,7 +224,8 @@ void ItemAttention::Attend(const Problem& p, const Item& item, const Item* after
     if (next != nullptr) Locate(p, *next, next->head, next_first, zeros, next_);
     for (int64_t begin = 0; begin < item.heads; begin += together) {
       int64_t end = std::min(begin + together, item.heads);
-      int64_t steps = (end - begin) * (blocks_ * (p.D / kDepth * 4 + 8) + p.V / kPair * (4 + blocks_) * 8);
+      int64_t pairs = (blocks_ + 1) / 2, tiles = kSpan / kDepth;
+      int64_t steps = (end - begin) * (pairs * p.D / kDepth * 2 * tiles + blocks_ * 4 * tiles + p.V / kPair * tiles * (1 + 2 * pairs));
       ahead_ = {};
       if (end < item.heads) {
         FetchAhead(item, first, end, std::min(together, item.heads - end), slots_, steps);
@@ -370,13 +368,13 @@ void ItemAttention::PackValues(int64_t head, int64_t d, int64_t begin, int64_t e
       __m512i x = _mm512_loadu_si512(slots_[slot + i] + offset), y = _mm512_loadu_si512(slots_[slot + i + 1] + offset);
       _mm512_store_si512(low, _mm512_unpacklo_epi16(x, y)), _mm512_store_si512(high, _mm512_unpackhi_epi16(x, y));
     }
-    ahead_.Fetch();
+    if (slot % kDepth == 0) ahead_.Fetch(1);
   }
 }
 
 // The products of a pair of blocks, or of the last block, with the keys of slots [begin, end).
 void ItemAttention::Score(int64_t head, int64_t block, int64_t begin, int64_t end) {
-  auto fetch = [&] { ahead_.Fetch(); };
+  auto fetch = [&] { ahead_.Fetch(HasSecond(block) ? 2 : 4); };
   const bf16* q = q_ + (head * blocks_ + block) * kSide * p_.D;
   int64_t tiles = p_.D / kDepth;
   if (!HasSecond(block)) {
@@ -407,8 +405,8 @@ void ItemAttention::CapScores(float* scores, int64_t begin, int64_t end) const {
   }
 }
 
-// Makes weights, relative to a row's largest score, of the scores of slots [begin, end) from `first` on, whole 32; 0 where a row
-// does not see the slot.
+// Makes weights, relative to a row's largest score, of the scores of slots [begin, end) from `first` on, whole 32; 0 where a
+// row does not see the slot.
 Totals ItemAttention::Softmax(const BlockPair& rows, int64_t half, int64_t first, int64_t begin, int64_t end, float* scores,
                               bf16* weights) {
   if (p_.soft_cap > 0) CapScores(scores, begin, end);
@@ -461,14 +459,17 @@ Totals ItemAttention::Softmax(const BlockPair& rows, int64_t half, int64_t first
           auto masked = [&](int64_t at) { return _mm512_maskz_mov_ps(seen(at), weight(at)); };
 #pragma GCC unroll 16
           for (int i = 0; i < kSide; ++i) pairs[i] = pair_of(masked(slot + 2 * i), masked(slot + 2 * i + 1));
-          Transpose(pairs, weights + slot * kSide, kDepth), ahead_.Fetch();
+          Transpose(pairs, weights + slot * kSide, kDepth), ahead_.Fetch(4);
         }
       },
       [&](int64_t slot, int64_t to) {
         for (; slot < to; slot += kDepth) {
 #pragma GCC unroll 16
-          for (int i = 0; i < kSide; ++i) pairs[i] = pair_of(weight(slot + 2 * i), weight(slot + 2 * i + 1));
-          Transpose(pairs, weights + slot * kSide, kDepth), ahead_.Fetch();
+          for (int i = 0; i < kSide; ++i) {
+            pairs[i] = pair_of(weight(slot + 2 * i), weight(slot + 2 * i + 1));
+            if (i % 4 == 3) ahead_.Fetch(1);
+          }
+          Transpose(pairs, weights + slot * kSide, kDepth);
         }
       });
   return {top, _mm512_add_ps(even, odd)};
@@ -476,7 +477,7 @@ Totals ItemAttention::Softmax(const BlockPair& rows, int64_t half, int64_t first
 
 // Adds up the values of slots [begin, end), dimensions [d, d + 32), by the weights of a pair of blocks, or of the last block.
 void ItemAttention::Weigh(int64_t head, int64_t block, int64_t d, int64_t begin, int64_t end) {
-  auto fetch = [&] { ahead_.Fetch(); };
+  auto fetch = [&] { ahead_.Fetch(2); };
   const bf16 *low = values_ + begin * kSide, *high = low + kSpan * kSide;
   const bf16 *weights = weights_ + (block * kSpan + begin) * kSide, *second = weights + kSpan * kSide;
   alignas(64) float sums[2][2][kSide][kSide];  // of a block: those of low and of high dimensions

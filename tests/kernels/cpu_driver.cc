@@ -723,6 +723,14 @@ void Attention(const char* pool_name, const AttentionCase& c, bool decode) {
     }
     if (o != whole) ++failures, std::printf("FAILED attention in spans\n");
   }
+  if (!decode) {  // a query alone has the bits it has among others
+    std::vector<bf16> whole = o;
+    for (int64_t t : {int64_t{0}, c.queries / 2, c.queries - 1}) {
+      int64_t from = c.window > 0 ? std::max<int64_t>(0, position + t + 1 - c.window) : 0;
+      for (int64_t head = 0; head < c.K; ++head) attend(p, {0, t, 1, position + t, from, position + t + 1, head, 1}, nullptr);
+    }
+    if (o != whole) ++failures, std::printf("FAILED attention of a query alone\n");
+  }
   std::vector<double> wanted(o.size()), allowed(o.size());
   for (int64_t t = 0; t < c.queries; ++t) {
     for (int64_t h = 0; h < c.H; ++h) {
@@ -765,7 +773,8 @@ void AttentionCases() {
                                  {520, 9, 16, 6, 2, 64, 64, 260, 0, true},  {300, 70, 64, 6, 2, 64, 96, 0, 0, false},  {530, 1, 16, 10, 2, 96, 64, 0, 0, false, true},
                                  {150, 1, 16, 10, 2, 96, 64, 0, 0, false, true}, {90, 3, 16, 10, 2, 96, 64, 0, 0, false, true},
                                  {130, 1, 16, 5, 5, 64, 64, 0, 0, false},    {300, 1, 16, 7, 1, 256, 256, 0, 0, false},
-                                 {75, 1, 16, 16, 2, 32, 32, 60, 0, true},    {9, 1, 8, 6, 2, 32, 64, 0, 0, false}};
+                                 {75, 1, 16, 16, 2, 32, 32, 60, 0, true},    {9, 1, 8, 6, 2, 32, 64, 0, 0, false},
+                                 {620, 45, 8, 4, 2, 64, 64, 300, 4, true}};
   for (const AttentionCase& c : cases) {
     for (bool decode : {false, true}) {
       if (decode && c.queries > 1) continue;
