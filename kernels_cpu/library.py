@@ -69,18 +69,19 @@ AVX512_FLAGS = (
     *("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"),
     *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),
 )
-OF_AVX512 = (
+# What levels use of lesser ones.
+AVX512_FILES = (
     *("avx512/attend.cc", "avx512/delta.cc", "avx512/e4m3.cc", "avx512/integers.cc"),
     *("avx512/panels.cc", "avx512/products.cc", "avx512/scan.cc"),
 )
-OF_AVX2 = ("avx2/attend_8_bits.cc", "avx2/int16.cc", "avx2/low_rank.cc")
+AVX2_FILES = ("avx2/attend_8_bits.cc", "avx2/int16.cc", "avx2/low_rank.cc")
 LEVELS = (  # the best first
     Level(
         name="amx",
         needs=AVX512 | {"amx_tile", "amx_bf16"},
         flags=(*AVX512_FLAGS, "-mamx-tile", "-mamx-bf16"),
         activations="plain",
-        uses=(*OF_AVX512, *OF_AVX2),
+        uses=(*AVX512_FILES, *AVX2_FILES),
         interleaved=("int8", "int16"),
         tiles=True,
     ),
@@ -89,7 +90,7 @@ LEVELS = (  # the best first
         needs=AVX512,
         flags=AVX512_FLAGS,
         activations="int8",
-        uses=OF_AVX2,
+        uses=AVX2_FILES,
         interleaved=("int8", "int16"),
     ),
     Level(

@@ -114,7 +114,8 @@ def test_norms_are_what_the_layers_do(T: int, E: int, has_offset: bool, in_f32: 
     config = NormConfig(eps=1e-5, has_offset=has_offset, in_f32=in_f32)
     x = jnp.asarray(3 * np.random.default_rng(T).standard_normal((T, E)), jnp.bfloat16)
     found, meant = normed(config, x, STEP), normed(config, x, StepContext())
-    np.testing.assert_allclose(found, meant, rtol=2**-7, atol=2**-8)
+    # In 16 bits a number is rounded before its scale and after it: either may go the other way.
+    np.testing.assert_allclose(found, meant, rtol=2**-7 if in_f32 else 2**-6, atol=2**-8)
     assert np.mean(found != meant) < 0.2
     assert np.array_equal(normed(config, x[-1:], STEP), found[-1:])
     few = dataclasses.replace(STEP, num_rows=jnp.int32(T // 2))
