@@ -7,6 +7,9 @@
 // comes towards the cache.
 #pragma once
 
+#include <atomic>
+#include <type_traits>
+
 #include "../avx512/lanes.h"
 #include "tiles.h"
 
@@ -61,6 +64,7 @@ class Evenly {
 template <int kCount, typename Aside>
 void MultiplyTiles(const bf16* x, const bf16* const (&w)[2], int64_t E, const Aside& aside, Sums* sums) {
   const bf16 *x1 = x + kSide * E, *x2 = x1 + kSide * E;
+  std::atomic_signal_fence(std::memory_order_seq_cst);  // compilers do not know that a tile is loaded from memory
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
