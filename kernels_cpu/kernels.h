@@ -3,13 +3,9 @@
 // second, and only the files that XLA calls need it (calls.h).
 #pragma once
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
-#include <new>
 #include <vector>
 
 namespace xla::ffi {
@@ -52,34 +48,7 @@ inline void PrefetchL2(const void* address) { __builtin_prefetch(address, 0, 2);
 struct alignas(kCacheLine) Line {
   char bytes[kCacheLine];
 };
-
-// Gives much memory on huge pages, where the system has any to give: small ones lie anywhere, so that some of what should stay in
-// the L2 cache would not, and a thread looks up more of them than a processor remembers.
-template <typename T>
-struct HugePages {
-  using value_type = T;
-  static constexpr size_t kPage = 2 << 20, kLeast = kPage / 8;  // bytes
-
-  HugePages() = default;
-  template <typename Other>
-  HugePages(const HugePages<Other>&) {}
-
-  T* allocate(size_t count) {
-    size_t bytes = count * sizeof(T), unit = bytes >= kLeast ? kPage : alignof(T);
-    bytes = (bytes + unit - 1) / unit * unit;
-    void* memory = std::aligned_alloc(unit, bytes);
-    if (memory == nullptr) throw std::bad_alloc();
-#if defined(MADV_HUGEPAGE)
-    if (unit == kPage) madvise(memory, bytes, MADV_HUGEPAGE);
-#endif
-    return static_cast<T*>(memory);
-  }
-  void deallocate(T* memory, size_t) { std::free(memory); }
-
-  bool operator==(const HugePages&) const { return true; }
-  bool operator!=(const HugePages&) const { return false; }
-};
-using Memory = std::vector<Line, HugePages<Line>>;
+using Memory = std::vector<Line>;
 
 // Returns an array of `count` values at the beginning of a cache line: registers that lie across two lines cost twice. It
 // holds whatever was there before.

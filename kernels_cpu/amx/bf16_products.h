@@ -7,6 +7,9 @@
 // comes towards the cache.
 #pragma once
 
+#include <atomic>
+#include <type_traits>
+
 #include "../avx512/lanes.h"
 #include "tiles.h"
 
@@ -69,6 +72,7 @@ struct GroupRows {
 template <int kCount, typename W, typename Aside>
 void MultiplyTiles(const bf16* x, const W& w, int64_t E, const Aside& aside, Sums* sums) {
   const bf16 *x1 = x + kSide * E, *x2 = x1 + kSide * E;
+  std::atomic_signal_fence(std::memory_order_seq_cst);  // compilers do not know that a tile is loaded from memory
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);

@@ -28,7 +28,7 @@ EMULATION = Path(__file__).with_name("amx_emulation.h")
 EMULATED = ("-include", str(EMULATION))
 TILES = {"amx_tile", "amx_bf16"}
 SANITIZE = ("-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-CASES = 349
+CASES = 355
 
 
 def compiler_of(name: str) -> str:
@@ -269,6 +269,12 @@ FAULTS_OF_AMX: list[Fault] = [
     (("amx/attend.cc", "(block * kSpan + begin) * kSide", "block * kSpan * kSide"), "FAILED"),
     (("amx/attend.cc", "rows.all_end - first)", "rows.end - first)"), "FAILED attention"),
     (("amx/attend.cc", "span.total, now)", "span.total, before)"), "FAILED attention"),
+    (("amx/bf16_products.h", "x + tile * kSide * E, w, E", "x, w, E"), "FAILED linear"),
+    (("amx/bf16_products.h", "{group, tile, count}", "{group, 0, count}"), "FAILED linear"),
+    (("amx/products.cc", "group * kGroup + piece * kWidth", "group * kGroup"), "FAILED linear"),
+    (("amx/products.cc", "even | odd << 16", "odd | even << 16"), "FAILED mlp"),
+    (("amx/products.cc", "w[0] + F_ * E_", "w[0] + kSide * E_"), "FAILED mlp"),
+    (("amx/products.cc", "back() + TilesOf(expert.count)", "back() + 1"), "FAILED experts"),
 ]
 
 
