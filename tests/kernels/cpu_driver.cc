@@ -137,34 +137,38 @@ struct Product {
 
 const int64_t kShapes[][3] = {{1, 1, 32}, {3, 4, 64}, {4, 13, 96}, {9, 50, 160}, {35, 26, 288}, {70, 9, 544}, {259, 50, 160}};
 
-void Linear(ffi::ThreadPool& pool) {
-  for (auto [T, N, E] : kShapes) {
-    Random random(T + N);
-    auto x = random.Bf16s(T * E), w = random.Bf16s(N * E, 0.1f);
-    std::vector<float> y(T * N);
-    std::vector<bf16> rounded(T * N);
-    Multiply(pool, x.data(), w.data(), y.data(), T, N, E), Multiply(pool, x.data(), w.data(), rounded.data(), T, N, E);
-    auto from = [&, E = E](const std::vector<bf16>& all) {
-      return [&all, E](int64_t i, int64_t e) -> double { return FromBf16(all[i * E + e]); };
-    };
-    std::string name = std::to_string(T) + "x" + std::to_string(N) + "x" + std::to_string(E);
-    Product exact(T, N, E, from(x), from(w)), coarse(T, N, E, from(x), from(w), 0x1p-8);
-    Check("linear f32 " + name, y, exact.y, exact.allowed), Check("linear bf16 " + name, rounded, coarse.y, coarse.allowed);
-    std::vector<float> alone(N);
-    for (int64_t t : {int64_t{0}, T / 2, T - 1}) {
-      Multiply(pool, &x[t * E], w.data(), alone.data(), 1, N, E);
-      if (std::memcmp(alone.data(), &y[t * N], N * sizeof(float)) != 0 && ++failures < 20) {
-        std::printf("FAILED linear %s: row %lld has other bits alone\n", name.c_str(), static_cast<long long>(t));
-      }
+void Linear(ffi::ThreadPool& pool, int64_t T, int64_t N, int64_t E) {
+  Random random(T + N);
+  auto x = random.Bf16s(T * E), w = random.Bf16s(N * E, 0.1f);
+  std::vector<float> y(T * N);
+  std::vector<bf16> rounded(T * N);
+  Multiply(pool, x.data(), w.data(), y.data(), T, N, E), Multiply(pool, x.data(), w.data(), rounded.data(), T, N, E);
+  auto from = [&](const std::vector<bf16>& all) {
+    return [&all, E](int64_t i, int64_t e) -> double { return FromBf16(all[i * E + e]); };
+  };
+  std::string name = std::to_string(T) + "x" + std::to_string(N) + "x" + std::to_string(E);
+  Product exact(T, N, E, from(x), from(w)), coarse(T, N, E, from(x), from(w), 0x1p-8);
+  Check("linear f32 " + name, y, exact.y, exact.allowed), Check("linear bf16 " + name, rounded, coarse.y, coarse.allowed);
+  std::vector<float> alone(N);
+  for (int64_t t : {int64_t{0}, T / 2, T - 1}) {
+    Multiply(pool, &x[t * E], w.data(), alone.data(), 1, N, E);
+    if (std::memcmp(alone.data(), &y[t * N], N * sizeof(float)) != 0 && ++failures < 20) {
+      std::printf("FAILED linear %s: row %lld has other bits alone\n", name.c_str(), static_cast<long long>(t));
     }
-    std::vector<float> of_experts(T * N);
-    Pairs pairs;
-    for (int64_t t = 0; t < T; ++t) pairs.x.push_back(&x[t * E]), pairs.y.push_back(&of_experts[t * N]);
-    std::vector<Expert> experts{{w.data(), 0, (T + 1) / 2}};
-    if (T > 1) experts.push_back({w.data(), (T + 1) / 2, T / 2});
-    MultiplyExperts(pool, pairs, experts, N, E);
-    Check("experts " + name, of_experts, exact.y, exact.allowed);
   }
+  std::vector<float> of_experts(T * N);
+  Pairs pairs;
+  for (int64_t t = 0; t < T; ++t) pairs.x.push_back(&x[t * E]), pairs.y.push_back(&of_experts[t * N]);
+  std::vector<Expert> experts{{w.data(), 0, (T + 1) / 2}};
+  if (T > 1) experts.push_back({w.data(), (T + 1) / 2, T / 2});
+  MultiplyExperts(pool, pairs, experts, N, E);
+  Check("experts " + name, of_experts, exact.y, exact.allowed);
+}
+
+// The last ones are of more rows than AMX takes at once of rows so wide, and of more results than its cache holds.
+void LinearCases(ffi::ThreadPool& pool) {
+  for (auto [T, N, E] : kShapes) Linear(pool, T, N, E);
+  Linear(pool, 140, 5, 8192), Linear(pool, 260, 2080, 32);
 }
 
 // What lies on both sides of the zeros stays; the longer ones have whole pages in them, which are not written.
@@ -804,7 +808,7 @@ int main() {
   jpaged::Zeros();
   {
     jpaged::Pool pool;
-    jpaged::Linear(*pool), jpaged::Panels(*pool), jpaged::GroupCases(*pool);
+    jpaged::LinearCases(*pool), jpaged::Panels(*pool), jpaged::GroupCases(*pool);
     jpaged::QuantizedProducts(*pool), jpaged::InterleavedProducts(*pool), jpaged::ActivationCases(*pool), jpaged::MlpCases(*pool);
   }
   jpaged::QuantizedWeights<jpaged::bf16>("bf16"), jpaged::QuantizedWeights<float>("f32");

@@ -12,7 +12,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -29,7 +29,7 @@ EMULATION = Path(__file__).with_name("amx_emulation.h")
 EMULATED = ("-include", str(EMULATION))
 TILES = {"amx_tile", "amx_bf16"}
 SANITIZE = ("-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-CASES = 346
+CASES = 352
 
 
 def compiler_of(name: str) -> str:
@@ -168,9 +168,16 @@ def users_of(file: str, objects: Collection[str]) -> set[str]:
 
 
 def assert_seen(
-    fault: tuple[str, str, str], seen: str, work: Path, objects: Mapping[str, str], *extra: str
+    name: str,
+    fault: tuple[str, str, str],
+    seen: str,
+    work: Path,
+    objects: Mapping[str, str],
+    *extra: str,
 ) -> None:
-    """The driver fails with this text where a file has the fault: (file, old text, new text)."""
+    """A level's driver fails with this text where a file has the fault: (file, old text, new text).
+    objects: those without it.
+    """
     file, old, new = fault
     sources = work / "kernels_cpu"
     shutil.copytree(SOURCES, sources, ignore=shutil.ignore_patterns("__pycache__"))
@@ -179,9 +186,9 @@ def assert_seen(
     (sources / file).write_text(text.replace(old, new))
     users = users_of(file, objects)
     assert users, file
-    changed = compile_objects("avx2", work / "changed", *extra, sources=sources, only=users)
+    changed = compile_objects(name, work / "changed", *extra, sources=sources, only=users)
     assert changed.keys() == users
-    done = run([str(link("avx2", work, {**objects, **changed}, *extra))])
+    done = run([str(link(name, work, {**objects, **changed}, *extra))])
     assert done.returncode != 0 and seen in done.stdout + done.stderr, fault
 
 
@@ -196,10 +203,11 @@ def test_under_the_sanitizers(name: str, tmp_path: Path) -> None:
     assert len(results(link(name, tmp_path, objects, *flags), name)) == CASES
     if name == "avx2":
         fault = ("int16_products.h", "is_half ? L::HalfOfWords(from) :", "")
-        assert_seen(fault, "AddressSanitizer", tmp_path, objects, *flags)
+        assert_seen(name, fault, "AddressSanitizer", tmp_path, objects, *flags)
 
 
-FAULTS = [
+Fault = tuple[tuple[str, str, str], str]  # and what the driver says
+FAULTS: list[Fault] = [
     (("zeros.h", "std::memset(last, 0, end - last)", "(void)0"), "FAILED zeros"),
     (("attend.h", "low, past - first)", "low, past + 1 - first)"), "FAILED attention"),
     (("attend.h", "before, total * now", "before, total"), "FAILED attention"),
@@ -252,12 +260,21 @@ FAULTS = [
     (("f32_group_attention.h", "alpha == 1.0f", "alpha != 1.0f"), "FAILED groups"),
     (("f32_group_attention.h", "if (!sees_all) Mask", "if (false) Mask"), "FAILED groups"),
 ]
+FAULTS_OF_AMX: list[Fault] = [
+    (("amx/bf16_products.h", "x + tile * kSide * E, w, E", "x, w, E"), "FAILED linear"),
+    (("amx/bf16_products.h", "before = {group, tile, count}", "before = {group, 0, count}"), "FAILED"),
+    (("amx/products.cc", "group * kGroup + piece * kWidth", "group * kGroup"), "FAILED linear"),
+    (("amx/products.cc", "even | odd << 16", "odd | even << 16"), "FAILED mlp"),
+    (("amx/products.cc", "w[0] + F_ * E_", "w[0] + kSide * E_"), "FAILED mlp"),
+    (("amx/products.cc", "tiles.back() + TilesOf(expert.count)", "tiles.back() + 1"), "FAILED experts"),
+]
 
 
-def test_the_driver_sees_faults(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "faults"), [("avx2", FAULTS), ("amx", FAULTS_OF_AMX)])
+def test_the_driver_sees_faults(name: str, faults: Sequence[Fault], tmp_path: Path) -> None:
     """A fault a build: only what includes the file that has it is compiled again."""
     flags = ("-O0", "-Wno-error")
-    objects = compile_objects("avx2", tmp_path / "whole", *flags)
-    for i, (fault, seen) in enumerate(FAULTS):
+    objects = compile_objects(name, tmp_path / "whole", *flags)
+    for i, (fault, seen) in enumerate(faults):
         (tmp_path / str(i)).mkdir()
-        assert_seen(fault, seen, tmp_path / str(i), objects, *flags)
+        assert_seen(name, fault, seen, tmp_path / str(i), objects, *flags)
