@@ -261,12 +261,20 @@ FAULTS: list[Fault] = [
     (("f32_group_attention.h", "if (!sees_all) Mask", "if (false) Mask"), "FAILED groups"),
 ]
 FAULTS_OF_AMX: list[Fault] = [
-    (("amx/bf16_products.h", "x + tile * kSide * E, w, E", "x, w, E"), "FAILED linear"),
-    (("amx/bf16_products.h", "before = {group, tile, count}", "before = {group, 0, count}"), "FAILED"),
+    (("amx/bf16_products.h", "x + tile * kSide * E, rows, E", "x, rows, E"), "FAILED linear"),
+    (
+        ("amx/bf16_products.h", "before = {group, tile, count}", "before = {group, 0, count}"),
+        "FAILED",
+    ),
     (("amx/products.cc", "group * kGroup + piece * kWidth", "group * kGroup"), "FAILED linear"),
     (("amx/products.cc", "even | odd << 16", "odd | even << 16"), "FAILED mlp"),
     (("amx/products.cc", "w[0] + F_ * E_", "w[0] + kSide * E_"), "FAILED mlp"),
-    (("amx/products.cc", "tiles.back() + TilesOf(expert.count)", "tiles.back() + 1"), "FAILED experts"),
+    (
+        ("amx/products.cc", "tiles.back() + TilesOf(expert.count)", "tiles.back() + 1"),
+        "FAILED experts",
+    ),
+    (("amx/widened.cc", "steps == 1 ? 2 : of_group + 1", "2"), "FAILED quantized plain"),
+    (("amx/widened.cc", "row / kSide * kTileSize + row", "row"), "FAILED quantized plain"),
 ]
 
 
