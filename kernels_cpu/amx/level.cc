@@ -48,7 +48,9 @@ void AddLowRank(const float* const* h, float* const* y, int64_t count, const bf1
 bool TakesInterleaved(Activations activations) { return activations != Activations::kPlain; }
 
 void Multiply(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, Activations activations, float* y, int64_t T) {
-  if (activations == Activations::kPlain) return amx::MultiplyPlain(pool, x, w, y, T);
+  // Of e4m3 with a scale a row every name is one arithmetic.
+  bool is_plain = activations == Activations::kPlain || (w.form == Form::kE4m3 && w.Kind() == Scales::kRow);
+  if (is_plain) return amx::MultiplyPlain(pool, x, w, y, T);
   if (w.form == Form::kE4m3) return avx512::MultiplyE4m3(pool, x, w, y, T);
   if (activations == Activations::kInt8) return avx512::MultiplyInt8(pool, x, w, y, T);
   avx2::MultiplyInt16(pool, x, w, y, T);

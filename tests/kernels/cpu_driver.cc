@@ -587,6 +587,13 @@ void QuantizedProducts(ffi::ThreadPool& pool) {
                                                : " zeros ") +
                     std::to_string(T) + "x" + std::to_string(N) + "x" + std::to_string(E),
                 y, exact.y, exact.allowed);
+          std::vector<float> alone(N);
+          for (int64_t t : {int64_t{0}, T / 2, T - 1}) {
+            Multiply(pool, &x[t * E], w, activations, alone.data(), 1);
+            if (std::memcmp(alone.data(), &y[t * N], N * sizeof(float)) != 0 && ++failures < 20) {
+              std::printf("FAILED quantized %s: row %lld has other bits alone\n", names[static_cast<int>(activations)], static_cast<long long>(t));
+            }
+          }
         }
       }
     }

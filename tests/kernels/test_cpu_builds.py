@@ -269,12 +269,14 @@ FAULTS_OF_AMX: list[Fault] = [
     (("amx/attend.cc", "(block * kSpan + begin) * kSide", "block * kSpan * kSide"), "FAILED"),
     (("amx/attend.cc", "rows.all_end - first)", "rows.end - first)"), "FAILED attention"),
     (("amx/attend.cc", "span.total, now)", "span.total, before)"), "FAILED attention"),
-    (("amx/bf16_products.h", "x + tile * kSide * E, w, E", "x, w, E"), "FAILED linear"),
+    (("amx/bf16_products.h", "x + tile * kSide * E, rows, E", "x, rows, E"), "FAILED linear"),
     (("amx/bf16_products.h", "{group, tile, count}", "{group, 0, count}"), "FAILED linear"),
     (("amx/products.cc", "group * kGroup + piece * kWidth", "group * kGroup"), "FAILED linear"),
     (("amx/products.cc", "even | odd << 16", "odd | even << 16"), "FAILED mlp"),
     (("amx/products.cc", "w[0] + F_ * E_", "w[0] + kSide * E_"), "FAILED mlp"),
     (("amx/products.cc", "back() + TilesOf(expert.count)", "back() + 1"), "FAILED experts"),
+    (("amx/widened.cc", "steps == 1 ? 2 : of_group + 1", "2"), "FAILED quantized plain"),
+    (("amx/widened.cc", "row / kSide * kTileSize + row", "row"), "FAILED quantized plain"),
 ]
 
 

@@ -30,6 +30,7 @@ SHAPES = [
     (127, 12, 64),
     (18, 7, 1056),
     (540, 7, 1056),
+    (60, 1300, 288),  # several groups of outputs to an item of work
 ]
 
 
