@@ -5,6 +5,10 @@
 // pool, and of queries, which are packed once an item. A maximum, a sum, an exponential and a mask are then one instruction for
 // all rows of a block. Weights are transposed, [16 rows][slots], and multiplied with values, of which two slots are unpacked at
 // a time.
+//
+// KV heads with few query rows, as decode has them, share a block: each head's packed queries have zeros in the rows of the other
+// heads, so that the scores of all add up in the same tiles. A key that is infinite or NaN therefore makes NaN of its query's
+// other heads as well; all others have the same bits as alone.
 #include "../attend.h"
 #include "../avx512/lanes.h"
 #include "level.h"
@@ -57,24 +61,27 @@ void MultiplyPairs(const Operand& a0, const Operand& a1, const bf16* b0, const b
   _tile_stored(3, sums[1][1], 64);
 }
 
-// sums[i] = a[i] . b of four operands.
+// sums[i] = the products of a[head][i] and b[head], of all heads; i: one of four operands. a: [heads][kSpan / 16].
 template <typename Between>
-void MultiplyColumn(const Operand* a, const bf16* b, int64_t tiles, float* sums, const Between& between) {
+void MultiplyColumn(const Operand* a, int64_t heads, const bf16* b, int64_t tiles, float* sums, const Between& between) {
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
-  for (int64_t i = 0; i < tiles; ++i) {
-    _tile_loadd(7, b + i * kTileSize, 64);
-    _tile_loadd(4, a[0].rows + i * a[0].step, a[0].stride);
-    _tile_dpbf16ps(0, 4, 7);
-    _tile_loadd(5, a[1].rows + i * a[1].step, a[1].stride);
-    _tile_dpbf16ps(1, 5, 7);
-    _tile_loadd(6, a[2].rows + i * a[2].step, a[2].stride);
-    _tile_dpbf16ps(2, 6, 7);
-    _tile_loadd(4, a[3].rows + i * a[3].step, a[3].stride);
-    _tile_dpbf16ps(3, 4, 7);
-    between();
+  for (int64_t head = 0; head < heads; ++head) {
+    const Operand* rows = a + head * kSpan / kSide;
+    for (int64_t i = 0; i < tiles; ++i, b += kTileSize) {
+      _tile_loadd(7, b, 64);
+      _tile_loadd(4, rows[0].rows + i * rows[0].step, rows[0].stride);
+      _tile_dpbf16ps(0, 4, 7);
+      _tile_loadd(5, rows[1].rows + i * rows[1].step, rows[1].stride);
+      _tile_dpbf16ps(1, 5, 7);
+      _tile_loadd(6, rows[2].rows + i * rows[2].step, rows[2].stride);
+      _tile_dpbf16ps(2, 6, 7);
+      _tile_loadd(4, rows[3].rows + i * rows[3].step, rows[3].stride);
+      _tile_dpbf16ps(3, 4, 7);
+      between();
+    }
   }
   _tile_stored(0, sums, 64);
   _tile_stored(1, sums + kSide * kSide, 64);
@@ -156,60 +163,67 @@ class ItemAttention {
  private:
   void Begin();
   void BeginSums();
-  void PackQueries(int64_t head);
+  void PackQueries(int64_t group);
   void FetchAhead(const Item& item, int64_t first, int64_t head, int64_t heads, const bf16* const* slots, int64_t steps);
-  void AttendSpan(int64_t head, int64_t first);
+  void AttendSpan(int64_t group, int64_t first);
   void PackKeys(int64_t head, int64_t begin, int64_t end);
   void PackValues(int64_t head, int64_t d, int64_t begin, int64_t end);
-  void Score(int64_t head, int64_t block, int64_t begin, int64_t end);
+  void Score(int64_t group, int64_t block, int64_t begin, int64_t end);
   void CapScores(float* scores, int64_t begin, int64_t end) const;
   Totals Softmax(const BlockPair& rows, int64_t half, int64_t first, int64_t begin, int64_t end, float* scores, bf16* weights);
   void Weigh(int64_t head, int64_t block, int64_t d, int64_t begin, int64_t end);
   Factors AddTotals(int64_t block, Totals span);
   void AddSpans();
-  void Write(int64_t head);
+  void Write(int64_t group);
 
-  int64_t BlockRows(int64_t block) const { return std::min(kSide, head_rows_ - block * kSide); }
+  int64_t GroupHeads(int64_t group) const { return std::min(shared_, item_.heads - group * shared_); }
+  int64_t GroupRows(int64_t group) const { return GroupHeads(group) * head_rows_; }
+  int64_t BlockRows(int64_t group, int64_t block) const { return std::min(kSide, GroupRows(group) - block * kSide); }
   bool HasSecond(int64_t block) const { return block + 1 < blocks_; }  // of a pair that begins with this block
-  // Where a query row lies in q or o.
-  int64_t Place(int64_t head, int64_t row, int64_t width) const {
-    return ((item_.token + row / p_.G) * p_.H + (item_.head + head) * p_.G + row % p_.G) * width;
+  // Where a query row of a group lies in q or o.
+  int64_t Place(int64_t group, int64_t row, int64_t width) const {
+    int64_t head = item_.head + group * shared_ + row / head_rows_;
+    row %= head_rows_;
+    return ((item_.token + row / p_.G) * p_.H + head * p_.G + row % p_.G) * width;
   }
   // The sums of 32 dimensions of a query row, from d on.
-  float* Sums(int64_t head, int64_t row, int64_t d) const {
-    return o_ + ((head * blocks_ + row / kSide) * p_.V + d) * kSide + row % kSide * kPair;
+  float* Sums(int64_t group, int64_t row, int64_t d) const {
+    return o_ + ((group * blocks_ + row / kSide) * p_.V + d) * kSide + row % kSide * kPair;
   }
   // What a query row has in a span that is an item: top, total, o.
-  float* SpanSums(int64_t span, int64_t head, int64_t row) const {
-    return item_.spans->sums + ((span * item_.heads + head) * head_rows_ + row) * (kSumsBefore + p_.V);
+  float* SpanSums(int64_t span, int64_t group, int64_t row) const {
+    return item_.spans->sums + ((span * item_.heads + group * shared_) * head_rows_ + row) * (kSumsBefore + p_.V);
   }
 
   Problem p_;
   Item item_;
-  int64_t head_rows_, blocks_;                   // query rows of a head, and blocks of them
+  int64_t shared_, groups_;                      // heads that share blocks, and groups of such heads
+  int64_t head_rows_, blocks_;                   // query rows of a head, and blocks of those of a group
   const bf16 *slots_[kSpan], *next_[kSpan];      // of this span, and of the next one
   bool evenly_apart_[kSpan / kSide];             // whether 16 slots are
-  Operand key_tiles_[kSpan / kSide];
+  Operand key_tiles_[kSide][kSpan / kSide];      // of a group's heads
   Ahead ahead_;
   BlockPair* pairs_;
-  bf16* q_;                // [heads][blocks][D / 2][16 rows][2]
-  bf16* keys_;             // [kSpan / 16][D / 32][16 slots][32], those that are not used as they lie
+  bf16* q_;                // [groups][shared heads][blocks][D / 2][16 rows][2]
+  bf16* keys_;             // [shared heads][kSpan / 16][D / 32][16 slots][32], those that are not used as they lie
   bf16* values_;           // [2][kSpan / 32][16 pairs of slots][16 dimensions][2], of 32 those that unpacking puts first first
   bf16* weights_;          // [blocks][kSpan / 32][16 rows][32 slots]
   bf16* zeros_;            // one slot of all of the item's heads
   float* scores_;          // [2][kSpan][16 rows]
-  float *tops_, *totals_;  // [heads][blocks][16 rows]
-  float* o_;               // [heads][blocks][V / 32][16 rows][32], dimensions as in values_
+  float *tops_, *totals_;  // [groups][blocks][16 rows]
+  float* o_;               // [groups][blocks][V / 32][16 rows][32], dimensions as in values_
   Factors* factors_;       // [blocks]
   Memory memory_[11];
 };
 
 void ItemAttention::Attend(const Problem& p, const Item& item, const Item* after) {
   p_ = p, item_ = item;
-  Begin();
-  if (item.spans == nullptr) BeginSums();
+  head_rows_ = item.count * p.G;
   int64_t head_bytes = kSpan * p.Width() * sizeof(bf16);
   int64_t together = std::clamp<int64_t>(kAheadBytes / head_bytes, 1, item.heads);  // heads between which memory is fetched
+  shared_ = std::clamp<int64_t>(kSide / head_rows_, 1, together), together = together / shared_ * shared_;
+  Begin();
+  if (item.spans == nullptr) BeginSums();
   int64_t first = item.begin / kSpan * kSpan;
   const bf16* zeros = zeros_;
   Locate(p, item, item.head, first, zeros, slots_);
@@ -232,7 +246,7 @@ void ItemAttention::Attend(const Problem& p, const Item& item, const Item* after
       } else if (next != nullptr) {
         FetchAhead(*next, next_first, 0, std::min(together, next->heads), next_, steps);
       }
-      for (int64_t head = begin; head < end; ++head) AttendSpan(head, first);
+      for (int64_t head = begin; head < end; head += shared_) AttendSpan(head / shared_, first);
       ahead_.FetchRest();
     }
     std::memcpy(slots_, next_, sizeof(slots_));
@@ -241,21 +255,22 @@ void ItemAttention::Attend(const Problem& p, const Item& item, const Item* after
     if (item.spans->left.fetch_sub(1, std::memory_order_acq_rel) > 1) return;
     BeginSums(), AddSpans();
   }
-  for (int64_t head = 0; head < item.heads; ++head) Write(head);
+  for (int64_t group = 0; group < groups_; ++group) Write(group);
 }
 
 void ItemAttention::Begin() {
-  head_rows_ = item_.count * p_.G, blocks_ = (head_rows_ + kSide - 1) / kSide;
-  int64_t pairs = (blocks_ + 1) / 2, all = item_.heads * blocks_, zeros = item_.heads * p_.Width();
+  groups_ = (item_.heads + shared_ - 1) / shared_, blocks_ = (shared_ * head_rows_ + kSide - 1) / kSide;
+  int64_t pairs = (blocks_ + 1) / 2, all = groups_ * shared_ * blocks_, zeros = item_.heads * p_.Width();
   pairs_ = Scratch<BlockPair>(memory_[0], pairs), q_ = Scratch<bf16>(memory_[1], all * kSide * p_.D);
-  keys_ = Scratch<bf16>(memory_[2], kSpan * p_.D), values_ = Scratch<bf16>(memory_[3], kSpan * kPair);
+  keys_ = Scratch<bf16>(memory_[2], shared_ * kSpan * p_.D), values_ = Scratch<bf16>(memory_[3], kSpan * kPair);
   weights_ = Scratch<bf16>(memory_[4], blocks_ * kSpan * kSide), zeros_ = Scratch<bf16>(memory_[5], zeros);
   scores_ = Scratch<float>(memory_[6], kPair * kSpan), factors_ = Scratch<Factors>(memory_[7], blocks_);
   std::fill(zeros_, zeros_ + zeros, 0);
   for (int64_t pair = 0; pair < pairs; ++pair) {
     BlockPair& rows = pairs_[pair];
-    for (int64_t i = 0; i < kPair; ++i) {  // past the end, the last row again
-      int64_t token = std::min(pair * kPair + i, head_rows_ - 1) / p_.G, position = item_.position + token;
+    for (int64_t i = 0; i < kPair; ++i) {  // past the end, any row again
+      int64_t row = shared_ > 1 ? i % head_rows_ : std::min(pair * kPair + i, head_rows_ - 1);
+      int64_t token = row / p_.G, position = item_.position + token;
       int64_t low = p_.window > 0 ? std::max<int64_t>(0, position + 1 - p_.window) : 0;
       int64_t high = Past(p_, item_.token + token, position);
       rows.low[i] = low, rows.high[i] = high;
@@ -264,35 +279,38 @@ void ItemAttention::Begin() {
       rows.end = std::max(rows.end, high), rows.all_end = std::min(rows.all_end, high);
     }
   }
-  for (int64_t head = 0; head < item_.heads; ++head) PackQueries(head);
+  for (int64_t group = 0; group < groups_; ++group) PackQueries(group);
 }
 
 void ItemAttention::BeginSums() {
-  int64_t rows = item_.heads * blocks_ * kSide;
+  int64_t rows = groups_ * blocks_ * kSide;
   tops_ = Scratch<float>(memory_[8], rows), totals_ = Scratch<float>(memory_[9], rows);
   o_ = Scratch<float>(memory_[10], rows * p_.V);
   std::fill(tops_, tops_ + rows, kMasked), std::fill(totals_, totals_ + rows, 0.0f), std::fill(o_, o_ + rows * p_.V, 0.0f);
   if (p_.sinks == nullptr) return;
-  for (int64_t head = 0; head < item_.heads; ++head) {
-    for (int64_t row = 0; row < head_rows_; ++row) {  // a score before any other
-      int64_t i = head * blocks_ * kSide + row;
-      tops_[i] = p_.sinks[(item_.head + head) * p_.G + row % p_.G], totals_[i] = 1.0f;
+  for (int64_t group = 0; group < groups_; ++group) {
+    for (int64_t row = 0; row < GroupRows(group); ++row) {  // a score before any other
+      int64_t i = group * blocks_ * kSide + row;
+      tops_[i] = p_.sinks[Place(group, row, 1) % p_.H], totals_[i] = 1.0f;
     }
   }
 }
 
-void ItemAttention::PackQueries(int64_t head) {
-  for (int64_t block = 0; block < blocks_; ++block) {
-    bf16* packed = q_ + (head * blocks_ + block) * kSide * p_.D;
-    int64_t places[kSide], count = BlockRows(block);
-    for (int64_t i = 0; i < count; ++i) places[i] = Place(head, block * kSide + i, p_.D);
-    for (int64_t d = 0; d < p_.D; d += kDepth) {
-      __m512i rows[kSide];
+// Packs the query rows of a group's heads, each head's with zeros in the rows of others.
+void ItemAttention::PackQueries(int64_t group) {
+  bf16* packed = q_ + group * shared_ * blocks_ * kSide * p_.D;
+  for (int64_t head = 0; head < GroupHeads(group); ++head) {
+    for (int64_t block = 0; block < blocks_; ++block) {
+      int64_t places[kSide], from = head * head_rows_ - block * kSide, to = std::min(from + head_rows_, kSide);
+      for (int64_t i = std::max<int64_t>(from, 0); i < to; ++i) places[i] = Place(group, block * kSide + i, p_.D);
+      for (int64_t d = 0; d < p_.D; d += kDepth, packed += kTileSize) {
+        __m512i rows[kSide];
 #pragma GCC unroll 16
-      for (int64_t i = 0; i < kSide; ++i) {
-        rows[i] = i < count ? _mm512_loadu_si512(p_.q + places[i] + d) : _mm512_setzero_si512();
+        for (int64_t i = 0; i < kSide; ++i) {
+          rows[i] = i >= from && i < to ? _mm512_loadu_si512(p_.q + places[i] + d) : _mm512_setzero_si512();
+        }
+        Transpose(rows, packed, kDepth);
       }
-      Transpose(rows, packed + d * kSide, kDepth);
     }
   }
 }
@@ -305,7 +323,7 @@ void ItemAttention::FetchAhead(const Item& item, int64_t first, int64_t head, in
   ahead_.share = ahead_.lines * (ahead_.end - ahead_.slot) / steps + 1;
 }
 
-void ItemAttention::AttendSpan(int64_t head, int64_t first) {
+void ItemAttention::AttendSpan(int64_t group, int64_t first) {
   int64_t begin = std::max(first, item_.begin) - first, end = std::min(first + kSpan, item_.end) - first;
   // Calls body(block, begin, end) for each pair of blocks, with the slots that any of its rows sees, in whole 32.
   auto each_pair = [&](const auto& body) {
@@ -316,40 +334,43 @@ void ItemAttention::AttendSpan(int64_t head, int64_t first) {
       if (low < high) body(block, low, high);
     }
   };
-  PackKeys(head, begin / kColumn * kColumn, (end + kColumn - 1) / kColumn * kColumn);
+  int64_t head = group * shared_, last = head + GroupHeads(group);
+  for (int64_t h = head; h < last; ++h) PackKeys(h, begin / kColumn * kColumn, (end + kColumn - 1) / kColumn * kColumn);
   each_pair([&](int64_t pair, int64_t low, int64_t high) {
-    Score(head, pair, low, high);
+    Score(group, pair, low, high);
     for (int64_t half = 0; half < 1 + HasSecond(pair); ++half) {
       int64_t block = pair + half;
       float* scores = scores_ + half * kSpan * kSide;
       Totals totals = Softmax(pairs_[pair / 2], half, first, low, high, scores, weights_ + block * kSpan * kSide);
       if (item_.spans == nullptr) {
-        factors_[block] = AddTotals(head * blocks_ + block, totals);
+        factors_[block] = AddTotals(group * blocks_ + block, totals);
         continue;
       }
-      for (int64_t i = 0; i < BlockRows(block); ++i) {
-        float* sums = SpanSums(item_.span, head, block * kSide + i);
+      for (int64_t i = 0; i < BlockRows(group, block); ++i) {
+        float* sums = SpanSums(item_.span, group, block * kSide + i);
         sums[0] = totals.top[i], sums[1] = totals.total[i];
       }
     }
   });
-  for (int64_t d = 0; d < p_.V; d += kPair) {
-    PackValues(head, d, begin / kDepth * kDepth, (end + kDepth - 1) / kDepth * kDepth);
-    each_pair([&](int64_t pair, int64_t low, int64_t high) { Weigh(head, pair, d, low, high); });
+  for (; head < last; ++head) {
+    for (int64_t d = 0; d < p_.V; d += kPair) {
+      PackValues(head, d, begin / kDepth * kDepth, (end + kDepth - 1) / kDepth * kDepth);
+      each_pair([&](int64_t pair, int64_t low, int64_t high) { Weigh(head, pair, d, low, high); });
+    }
   }
 }
 
 // Copies keys of slots that do not lie evenly apart, and all where several products read them.
 void ItemAttention::PackKeys(int64_t head, int64_t begin, int64_t end) {
-  int64_t offset = head * p_.Apart();
+  int64_t offset = head * p_.Apart(), in_group = head % shared_;
   for (int64_t tile = begin / kSide; tile < end / kSide; ++tile) {
     const bf16* const* slots = slots_ + tile * kSide;
     if (evenly_apart_[tile] && blocks_ <= 2) {
-      key_tiles_[tile] = {slots[0] + offset, p_.Stride() * int64_t{sizeof(bf16)}, kDepth};
+      key_tiles_[in_group][tile] = {slots[0] + offset, p_.Stride() * int64_t{sizeof(bf16)}, kDepth};
       continue;
     }
-    bf16* to = keys_ + tile * kSide * p_.D;
-    key_tiles_[tile] = Packed(to);
+    bf16* to = keys_ + (in_group * kSpan + tile * kSide) * p_.D;
+    key_tiles_[in_group][tile] = Packed(to);
     for (int64_t slot = 0; slot < kSide; ++slot, to += kDepth) {
       for (int64_t d = 0; d < p_.D; d += kDepth) {
         _mm512_store_si512(to + d * kSide, _mm512_loadu_si512(slots[slot] + offset + d));
@@ -373,18 +394,18 @@ void ItemAttention::PackValues(int64_t head, int64_t d, int64_t begin, int64_t e
 }
 
 // The products of a pair of blocks, or of the last block, with the keys of slots [begin, end).
-void ItemAttention::Score(int64_t head, int64_t block, int64_t begin, int64_t end) {
+void ItemAttention::Score(int64_t group, int64_t block, int64_t begin, int64_t end) {
   auto fetch = [&] { ahead_.Fetch(HasSecond(block) ? 2 : 4); };
-  const bf16* q = q_ + (head * blocks_ + block) * kSide * p_.D;
+  const bf16* q = q_ + (group * shared_ * blocks_ + block) * kSide * p_.D;
   int64_t tiles = p_.D / kDepth;
   if (!HasSecond(block)) {
     for (int64_t slot = begin / kColumn * kColumn; slot < end; slot += kColumn) {
-      MultiplyColumn(key_tiles_ + slot / kSide, q, tiles, scores_ + slot * kSide, fetch);
+      MultiplyColumn(key_tiles_[0] + slot / kSide, GroupHeads(group), q, tiles, scores_ + slot * kSide, fetch);
     }
     return;
   }
   for (int64_t slot = begin; slot < end; slot += kPair) {
-    const Operand* keys = key_tiles_ + slot / kSide;
+    const Operand* keys = key_tiles_[0] + slot / kSide;
     float *left = scores_ + slot * kSide, *right = left + kSpan * kSide;
     MultiplyPairs(keys[0], keys[1], q, q + kSide * p_.D, tiles,
                   {{left, right}, {left + kSide * kSide, right + kSide * kSide}}, fetch);
@@ -488,13 +509,16 @@ void ItemAttention::Weigh(int64_t head, int64_t block, int64_t d, int64_t begin,
   } else {
     MultiplyRow(weights, low, high, tiles, {sums[0][0][0], sums[0][1][0]}, fetch);
   }
+  int64_t group = head / shared_, from = head % shared_ * head_rows_;
   for (int64_t half = 0; half < 1 + HasSecond(block); ++half) {
-    for (int64_t i = 0, row = (block + half) * kSide; i < BlockRows(block + half); ++i, ++row) {
+    int64_t before = (block + half) * kSide;
+    for (int64_t row = std::max(from, before); row < std::min(from + head_rows_, before + kSide); ++row) {
+      int64_t i = row - before;
       __m512 left = _mm512_load_ps(sums[half][0][i]), right = _mm512_load_ps(sums[half][1][i]);
       if (item_.spans == nullptr) {
-        factors_[block + half].Add(i, Sums(head, row, d), left, right);
+        factors_[block + half].Add(i, Sums(group, row, d), left, right);
       } else {
-        float* to = SpanSums(item_.span, head, row) + kSumsBefore + d;
+        float* to = SpanSums(item_.span, group, row) + kSumsBefore + d;
         _mm512_storeu_ps(to, left), _mm512_storeu_ps(to + kSide, right);
       }
     }
@@ -518,16 +542,16 @@ Factors ItemAttention::AddTotals(int64_t block, Totals span) {
 void ItemAttention::AddSpans() {
   int64_t size = kSumsBefore + p_.V;
   for (int64_t span = 0; span < item_.spans->count; ++span) {
-    for (int64_t head = 0; head < item_.heads; ++head) {
+    for (int64_t group = 0; group < groups_; ++group) {
       for (int64_t block = 0; block < blocks_; ++block) {
-        const float* sums = SpanSums(span, head, block * kSide);
+        const float* sums = SpanSums(span, group, block * kSide);
         alignas(64) float tops[kSide] = {}, totals[kSide] = {};
-        for (int64_t i = 0; i < BlockRows(block); ++i) tops[i] = sums[i * size], totals[i] = sums[i * size + 1];
-        Factors factors = AddTotals(head * blocks_ + block, {_mm512_load_ps(tops), _mm512_load_ps(totals)});
-        for (int64_t i = 0; i < BlockRows(block); ++i, sums += size) {
+        for (int64_t i = 0; i < BlockRows(group, block); ++i) tops[i] = sums[i * size], totals[i] = sums[i * size + 1];
+        Factors factors = AddTotals(group * blocks_ + block, {_mm512_load_ps(tops), _mm512_load_ps(totals)});
+        for (int64_t i = 0; i < BlockRows(group, block); ++i, sums += size) {
           for (int64_t d = 0; d < p_.V; d += kPair) {
             const float* o = sums + kSumsBefore + d;
-            factors.Add(i, Sums(head, block * kSide + i, d), _mm512_loadu_ps(o), _mm512_loadu_ps(o + kSide));
+            factors.Add(i, Sums(group, block * kSide + i, d), _mm512_loadu_ps(o), _mm512_loadu_ps(o + kSide));
           }
         }
       }
@@ -535,12 +559,12 @@ void ItemAttention::AddSpans() {
   }
 }
 
-void ItemAttention::Write(int64_t head) {
-  for (int64_t row = 0; row < head_rows_; ++row) {
-    bf16* to = p_.o + Place(head, row, p_.V);
-    __m512 total = _mm512_set1_ps(totals_[head * blocks_ * kSide + row]);
+void ItemAttention::Write(int64_t group) {
+  for (int64_t row = 0; row < GroupRows(group); ++row) {
+    bf16* to = p_.o + Place(group, row, p_.V);
+    __m512 total = _mm512_set1_ps(totals_[group * blocks_ * kSide + row]);
     for (int64_t d = 0; d < p_.V; d += kPair) {
-      const float* o = Sums(head, row, d);
+      const float* o = Sums(group, row, d);
       avx512::PutUnpacked(to + d, _mm512_div_ps(_mm512_load_ps(o), total), _mm512_div_ps(_mm512_load_ps(o + kSide), total));
     }
   }
