@@ -74,10 +74,13 @@ void MultiplyColumn(const Operand* a, int64_t heads, const bf16* b, int64_t tile
       _tile_loadd(7, b, 64);
       _tile_loadd(4, rows[0].rows + i * rows[0].step, rows[0].stride);
       _tile_dpbf16ps(0, 4, 7);
+      between();
       _tile_loadd(5, rows[1].rows + i * rows[1].step, rows[1].stride);
       _tile_dpbf16ps(1, 5, 7);
+      between();
       _tile_loadd(6, rows[2].rows + i * rows[2].step, rows[2].stride);
       _tile_dpbf16ps(2, 6, 7);
+      between();
       _tile_loadd(4, rows[3].rows + i * rows[3].step, rows[3].stride);
       _tile_dpbf16ps(3, 4, 7);
       between();
@@ -87,6 +90,40 @@ void MultiplyColumn(const Operand* a, int64_t heads, const bf16* b, int64_t tile
   _tile_stored(1, sums + kSide * kSide, 64);
   _tile_stored(2, sums + 2 * kSide * kSide, 64);
   _tile_stored(3, sums + 3 * kSide * kSide, 64);
+}
+
+// sums[i] = a . b[i] of N operands, each along so many tiles: those that unpack(tile, to) writes, [N][16][32].
+template <int N, typename Unpack>
+void MultiplyUnpacked(const bf16* a, int64_t tiles, float* sums, const Unpack& unpack) {
+  alignas(64) bf16 unpacked[2][N * kTileSize];  // a tile is unpacked while the one before is multiplied
+  _tile_zero(0);
+  _tile_zero(1);
+  if constexpr (N == 4) {
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  unpack(0, unpacked[0]);
+  for (int64_t i = 0; i < tiles; ++i) {
+    if (i + 1 < tiles) unpack(i + 1, unpacked[(i + 1) % 2]);
+    const bf16* b = unpacked[i % 2];
+    _tile_loadd(4, a + i * kTileSize, 64);
+    _tile_loadd(5, b, 64);
+    _tile_dpbf16ps(0, 4, 5);
+    _tile_loadd(6, b + kTileSize, 64);
+    _tile_dpbf16ps(1, 4, 6);
+    if constexpr (N == 4) {
+      _tile_loadd(7, b + 2 * kTileSize, 64);
+      _tile_dpbf16ps(2, 4, 7);
+      _tile_loadd(5, b + 3 * kTileSize, 64);
+      _tile_dpbf16ps(3, 4, 5);
+    }
+  }
+  _tile_stored(0, sums, 64);
+  _tile_stored(1, sums + kSide * kSide, 64);
+  if constexpr (N == 4) {
+    _tile_stored(2, sums + 2 * kSide * kSide, 64);
+    _tile_stored(3, sums + 3 * kSide * kSide, 64);
+  }
 }
 
 // sums[i] = a . b[i] of two.
@@ -115,16 +152,22 @@ inline __m512 PowerOfTwo(__m512 x) {
   return _mm512_scalef_ps(y, x);
 }
 
-// The slots that come next, from `slot` to `end`, whose lines from `offset` on are brought into the L2 cache, `share` a step.
+// The slots that come next, of which so many bytes from `offset` on are brought into the L2 cache, `share` lines a step.
 struct Ahead {
-  const bf16* const* slots;
-  int64_t offset, lines, slot, end, share = 1, line = 0;
+  const bf16 *const *slot, *const *end;
+  int64_t offset, bytes, share;
+  const char *line = nullptr, *line_end = nullptr;  // what is left of the slot before
 
-  void FetchRest() { Fetch(kSpan * lines / share + 1); }
+  void FetchRest() {
+    while (slot < end || line < line_end) Fetch(1);
+  }
   void Fetch(int64_t shares) {
-    for (int64_t count = shares * share; count > 0 && slot < end; --count) {
-      PrefetchL2(reinterpret_cast<const char*>(slots[slot] + offset) + kCacheLine * line);
-      if (++line == lines) line = 0, ++slot;
+    for (int64_t count = shares * share; count > 0; --count, line += kCacheLine) {
+      if (line == line_end) {
+        if (slot == end) return;
+        line = reinterpret_cast<const char*>(*slot++ + offset), line_end = line + bytes;
+      }
+      PrefetchL2(line);
     }
   }
 };
@@ -172,6 +215,9 @@ class ItemAttention {
   void CapScores(float* scores, int64_t begin, int64_t end) const;
   Totals Softmax(const BlockPair& rows, int64_t half, int64_t first, int64_t begin, int64_t end, float* scores, bf16* weights);
   void Weigh(int64_t head, int64_t block, int64_t d, int64_t begin, int64_t end);
+  template <int N>
+  void WeighAlone(int64_t head, int64_t d, int64_t begin, int64_t end);
+  void AddWeighed(int64_t head, int64_t block, int64_t d, const float* sums);
   Factors AddTotals(int64_t block, Totals span);
   void AddSpans();
   void Write(int64_t group);
@@ -238,8 +284,10 @@ void ItemAttention::Attend(const Problem& p, const Item& item, const Item* after
     if (next != nullptr) Locate(p, *next, next->head, next_first, zeros, next_);
     for (int64_t begin = 0; begin < item.heads; begin += together) {
       int64_t end = std::min(begin + together, item.heads);
-      int64_t pairs = (blocks_ + 1) / 2, tiles = kSpan / kDepth;
-      int64_t steps = (end - begin) * (pairs * p.D / kDepth * 2 * tiles + blocks_ * 4 * tiles + p.V / kPair * tiles * (1 + 2 * pairs));
+      int64_t pairs = (blocks_ + 1) / 2, slots = std::min(first + kSpan, item.end) - std::max(first, item.begin);
+      int64_t products = pairs * p.D / kDepth * 2 + p.V / kPair * (blocks_ == 1 ? 4 : 1 + 2 * pairs);  // of a head and 32 slots
+      int64_t softmaxes = (end - begin + shared_ - 1) / shared_ * blocks_ * 4;
+      int64_t steps = ((end - begin) * products + softmaxes) * ((slots + kDepth - 1) / kDepth);
       ahead_ = {};
       if (end < item.heads) {
         FetchAhead(item, first, end, std::min(together, item.heads - end), slots_, steps);
@@ -318,9 +366,9 @@ void ItemAttention::PackQueries(int64_t group) {
 // Has some heads of an item's slots, of the span from `first` on, fetched in so many steps.
 void ItemAttention::FetchAhead(const Item& item, int64_t first, int64_t head, int64_t heads, const bf16* const* slots,
                                int64_t steps) {
-  ahead_.slots = slots, ahead_.offset = head * p_.Apart(), ahead_.lines = heads * p_.Width() * sizeof(bf16) / kCacheLine;
-  ahead_.slot = std::max(first, item.begin) - first, ahead_.end = std::min(first + kSpan, item.end) - first;
-  ahead_.share = ahead_.lines * (ahead_.end - ahead_.slot) / steps + 1;
+  int64_t begin = std::max(first, item.begin) - first, end = std::min(first + kSpan, item.end) - first;
+  int64_t bytes = heads * p_.Width() * sizeof(bf16);
+  ahead_ = {slots + begin, slots + end, head * p_.Apart(), bytes, (end - begin) * bytes / (kCacheLine * steps) + 1};
 }
 
 void ItemAttention::AttendSpan(int64_t group, int64_t first) {
@@ -353,6 +401,14 @@ void ItemAttention::AttendSpan(int64_t group, int64_t first) {
     }
   });
   for (; head < last; ++head) {
+    if (blocks_ == 1) {
+      each_pair([&](int64_t, int64_t low, int64_t high) {
+        int64_t d = 0;
+        for (; d + 2 * kPair <= p_.V; d += 2 * kPair) WeighAlone<4>(head, d, low, high);
+        if (d < p_.V) WeighAlone<2>(head, d, low, high);
+      });
+      continue;
+    }
     for (int64_t d = 0; d < p_.V; d += kPair) {
       PackValues(head, d, begin / kDepth * kDepth, (end + kDepth - 1) / kDepth * kDepth);
       each_pair([&](int64_t pair, int64_t low, int64_t high) { Weigh(head, pair, d, low, high); });
@@ -379,23 +435,32 @@ void ItemAttention::PackKeys(int64_t head, int64_t begin, int64_t end) {
   }
 }
 
-// Unpacks the dimensions [d, d + 32) of the values of these slots, whole 32, two slots at a time.
-void ItemAttention::PackValues(int64_t head, int64_t d, int64_t begin, int64_t end) {
-  int64_t offset = head * p_.Apart() + p_.ValueAt() + d;
-  bf16 *low = values_ + begin * kSide, *high = low + kSpan * kSide;
-  for (int64_t slot = begin; slot < end; slot += 8) {
+// Unpacks 32 dimensions of the values of 32 slots, two slots at a time. low, high: [16 pairs of slots][16 dimensions][2]. Calls
+// `between` four times.
+template <typename Between>
+void UnpackValues(const bf16* const* slots, int64_t offset, bf16* low, bf16* high, const Between& between) {
+  for (int64_t slot = 0; slot < kDepth; slot += 8, between()) {
 #pragma GCC unroll 4
-    for (int64_t i = 0; i < 8; i += 2, low += kDepth, high += kDepth) {
-      __m512i x = _mm512_loadu_si512(slots_[slot + i] + offset), y = _mm512_loadu_si512(slots_[slot + i + 1] + offset);
+    for (int64_t i = slot; i < slot + 8; i += 2, low += kDepth, high += kDepth) {
+      __m512i x = _mm512_loadu_si512(slots[i] + offset), y = _mm512_loadu_si512(slots[i + 1] + offset);
       _mm512_store_si512(low, _mm512_unpacklo_epi16(x, y)), _mm512_store_si512(high, _mm512_unpackhi_epi16(x, y));
     }
-    if (slot % kDepth == 0) ahead_.Fetch(1);
+  }
+}
+
+// Unpacks the dimensions [d, d + 32) of the values of these slots, whole 32.
+void ItemAttention::PackValues(int64_t head, int64_t d, int64_t begin, int64_t end) {
+  int64_t offset = head * p_.Apart() + p_.ValueAt() + d;
+  for (int64_t slot = begin; slot < end; slot += kDepth) {
+    bf16* low = values_ + slot * kSide;
+    UnpackValues(slots_ + slot, offset, low, low + kSpan * kSide, [] {});
+    ahead_.Fetch(1);
   }
 }
 
 // The products of a pair of blocks, or of the last block, with the keys of slots [begin, end).
 void ItemAttention::Score(int64_t group, int64_t block, int64_t begin, int64_t end) {
-  auto fetch = [&] { ahead_.Fetch(HasSecond(block) ? 2 : 4); };
+  auto fetch = [&] { ahead_.Fetch(HasSecond(block) ? 2 : 1); };
   const bf16* q = q_ + (group * shared_ * blocks_ + block) * kSide * p_.D;
   int64_t tiles = p_.D / kDepth;
   if (!HasSecond(block)) {
@@ -506,21 +571,37 @@ void ItemAttention::Weigh(int64_t head, int64_t block, int64_t d, int64_t begin,
   if (HasSecond(block)) {
     MultiplyPairs(Packed(weights), Packed(second), low, high, tiles,
                   {{sums[0][0][0], sums[0][1][0]}, {sums[1][0][0], sums[1][1][0]}}, fetch);
+    AddWeighed(head, block + 1, d, sums[1][0][0]);
   } else {
     MultiplyRow(weights, low, high, tiles, {sums[0][0][0], sums[0][1][0]}, fetch);
   }
-  int64_t group = head / shared_, from = head % shared_ * head_rows_;
-  for (int64_t half = 0; half < 1 + HasSecond(block); ++half) {
-    int64_t before = (block + half) * kSide;
-    for (int64_t row = std::max(from, before); row < std::min(from + head_rows_, before + kSide); ++row) {
-      int64_t i = row - before;
-      __m512 left = _mm512_load_ps(sums[half][0][i]), right = _mm512_load_ps(sums[half][1][i]);
-      if (item_.spans == nullptr) {
-        factors_[block + half].Add(i, Sums(group, row, d), left, right);
-      } else {
-        float* to = SpanSums(item_.span, group, row) + kSumsBefore + d;
-        _mm512_storeu_ps(to, left), _mm512_storeu_ps(to + kSide, right);
-      }
+  AddWeighed(head, block, d, sums[0][0][0]);
+}
+
+// The same of the only block and of 16 N dimensions. Values are unpacked right before their product.
+template <int N>
+void ItemAttention::WeighAlone(int64_t head, int64_t d, int64_t begin, int64_t end) {
+  alignas(64) float sums[N][kSide][kSide];
+  int64_t offset = head * p_.Apart() + p_.ValueAt() + d;
+  MultiplyUnpacked<N>(weights_ + begin * kSide, (end - begin) / kDepth, sums[0][0], [&](int64_t tile, bf16* to) {
+    for (int64_t i = 0; i < N; i += 2, to += 2 * kTileSize) {
+      UnpackValues(slots_ + begin + tile * kDepth, offset + i * kSide, to, to + kTileSize, [&] { ahead_.Fetch(1); });
+    }
+  });
+  for (int64_t i = 0; i < N; i += 2) AddWeighed(head, 0, d + i * kSide, sums[i][0]);
+}
+
+// Adds what a span has of 32 dimensions to the sums of the block's rows that are this head's. sums: [2][16 rows][16].
+void ItemAttention::AddWeighed(int64_t head, int64_t block, int64_t d, const float* sums) {
+  int64_t group = head / shared_, from = head % shared_ * head_rows_, before = block * kSide;
+  for (int64_t row = std::max(from, before); row < std::min(from + head_rows_, before + kSide); ++row) {
+    const float* of_row = sums + (row - before) * kSide;
+    __m512 low = _mm512_load_ps(of_row), high = _mm512_load_ps(of_row + kSide * kSide);
+    if (item_.spans == nullptr) {
+      factors_[block].Add(row - before, Sums(group, row, d), low, high);
+    } else {
+      float* to = SpanSums(item_.span, group, row) + kSumsBefore + d;
+      _mm512_storeu_ps(to, low), _mm512_storeu_ps(to + kSide, high);
     }
   }
 }
