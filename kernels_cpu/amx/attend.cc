@@ -228,8 +228,8 @@ class ItemAttention {
   bool HasSecond(int64_t block) const { return block + 1 < blocks_; }  // of a pair that begins with this block
   // Where a query row of a group lies in q or o.
   int64_t Place(int64_t group, int64_t row, int64_t width) const {
-    int64_t head = item_.head + group * shared_ + row / head_rows_;
-    row %= head_rows_;
+    int64_t head = item_.head + group * shared_;
+    for (; row >= head_rows_; row -= head_rows_) ++head;
     return ((item_.token + row / p_.G) * p_.H + head * p_.G + row % p_.G) * width;
   }
   // The sums of 32 dimensions of a query row, from d on.
@@ -593,16 +593,19 @@ void ItemAttention::WeighAlone(int64_t head, int64_t d, int64_t begin, int64_t e
 
 // Adds what a span has of 32 dimensions to the sums of the block's rows that are this head's. sums: [2][16 rows][16].
 void ItemAttention::AddWeighed(int64_t head, int64_t block, int64_t d, const float* sums) {
-  int64_t group = head / shared_, from = head % shared_ * head_rows_, before = block * kSide;
-  for (int64_t row = std::max(from, before); row < std::min(from + head_rows_, before + kSide); ++row) {
-    const float* of_row = sums + (row - before) * kSide;
-    __m512 low = _mm512_load_ps(of_row), high = _mm512_load_ps(of_row + kSide * kSide);
-    if (item_.spans == nullptr) {
-      factors_[block].Add(row - before, Sums(group, row, d), low, high);
-    } else {
-      float* to = SpanSums(item_.span, group, row) + kSumsBefore + d;
-      _mm512_storeu_ps(to, low), _mm512_storeu_ps(to + kSide, high);
+  int64_t group = shared_ > 1 ? head / shared_ : head, from = (head - group * shared_) * head_rows_, before = block * kSide;
+  int64_t begin = std::max(from, before) - before, end = std::min(from + head_rows_, before + kSide) - before;
+  sums += begin * kSide;
+  if (item_.spans != nullptr) {
+    for (int64_t i = begin; i < end; ++i, sums += kSide) {
+      float* to = SpanSums(item_.span, group, before + i) + kSumsBefore + d;
+      _mm512_storeu_ps(to, _mm512_load_ps(sums)), _mm512_storeu_ps(to + kSide, _mm512_load_ps(sums + kSide * kSide));
     }
+    return;
+  }
+  float* to = Sums(group, before + begin, d);
+  for (int64_t i = begin; i < end; ++i, sums += kSide, to += kPair) {
+    factors_[block].Add(i, to, _mm512_load_ps(sums), _mm512_load_ps(sums + kSide * kSide));
   }
 }
 
