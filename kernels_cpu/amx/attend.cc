@@ -36,6 +36,7 @@ inline Operand Packed(const bf16* tiles) { return {tiles, kDepth * sizeof(bf16),
 template <typename Between>
 void MultiplyPairs(const Operand& a0, const Operand& a1, const bf16* b0, const bf16* b1, int64_t tiles,
                    float* const (&sums)[2][2], const Between& between) {
+  WriteBeforeTiles();
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
@@ -60,6 +61,7 @@ void MultiplyPairs(const Operand& a0, const Operand& a1, const bf16* b0, const b
 // sums[i] = a[i] . b of four operands.
 template <typename Between>
 void MultiplyColumn(const Operand* a, const bf16* b, int64_t tiles, float* sums, const Between& between) {
+  WriteBeforeTiles();
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
@@ -86,6 +88,7 @@ void MultiplyColumn(const Operand* a, const bf16* b, int64_t tiles, float* sums,
 template <typename Between>
 void MultiplyRow(const bf16* a, const bf16* b0, const bf16* b1, int64_t tiles, float* const (&sums)[2],
                  const Between& between) {
+  WriteBeforeTiles();
   _tile_zero(0);
   _tile_zero(1);
   for (int64_t i = 0; i < tiles; ++i) {
