@@ -40,6 +40,7 @@ inline Operand Packed(const bf16* tiles) { return {tiles, kDepth * sizeof(bf16),
 template <typename Between>
 void MultiplyPairs(const Operand& a0, const Operand& a1, const bf16* b0, const bf16* b1, int64_t tiles,
                    float* const (&sums)[2][2], const Between& between) {
+  WriteBeforeTiles();
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
@@ -64,6 +65,7 @@ void MultiplyPairs(const Operand& a0, const Operand& a1, const bf16* b0, const b
 // sums[i] = the products of a[head][i] and b[head], of all heads; i: one of four operands. a: [heads][kSpan / 16].
 template <typename Between>
 void MultiplyColumn(const Operand* a, int64_t heads, const bf16* b, int64_t tiles, float* sums, const Between& between) {
+  WriteBeforeTiles();
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
@@ -105,6 +107,7 @@ void MultiplyUnpacked(const bf16* a, int64_t tiles, float* sums, const Unpack& u
   unpack(0, unpacked[0]);
   for (int64_t i = 0; i < tiles; ++i) {
     if (i + 1 < tiles) unpack(i + 1, unpacked[(i + 1) % 2]);
+    WriteBeforeTiles();
     const bf16* b = unpacked[i % 2];
     _tile_loadd(4, a + i * kTileSize, 64);
     _tile_loadd(5, b, 64);
@@ -130,6 +133,7 @@ void MultiplyUnpacked(const bf16* a, int64_t tiles, float* sums, const Unpack& u
 template <typename Between>
 void MultiplyRow(const bf16* a, const bf16* b0, const bf16* b1, int64_t tiles, float* const (&sums)[2],
                  const Between& between) {
+  WriteBeforeTiles();
   _tile_zero(0);
   _tile_zero(1);
   for (int64_t i = 0; i < tiles; ++i) {

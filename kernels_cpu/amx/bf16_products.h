@@ -7,7 +7,6 @@
 // comes towards the cache.
 #pragma once
 
-#include <atomic>
 #include <type_traits>
 
 #include "../avx512/lanes.h"
@@ -72,7 +71,6 @@ struct GroupRows {
 template <int kCount, typename W, typename Aside>
 void MultiplyTiles(const bf16* x, const W& w, int64_t E, const Aside& aside, Sums* sums) {
   const bf16 *x1 = x + kSide * E, *x2 = x1 + kSide * E;
-  std::atomic_signal_fence(std::memory_order_seq_cst);  // compilers do not know that a tile is loaded from memory
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
@@ -81,6 +79,7 @@ void MultiplyTiles(const bf16* x, const W& w, int64_t E, const Aside& aside, Sum
   _tile_zero(5);
   for (int64_t e = 0; e < E; e += kDepth) {
     aside();
+    WriteBeforeTiles();
     _tile_loadd(6, w.Tile(0, e), w.stride);
     _tile_loadd(7, x + e * kSide, 64);
     _tile_dpbf16ps(0, 6, 7);

@@ -3,6 +3,7 @@
 
 #include <immintrin.h>
 
+#include <atomic>
 #include <cstdint>
 
 namespace jpaged::amx {
@@ -25,5 +26,9 @@ struct Tiles {
   }
   ~Tiles() { _tile_release(); }
 };
+
+// Has what was written before in the order of the program be in memory for tiles that are loaded after: compilers do not know that
+// loading a tile reads memory.
+inline void WriteBeforeTiles() { std::atomic_signal_fence(std::memory_order_seq_cst); }
 
 }  // namespace jpaged::amx
