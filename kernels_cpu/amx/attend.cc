@@ -353,14 +353,15 @@ void ItemAttention::PackQueries(int64_t group) {
   bf16* packed = q_ + group * shared_ * blocks_ * kSide * p_.D;
   for (int64_t head = 0; head < GroupHeads(group); ++head) {
     for (int64_t block = 0; block < blocks_; ++block) {
-      int64_t places[kSide], from = head * head_rows_ - block * kSide, to = std::min(from + head_rows_, kSide);
-      for (int64_t i = std::max<int64_t>(from, 0); i < to; ++i) places[i] = Place(group, block * kSide + i, p_.D);
+      const bf16* from[kSide];
+      for (int64_t i = 0, row = block * kSide; i < kSide; ++i, ++row) {
+        bool is_of_head = row >= head * head_rows_ && row < (head + 1) * head_rows_;
+        from[i] = is_of_head ? p_.q + Place(group, row, p_.D) : zeros_;
+      }
       for (int64_t d = 0; d < p_.D; d += kDepth, packed += kTileSize) {
         __m512i rows[kSide];
 #pragma GCC unroll 16
-        for (int64_t i = 0; i < kSide; ++i) {
-          rows[i] = i >= from && i < to ? _mm512_loadu_si512(p_.q + places[i] + d) : _mm512_setzero_si512();
-        }
+        for (int64_t i = 0; i < kSide; ++i) rows[i] = _mm512_loadu_si512(from[i] + d);
         Transpose(rows, packed, kDepth);
       }
     }
@@ -443,9 +444,9 @@ void ItemAttention::PackKeys(int64_t head, int64_t begin, int64_t end) {
 // `between` four times.
 template <typename Between>
 void UnpackValues(const bf16* const* slots, int64_t offset, bf16* low, bf16* high, const Between& between) {
-  for (int64_t slot = 0; slot < kDepth; slot += 8, between()) {
+  for (int64_t slot = 0; slot < kDepth; slot += 8, slots += 8, between()) {
 #pragma GCC unroll 4
-    for (int64_t i = slot; i < slot + 8; i += 2, low += kDepth, high += kDepth) {
+    for (int64_t i = 0; i < 8; i += 2, low += kDepth, high += kDepth) {
       __m512i x = _mm512_loadu_si512(slots[i] + offset), y = _mm512_loadu_si512(slots[i + 1] + offset);
       _mm512_store_si512(low, _mm512_unpacklo_epi16(x, y)), _mm512_store_si512(high, _mm512_unpackhi_epi16(x, y));
     }
@@ -648,7 +649,7 @@ void ItemAttention::AddSpans() {
 }
 
 void ItemAttention::Write(int64_t group) {
-  for (int64_t row = 0; row < GroupRows(group); ++row) {
+  for (int64_t row = 0, rows = GroupRows(group); row < rows; ++row) {
     bf16* to = p_.o + Place(group, row, p_.V);
     __m512 total = _mm512_set1_ps(totals_[group * blocks_ * kSide + row]);
     for (int64_t d = 0; d < p_.V; d += kPair) {
