@@ -92,10 +92,13 @@ ffi::Error PagedAttention(ffi::ThreadPool pool, Bf16<3> q, ffi::AnyBuffer kv, Fl
     }
   }
   std::memset(p.o + served * p.H * p.V, 0, (p.T - served) * p.H * p.V * sizeof(bf16));
-  int64_t all = items.size(), runs = decode ? std::min(all, 8 * NumThreads(pool)) : all;
+  int64_t all = items.size(), runs = decode ? std::min(all, 8 * threads) : all, workers = std::min(runs, threads);
+  auto thread_of = [&](int64_t run) { return ((run + 1) * workers - 1) / runs; };  // whose part it is in ParallelFor
   ParallelFor(pool, runs, [&](int64_t run) {
+    // What another thread begins with is not for this one to fetch.
+    bool is_last = thread_of(run + 1) != thread_of(run);
     for (int64_t i = all * run / runs, end = all * (run + 1) / runs; i < end; ++i) {
-      attend(p, items[i], i + 1 < all ? &items[i + 1] : nullptr);
+      attend(p, items[i], i + 1 < end || !is_last ? &items[i + 1] : nullptr);
     }
   });
   return ffi::Error::Success();
