@@ -269,6 +269,8 @@ FAULTS_OF_AMX: list[Fault] = [
     (("amx/attend.cc", "(block * kSpan + begin) * kSide", "block * kSpan * kSide"), "FAILED"),
     (("amx/attend.cc", "rows.all_end - first)", "rows.end - first)"), "FAILED attention"),
     (("amx/attend.cc", "span.total, now)", "span.total, before)"), "FAILED attention"),
+    (("amx/attend.cc", ": zeros_;", ": p_.q;"), "FAILED attention"),
+    (("amx/attend.cc", "unpacked[(i + 1) % 2]", "unpacked[i % 2]"), "FAILED attention"),
     (("amx/bf16_products.h", "x + tile * kSide * E, rows, E", "x, rows, E"), "FAILED linear"),
     (("amx/bf16_products.h", "{group, tile, count}", "{group, 0, count}"), "FAILED linear"),
     (("amx/products.cc", "group * kGroup + piece * kWidth", "group * kGroup"), "FAILED linear"),
