@@ -6,9 +6,9 @@
 // all rows of a block. Weights are transposed, [16 rows][slots], and multiplied with values, of which two slots are unpacked at
 // a time.
 //
-// KV heads with few query rows, as decode has them, share a block: each head's packed queries have zeros in the rows of the other
-// heads, so that the scores of all add up in the same tiles. A key that is infinite or NaN therefore makes NaN of its query's
-// other heads as well; all others have the same bits as alone.
+// KV heads with few query rows, as decode has them, share a block: each head's packed queries have zeros in the rows of the
+// other heads, so that the scores of all add up in the same tiles, with the bits that each has alone. But a key that is infinite
+// or NaN makes NaN of its query's other heads as well.
 #include "../attend.h"
 #include "../avx512/lanes.h"
 #include "level.h"
