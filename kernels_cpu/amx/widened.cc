@@ -34,32 +34,33 @@ class Chunks {
     return Place(chunk + e / kChunk) + (e % kChunk / kDepth * 2 + half) * kTileSize;
   }
 
-  // Makes a chunk, if there is such a one.
-  void Widen(int64_t chunk) {
+  // Makes part `part` of `parts` of a chunk, if there is such a chunk.
+  void Widen(int64_t chunk, int64_t part, int64_t parts) {
     if (chunk >= count_) return;
     int64_t first = chunk % of_group_ * kChunk, n = (begin_ + chunk / of_group_) * kGroup;
+    int64_t row = kGroup * part / parts, end = std::min(kGroup * (part + 1) / parts, w_.N - n);
     if (first + kChunk <= w_.E) {
-      WidenRows(n, first, std::integral_constant<int64_t, kBlocks>(), Place(chunk));
+      WidenRows(n, row, end, first, std::integral_constant<int64_t, kBlocks>(), Place(chunk));
     } else {
-      WidenRows(n, first, (w_.E - first) / kDepth, Place(chunk));
+      WidenRows(n, row, end, first, (w_.E - first) / kDepth, Place(chunk));
     }
   }
 
  private:
   bf16* Place(int64_t chunk) const { return values_ + chunk % kept_ * kChunkSize; }
 
-  // Makes `count` blocks from input `first` on of the group that begins with row n. What lies as far on in the next group comes
+  // Makes `count` blocks from input `first` on of rows [row, end) of the group that begins with row n. What lies as far on in the next group comes
   // towards the cache. Rows past the last one have no output: whatever their places in a tile hold will do.
   template <typename Count>
-  void WidenRows(int64_t n, int64_t first, Count count, bf16* to) const {
+  void WidenRows(int64_t n, int64_t row, int64_t end, int64_t first, Count count, bf16* to) const {
     int64_t scale_of[kBlocks] = {}, bytes = w_.RowBytes(), S = w_.S;
     if (kind != Scales::kRow) {
       for (int64_t b = 0; b < count; ++b) scale_of[b] = (first / kDepth + b) / blocks_of_scale_;
     }
     // A row's addresses come from those of the row before: a compiler cannot know that w_ stays as it is while tiles are written.
-    const uint8_t* from = w_.Row(n) + Bytes(form, first);
-    const float *scales = w_.scales + n * S, *zeros = kind == Scales::kZeros ? w_.zeros + n * S : nullptr;
-    for (const bf16* end = to + std::min(kGroup, w_.N - n) * kDepth; to < end; to += kDepth, from += bytes, scales += S) {
+    const uint8_t* from = w_.Row(n + row) + Bytes(form, first);
+    const float *scales = w_.scales + (n + row) * S, *zeros = kind == Scales::kZeros ? w_.zeros + (n + row) * S : nullptr;
+    for (to += row * kDepth; row < end; ++row, to += kDepth, from += bytes, scales += S) {
       for (int64_t byte = 0; byte < Bytes(form, kChunk); byte += kCacheLine) PrefetchL2(from + kGroup * bytes + byte);
       if (kind != Scales::kRow) PrefetchL2(scales + kGroup * S + scale_of[0]);
       for (int64_t b = 0; b < count; b += 2) {
@@ -144,7 +145,7 @@ template <typename Chunks>
 void MultiplyGroups(const bf16* x, int64_t T, const Quantized& w, float* y, int64_t first, int64_t last, int64_t begin, int64_t end) {
   int64_t tiles = last - first, steps = (tiles + kTogether - 1) / kTogether, of_group = ChunksOf(w.E);
   Chunks chunks(w, begin, end, steps == 1 ? 2 : of_group + 1);
-  chunks.Widen(0);
+  chunks.Widen(0, 0, 1);
   alignas(kCacheLine) Sums sums[kTogether];
   for (int64_t group = begin; group < end; ++group) {
     WidenedGroup<Chunks> weights{chunks, (group - begin) * of_group};
@@ -153,8 +154,8 @@ void MultiplyGroups(const bf16* x, int64_t T, const Quantized& w, float* y, int6
       auto aside = [&] {
         // The next chunk of this group is made for the first rows of x; the next group's first one replaces what the last rows do
         // not need any more.
-        int64_t chunk = e / kChunk;
-        if (e % kChunk == 0 && step == (chunk + 1 < of_group ? 0 : steps - 1)) chunks.Widen(weights.first + chunk + 1);
+        int64_t chunk = e / kChunk, part = e % kChunk / kDepth, parts = count == 1 ? 1 : std::min(kChunk, w.E - chunk * kChunk) / kDepth;
+        if (part < parts && step == (chunk + 1 < of_group ? 0 : steps - 1)) chunks.Widen(weights.first + chunk + 1, part, parts);
         e += kDepth;
       };
       const bf16* from = x + tile * kSide * w.E;
