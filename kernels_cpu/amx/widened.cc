@@ -1,8 +1,8 @@
 // Products with weights in 8 and 4 bits as bf16 (Activations::kPlain) by AMX's tiles.
 //
 // A group of 32 rows of the weight becomes bf16 in chunks of 128 inputs, in the order in which tiles are read, each while the chunk
-// before it is multiplied: both go on at once, and do so worse the more often they change. Where up to 48 rows of x meet the
-// weight, two chunks take turns in the L1 cache. For more rows of x a group is kept.
+// before it is multiplied: a few rows before each 32 inputs that the tiles multiply, or all at once. Where up to 48 rows of x meet
+// the weight, two chunks take turns in the L1 cache. For more rows of x a group is kept.
 #include "../bf16_weights.h"
 #include "bf16_products.h"
 #include "level.h"
@@ -154,7 +154,9 @@ void MultiplyGroups(const bf16* x, int64_t T, const Quantized& w, float* y, int6
       auto aside = [&] {
         // The next chunk of this group is made for the first rows of x; the next group's first one replaces what the last rows do
         // not need any more.
-        int64_t chunk = e / kChunk, part = e % kChunk / kDepth, parts = count == 1 ? 1 : std::min(kChunk, w.E - chunk * kChunk) / kDepth;
+        int64_t chunk = e / kChunk, part = e % kChunk / kDepth, blocks = std::min(kChunk, w.E - chunk * kChunk) / kDepth;
+        // Beside a single tile of x, int4 costs less the fewer turns widening and tiles take. Bytes gain nothing by that.
+        int64_t parts = count == 1 && w.form == Form::kInt4 ? 1 : blocks;
         if (part < parts && step == (chunk + 1 < of_group ? 0 : steps - 1)) chunks.Widen(weights.first + chunk + 1, part, parts);
         e += kDepth;
       };
