@@ -49,8 +49,8 @@ class Chunks {
  private:
   bf16* Place(int64_t chunk) const { return values_ + chunk % kept_ * kChunkSize; }
 
-  // Makes `count` blocks from input `first` on of rows [row, end) of the group that begins with row n. What lies as far on in the next group comes
-  // towards the cache. Rows past the last one have no output: whatever their places in a tile hold will do.
+  // Makes `count` blocks from input `first` on of rows [row, end) of the group that begins with row n. What lies as far on in the
+  // next group comes towards the cache. Rows past the last one have no output: whatever their places in a tile hold will do.
   template <typename Count>
   void WidenRows(int64_t n, int64_t row, int64_t end, int64_t first, Count count, bf16* to) const {
     int64_t scale_of[kBlocks] = {}, bytes = w_.RowBytes(), S = w_.S;
