@@ -278,7 +278,12 @@ FAULTS_OF_AMX: list[Fault] = [
     (("amx/products.cc", "w[0] + F_ * E_", "w[0] + kSide * E_"), "FAILED mlp"),
     (("amx/products.cc", "[i] * kSide * E, FirstOf", "[0] * kSide * E, FirstOf"), "FAILED experts"),
     (("amx/widened.cc", "steps == 1 ? 2 : of_group + 1", "2"), "FAILED quantized plain"),
-    (("amx/widened.cc", "row / kSide * kTileSize + row", "row"), "FAILED quantized plain"),
+    (("amx/widened.cc", "to + b * 2 * kTileSize", "to + b * kTileSize"), "FAILED quantized plain"),
+    (
+        ("amx/widened.cc", "_mm256_set1_epi16(16), 1", "_mm256_set1_epi16(16), 0"),
+        "FAILED quantized plain int4",
+    ),
+    (("amx/widened.cc", "is_pair ? 0xf : 0x3", "0x3"), "FAILED quantized plain int4"),
 ]
 
 
