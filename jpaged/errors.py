@@ -47,6 +47,12 @@ class GenerationError(JpagedError):
         return type(self), (str(self), self.outputs), self.__dict__
 
 
+class NotFiniteError(JpagedError):
+    """The probabilities of a request's next token are NaN: its weights, or what they make of this
+    prompt, are not finite. Requests that do not meet such numbers go on.
+    """
+
+
 class PeerError(JpagedError):
     """Another process of the same model is gone, late, or runs something else. No call after it can
     succeed: leave this process too.

@@ -1,11 +1,13 @@
 """commit: take what a dispatch computed into its sequences; those that stop leave."""
 
+import math
 from typing import NamedTuple
 
 from jpaged.engine.cache.kinds import Replay
 from jpaged.engine.plan import Plan, PlanEntry, StepResult
 from jpaged.engine.queues import Queues
 from jpaged.engine.sequence import Candidates, Request, Sequence, Status
+from jpaged.errors import NotFiniteError
 
 
 class Committed(NamedTuple):
@@ -108,12 +110,21 @@ def _append_verified(queues: Queues, entry: PlanEntry, row: int, result: StepRes
 
 
 def _append(queues: Queues, seq: Sequence, row: int, step: int, result: StepResult) -> None:
-    """Append one sampled token and decide whether the sequence ends with it."""
+    """Append one sampled token and decide whether the sequence ends with it. A token whose
+    probability is NaN was drawn from nothing: it is left out, and the sequence fails.
+    """
     token, params = result.tokens[row][step], seq.sampling_params
+    if math.isnan(logprob := result.logprobs[row][step]):
+        error = NotFiniteError(
+            f"the probabilities after {len(seq)} tokens are NaN: look for values in the weights "
+            "that are not finite (docs/debugging.md)"
+        )
+        queues.finish(seq, "error", error=error)
+        return
     top = None if params.logprobs is None else result.top(row, params.logprobs, step)
     allowed = None if seq.structured is None else result.allowed(row, step)
     kept = result.kept(row, params.top_k, step) if params.sampling_mask else None
-    seq.append(token, result.logprobs[row][step], result.weight_version, top, allowed, kept)
+    seq.append(token, logprob, result.weight_version, top, allowed, kept)
     may_stop = may_end = len(seq.token_ids) - seq.prompt_len > params.min_tokens
     eos_ids = seq.eos_ids
     if seq.structured is not None:  # a mask lets no id end a text that is not to end there

@@ -3,6 +3,7 @@ snapshots.
 """
 
 import gc
+import math
 import random
 import weakref
 from collections.abc import Callable
@@ -18,14 +19,15 @@ from jpaged.engine.cache.kinds import CacheKind
 from jpaged.engine.cache.prefix_cache import Contents, Match, PrefixCache, chain_hash
 from jpaged.engine.commit import Committed
 from jpaged.engine.engine import EngineState
-from jpaged.engine.plan import Plan
+from jpaged.engine.plan import Plan, StepResult
 from jpaged.engine.queues import Queues
 from jpaged.engine.scheduler import PrefillPlanner
 from jpaged.engine.sequence import Sequence, Status
+from jpaged.errors import NotFiniteError
 from jpaged.request.detokenizer import TextStream
 from jpaged.search.beam import BeamSearch
 from tests.engine.host import Host, Letters, check_ended
-from tests.engine.mock import ROOTS
+from tests.engine.mock import ROOTS, generated
 
 
 def workload(depth: int, seed: int, **settings: Any) -> None:
@@ -292,6 +294,40 @@ def outcome(host: Host) -> dict[str, list]:
 
 def tokens_of(state: EngineState) -> list[list[int]]:
     return [list(seq.token_ids) for request in state.requests.values() for seq in request.sequences]
+
+
+def test_the_first_tokens_wait_for_no_other_step() -> None:
+    """What comes after them is mostly not compiled yet. Later ones do not hold the device up."""
+    host = Host(2)
+    first = host.add(prompt(5), 4)
+    host.step()
+    assert len(generated(first)) == 1 and not host.engine.in_flight
+    host.step()
+    assert len(generated(first)) == 1 and len(host.engine.in_flight) == 1
+    later = host.add(prompt(5, 1), 4)
+    host.step()
+    assert not generated(later) and len(host.engine.in_flight) == 1
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_probability_that_is_nan_ends_its_sequence_alone(
+    depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = Host(depth)
+    bad, good = host.add(prompt(5), 6), host.add(prompt(6, 1), 6)
+    commit = engine.commit
+
+    def spoiled(queues: Queues, plan: Plan, result: StepResult) -> Committed:
+        drawing = [entry.seq for entry in plan.entries if entry.draws]
+        for seq, logprobs in zip(drawing, result.logprobs, strict=True):
+            if seq is bad and seq.num_generated == 2:
+                logprobs[0] = math.nan
+        return commit(queues, plan, result)
+
+    monkeypatch.setattr(engine, "commit", spoiled)
+    host.run()
+    assert isinstance(bad.error, NotFiniteError) and len(generated(bad)) == 2
+    check_ended(host, good)
 
 
 @pytest.mark.parametrize("steps", [1, 7, 30])

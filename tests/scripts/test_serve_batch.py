@@ -200,6 +200,16 @@ def test_jsonl_on_stdout_has_the_summary_on_stderr(run):
     assert "requests     1 (1 ok, 0 failed)" in err
 
 
+@pytest.mark.parametrize("flags", [(), ("--output", "-")], ids=["to read", "JSONL"])
+def test_a_stdout_that_takes_text_alone(tmp_path, monkeypatch, flags):
+    """That of a notebook has no bytes below it."""
+    source, notebook = tmp_path / "in.txt", io.StringIO()
+    source.write_text("grüße\n", encoding="utf-8")
+    monkeypatch.setattr(sys, "stdout", notebook)
+    assert serve(source, *flags) == 0
+    assert "GRÜSSE" in notebook.getvalue()
+
+
 def test_an_empty_input(run):
     status, lines, out, _ = run([])
     assert (status, lines) == (0, []) and "requests     0 (0 ok" in out

@@ -32,7 +32,7 @@ from jpaged.errors import CheckpointError, ConfigError, PeerError
 from jpaged.flags import Parser, add_engine_groups, engine_settings, parse_resources
 from jpaged.integrations.batch.formats import guess_format, open_source
 from jpaged.integrations.batch.images import LineImages
-from jpaged.integrations.batch.journal import Existing, shard_path
+from jpaged.integrations.batch.journal import Existing, bytes_of, shard_path
 from jpaged.integrations.batch.judged import judged_engine, judged_flags
 from jpaged.integrations.batch.lines import Settings
 from jpaged.integrations.batch.manifest import make_manifest, manifest_path, model_identity
@@ -515,7 +515,7 @@ def run(args: argparse.Namespace) -> int:
             program=args.prog,
             again=resuming(args),
         )
-        manifest, stats, stdout = manifest_of(args, source), BatchStats(), sys.stdout.buffer
+        manifest, stats, stdout = manifest_of(args, source), BatchStats(), bytes_of(sys.stdout)
         # Libraries may print (Ray does when an actor dies): keep that out of the answers.
         elsewhere = sys.stderr if args.output == "-" else sys.stdout
         with contextlib.ExitStack() as stack:

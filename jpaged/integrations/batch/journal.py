@@ -10,7 +10,7 @@ import stat
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, Protocol, TextIO
 
 from jpaged.integrations.batch import rows
 from jpaged.integrations.batch.answers import encode_line, row_failed
@@ -22,6 +22,14 @@ from jpaged.openai.protocol import Conversation
 from jpaged.streams import shown
 
 Existing = Literal["resume", "overwrite", "refuse"]  # what to do with an existing output
+
+
+class Stream(Protocol):
+    """What takes the answers of a run that no file takes."""
+
+    def write(self, data: bytes, /) -> object: ...
+    def flush(self) -> object: ...
+    def isatty(self) -> bool: ...
 
 
 class Journal:
@@ -78,13 +86,14 @@ class Journal:
         if retry_failed:
             self.found.retry_failed()
 
-    def begin(self, stream: IO[bytes]) -> None:
+    def begin(self, stream: Stream) -> None:
         """Write the manifest and append to the file after its last whole row; or write to the
         stream.
         """
-        self._to = stream if self._file is None else self._file
+        self._to: Stream = stream if self._file is None else self._file
         if self.is_regular:
-            self._to.truncate(self.found.size)
+            assert self._file is not None
+            self._file.truncate(self.found.size)
             write_json(manifest_path(self.found.path), self._manifest)
 
     @property
@@ -133,7 +142,8 @@ class Journal:
         """
         if not self.is_regular:
             return
-        os.fsync(self._to.fileno())
+        assert self._file is not None
+        os.fsync(self._file.fileno())
         if complete:
             earlier = self.found
             if earlier.superseded or (self._ordered and not earlier.ascending):
@@ -146,6 +156,22 @@ class Journal:
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
+
+
+class _TextOnly:
+    """A Stream over a text stream without bytes below it, such as stdout in a notebook."""
+
+    def __init__(self, text: TextIO):
+        self._text = text
+        self.flush, self.isatty = text.flush, text.isatty
+
+    def write(self, data: bytes, /) -> None:
+        self._text.write(data.decode())  # whole lines come, so no character is cut
+
+
+def bytes_of(text: TextIO) -> Stream:
+    """Return what takes the bytes of a text stream."""
+    return getattr(text, "buffer", None) or _TextOnly(text)
 
 
 def to_read(request: BatchRequest, line: Mapping[str, Any]) -> bytes:

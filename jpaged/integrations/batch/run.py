@@ -13,14 +13,14 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import IO, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from jpaged.errors import JpagedError, RequestError, UnsupportedError
 from jpaged.integrations.batch.answers import ErrorStyle, answer_line, error_line, pooled_line
 from jpaged.integrations.batch.intake import Intake, Line, ReadAhead
-from jpaged.integrations.batch.journal import Existing, Journal, to_read
+from jpaged.integrations.batch.journal import Existing, Journal, Stream, bytes_of, to_read
 from jpaged.integrations.batch.lines import BatchRequest, Settings
 from jpaged.integrations.batch.manifest import write_json
 from jpaged.integrations.batch.progress import Progress
@@ -367,7 +367,7 @@ def run_batch(
     make_settings: Callable[[Any], Settings],
     *,
     stats: BatchStats | None = None,
-    stdout: IO[bytes] | None = None,
+    stdout: Stream | None = None,
 ) -> int:
     """Run a batch file from an opened source. Return the exit status. stdout: the stream for
     answers if no file takes them.
@@ -382,7 +382,7 @@ def run_batch(
         journal.open(options.existing, grows, retry_failed=options.retry_failed)
         llm = make_llm()
         settings = make_settings(llm)
-        journal.begin(stdout or sys.stdout.buffer)
+        journal.begin(stdout or bytes_of(sys.stdout))
         stats.began, stats.began_at = time.perf_counter(), time.time()
         stats.earlier_failed = journal.found.failed
         stats.earlier_ok = journal.found.answered - stats.earlier_failed
