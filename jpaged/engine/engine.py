@@ -563,7 +563,6 @@ class Engine:
         """Wait for the oldest step in flight, and take in what it computed for each replica."""
         self.in_flight.draw_oldest(self.replicas)
         oldest = self.in_flight.steps.popleft()
-        self.in_flight.has_drawn |= oldest.whole.num_draws > 0
         fetch_began_at = time.perf_counter()
         results, fetch_ended_at = self.runner.fetch(oldest.handle), time.perf_counter()
         if oldest.reads:
@@ -688,13 +687,12 @@ def _summed(reports: list[Report]) -> Report:
 
 class InFlight:
     """Steps of one device, the oldest first. depth: how many there may be before the next. stats:
-    the totals that making masks adds to. has_drawn: whether a step with a draw was ever committed.
+    the totals that making masks adds to.
     """
 
     def __init__(self, depth: int, runner: Device, stats: Stats):
         self.depth = depth
         self.steps: deque[Dispatched] = deque()
-        self.has_drawn = False
         self._runner, self._stats = runner, stats
 
     def __len__(self) -> int:
@@ -709,13 +707,10 @@ class InFlight:
     def is_full(self) -> bool:
         """Whether the oldest is to be committed before the next is dispatched. A draw that waits
         for its masks does so for the one before it; after a step with guesses all are committed,
-        since where its rows go on is known only then. All are committed after the first step that
-        draws too: the next one mostly has to be compiled, which its tokens would wait for.
+        since where its rows go on is known only then.
         """
         if not self.steps or self.steps[-1].whole.verifies:
             return bool(self.steps)
-        if not self.has_drawn and self.steps[-1].whole.num_draws:
-            return True
         waits = bool([step for step in self.steps if step.rows is not None])
         return len(self.steps) >= (min(self.depth, 2) if waits else self.depth)
 

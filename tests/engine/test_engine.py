@@ -296,19 +296,6 @@ def tokens_of(state: EngineState) -> list[list[int]]:
     return [list(seq.token_ids) for request in state.requests.values() for seq in request.sequences]
 
 
-def test_the_first_tokens_wait_for_no_other_step() -> None:
-    """What comes after them is mostly not compiled yet. Later ones do not hold the device up."""
-    host = Host(2)
-    first = host.add(prompt(5), 4)
-    host.step()
-    assert len(generated(first)) == 1 and not host.engine.in_flight
-    host.step()
-    assert len(generated(first)) == 1 and len(host.engine.in_flight) == 1
-    later = host.add(prompt(5, 1), 4)
-    host.step()
-    assert not generated(later) and len(host.engine.in_flight) == 1
-
-
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_probability_that_is_nan_ends_its_sequence_alone(
     depth: int, monkeypatch: pytest.MonkeyPatch
