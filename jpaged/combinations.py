@@ -255,6 +255,14 @@ def exact_forwards_have_the_bits_of_serving(no_exact: str) -> str | None:
     return f"exact=True: {no_exact}" if no_exact else None
 
 
+@_rule("stream_steps", "decode_steps")
+def streams_draw_no_more_at_once(config: EngineConfig) -> str | None:
+    """`stream_steps` is at most `decode_steps`, for which steps are compiled."""
+    if (config.stream_steps or 1) > (config.decode_steps or 1):
+        return f"stream_steps={config.stream_steps} is above decode_steps={config.decode_steps}"
+    return None
+
+
 @_rule("separate_draw", "decode_steps")
 def several_steps_draw_themselves(config: EngineConfig) -> str | None:
     """`separate_draw=True` takes `decode_steps=1`: a dispatch of several steps draws in between."""

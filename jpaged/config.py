@@ -30,6 +30,7 @@ CHOICES = {  # of fields that may be None
     "kv_cache_dtype": ("int8", "fp8"),
 }
 BATCHED, CPU_BATCHED = 8192, 1024  # what max_num_batched_tokens is where nobody chose it
+CPU_STEPS = 4  # what decode_steps is there; 8 have been slower (docs/speed.md)
 ROWS = 256  # what max_num_seqs is where nobody chose it
 SPECULATIVE = (
     'guess tokens ahead and check them in one step, with equal outputs: {"method": "ngram", '
@@ -284,7 +285,14 @@ class EngineConfig:
     decode_steps: int | None = _knob(
         None,
         "steps and their shapes",
-        "tokens of a row that one dispatch draws at most, in a loop on the device",
+        "tokens of a row that one dispatch draws at most, in a loop on the device; None: 1, and on "
+        "CPUs 4 where a program that draws several is compiled",
+        same_answers="decides how often the host looks; the device draws the same tokens",
+    )
+    stream_steps: int | None = _knob(
+        None,
+        "steps and their shapes",
+        "the same while a running request is streamed; None: decode_steps, or 1 where that is None",
         same_answers="decides how often the host looks; the device draws the same tokens",
     )
     separate_draw: bool | None = _knob(
@@ -440,7 +448,7 @@ class EngineConfig:
         if self.image_limits is not None:
             object.__setattr__(self, "image_limits", ImageLimits.of(self.image_limits))
         chosen = ("max_model_len", "max_num_seqs", "num_blocks", "decode_steps", "max_image_tokens")
-        chosen += ("tensor_parallel_size", "data_parallel_size")
+        chosen += ("stream_steps", "tensor_parallel_size", "data_parallel_size")
         if self.num_states is not None:  # a step reads one and writes the next
             at_least(2, self, "num_states")
         # Unless they are None.
@@ -510,7 +518,9 @@ class EngineConfig:
         if deterministic and not batch_invariant:
             tokens = rows = (PINNED,)
             batched, seqs = min(batched, PINNED), min(seqs, PINNED)
-        steps = self.decode_steps or 1
+        separate = _separate_draw(self, on_cpu=on_cpu, alike=deterministic and batch_invariant)
+        alike = batch_invariant or not deterministic
+        at_once = on_cpu and alike and separate is not True and self.speculative is None
         return dataclasses.replace(
             self,
             max_model_len=max_model_len,
@@ -518,10 +528,9 @@ class EngineConfig:
             max_num_seqs=seqs,
             token_buckets=tokens,
             seq_buckets=rows,
-            decode_steps=steps,
-            separate_draw=_separate_draw(
-                self, steps, on_cpu=on_cpu, alike=deterministic and batch_invariant
-            ),
+            decode_steps=self.decode_steps or (CPU_STEPS if at_once else 1),
+            stream_steps=self.stream_steps or self.decode_steps or 1,
+            separate_draw=separate,
             deterministic=deterministic,
             max_logprobs=min(self.max_logprobs, model.vocab_size),
             max_sampling_mask=min(self.max_sampling_mask, model.vocab_size),
@@ -579,6 +588,7 @@ class EngineFields(TypedDict, total=False):
     token_buckets: tuple[int, ...] | None
     seq_buckets: tuple[int, ...] | None
     decode_steps: int | None
+    stream_steps: int | None
     separate_draw: bool | None
     max_logprobs: int
     max_sampling_mask: int
@@ -654,11 +664,11 @@ TOKEN_BUCKETS = (16, 32, *_powers(64, 16384))
 SEQ_BUCKETS = (8, *_powers(16, 4096))
 
 
-def _separate_draw(config: EngineConfig, steps: int, *, on_cpu: bool, alike: bool) -> bool | None:
+def _separate_draw(config: EngineConfig, *, on_cpu: bool, alike: bool) -> bool | None:
     """Return whether a decode and its draw are two programs; None if they are until a step of both
     is compiled. alike: whether the two give the same bits.
     """
-    if steps > 1:
+    if (config.decode_steps or 1) > 1:
         return False
     if config.separate_draw is not None or (on_cpu and alike and not config.strict):
         return config.separate_draw

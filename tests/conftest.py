@@ -90,6 +90,7 @@ HOST_SETTINGS = {
     "max_num_batched_tokens": 1,
     "token_buckets": None,
     "decode_steps": None,
+    "stream_steps": None,
     "num_blocks": None,
     "num_states": None,
     "memory_utilization": 0.9,

@@ -75,6 +75,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "token_buckets": ((8, 16),),
     "seq_buckets": ((2, 6),),
     "decode_steps": (3,),
+    "stream_steps": (1,),
     "separate_draw": (True, False),
     "max_logprobs": (2,),
     "max_logit_bias": (2,),

@@ -7,7 +7,7 @@ import numpy as np
 from jpaged.engine.cache.kinds import GroupSize, Replay
 from jpaged.engine.packing import Batch
 from jpaged.engine.plan import StepResult
-from jpaged.engine.shapes import StepShapes
+from jpaged.engine.shapes import DecodeShape, StepShapes
 from jpaged.engine.types import BlockData, BlocksHandle, StepHandle
 
 
@@ -23,6 +23,10 @@ class Device(Protocol):
         """Return the buckets to run in place of these: the same ones, or larger ones that give the
         same results.
         """
+        ...
+
+    def steps_at_once(self, bucket: DecodeShape) -> int:
+        """Return how many of its steps a decode that draws would run in one dispatch now."""
         ...
 
     def dispatch(self, batch: Batch) -> StepHandle:

@@ -37,7 +37,7 @@ from jpaged.engine.policy import Router
 from jpaged.engine.routes import chosen_experts
 from jpaged.engine.scheduler import Scheduler, schedule, schedule_drafts, should_wait_for_tokens
 from jpaged.engine.sequence import Request, Sequence, Status
-from jpaged.engine.shapes import Shape, choose_shapes, common_shapes
+from jpaged.engine.shapes import Shape, choose_shapes, common_shapes, decode_shape
 from jpaged.engine.stats import Stats
 from jpaged.engine.types import BlockData, BlocksHandle, Report, StepHandle
 from jpaged.errors import RequestError
@@ -436,7 +436,7 @@ class Engine:
     def _plan(self) -> list[Plan]:
         """Plan the next step of each replica, all of one phase; [] if nothing can go out."""
         if not self.config.pinned:
-            return schedule(self.replicas)
+            return schedule(self.replicas, self._steps_of)
         # All steps are of one shape, so replicas need not wait for each other.
         planned = [schedule((replica,)) for replica in self.replicas]
         busy = next((plans[0] for plans in planned if plans), None)
@@ -444,6 +444,21 @@ class Engine:
             return []
         idle = Plan(phase=busy.phase, entries=())
         return [dataclasses.replace(p[0], phase=busy.phase) if p else idle for p in planned]
+
+    def _steps_of(self, rows: list[list[Sequence]]) -> int:
+        """Return how many tokens of each of these rows the next decode may draw: those of config,
+        but one where the program that draws several is yet to be compiled, and runs in two.
+        """
+        config = self.config
+        assert config.decode_steps is not None and config.stream_steps is not None
+        steps = config.decode_steps
+        if steps > config.stream_steps:
+            streamed = [seq for seqs in rows for seq in seqs if seq.request.is_streamed]
+            steps = config.stream_steps if streamed else steps
+        if steps == 1:
+            return steps
+        shapes = [decode_shape(seqs, config) for seqs in rows if seqs]
+        return min(steps, self.runner.steps_at_once(shapes[0].widened(shapes[1:])))
 
     def _pack(self, plans: list[Plan]) -> tuple[Plan, Batch]:
         """Lay the plans out for one common step. Return them as one plan, and its batch."""

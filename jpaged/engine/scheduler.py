@@ -6,7 +6,7 @@ once. Rows that wait for the host are left out until their request has steered t
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from jpaged.engine import integrity
 from jpaged.engine.cache.block_manager import BlockManager
@@ -20,6 +20,8 @@ from jpaged.engine.types import Report
 # Rows that decode for each token that a step of runs saves, at most: below that it is the slower.
 LEAST_RUN = 4
 
+# How many tokens of each row the next decode may draw, by the rows of each replica.
+StepsOf = Callable[[list[list[Sequence]]], int]
 Chunk = list[PlanEntry]  # a chunk of a prompt, then the forks that draw after it
 
 
@@ -186,10 +188,10 @@ class Scheduler:
         return True
 
 
-def schedule(replicas: tuple[Scheduler, ...]) -> list[Plan]:
+def schedule(replicas: tuple[Scheduler, ...], steps_of: StepsOf | None = None) -> list[Plan]:
     """Plan the next step: a plan for each replica, all of one phase, with their blocks allocated.
     A replica that has nothing to do in it gets a plan without entries. Returns [] when nothing can
-    be dispatched before the next commit.
+    be dispatched before the next commit. steps_of: None is decode_steps of the schedulers.
     """
     for replica in replicas:
         if replica.blocks.windowed:
@@ -201,7 +203,7 @@ def schedule(replicas: tuple[Scheduler, ...]) -> list[Plan]:
         joins=not [replica for replica in replicas if not replica.can_join],
     )
     for turn in (first, "decode" if first == "prefill" else "prefill"):
-        phase, entries = _prefill(replicas) if turn == "prefill" else _decode(replicas)
+        phase, entries = _prefill(replicas) if turn == "prefill" else _decode(replicas, steps_of)
         if any(entries):
             policy.took(turn)
             planned = zip(replicas, entries, strict=True)
@@ -246,7 +248,9 @@ def _prefill(replicas: tuple[Scheduler, ...]) -> tuple[Phase, list[list[PlanEntr
     return "prefill", [[*decode_entries(r.blocks, seqs, 1), *more] for r, seqs, more in planned]
 
 
-def _decode(replicas: tuple[Scheduler, ...]) -> tuple[Phase, list[list[PlanEntry]]]:
+def _decode(
+    replicas: tuple[Scheduler, ...], steps_of: StepsOf | None
+) -> tuple[Phase, list[list[PlanEntry]]]:
     """Plan the next tokens of each row that decodes. Where enough tokens are certain, or are worth
     guessing, rows have runs of them, which a prefill computes.
     """
@@ -268,8 +272,10 @@ def _decode(replicas: tuple[Scheduler, ...]) -> tuple[Phase, list[list[PlanEntry
         return "prefill", [
             run_entries(r.blocks, seqs, runs, guesses=guesses) for r, seqs in planned
         ]
-    # One step is drawn under masks, on every replica.
-    steps = 1 if is_masked else replicas[0].decode_steps
+    if is_masked:
+        steps = 1  # is drawn under masks, on every replica
+    else:
+        steps = replicas[0].decode_steps if steps_of is None else steps_of(rows)
     return "decode", [decode_entries(r.blocks, seqs, steps) for r, seqs in planned]
 
 

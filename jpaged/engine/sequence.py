@@ -424,18 +424,24 @@ class Request:
     """What one caller asked for: the samples of one prompt, in order. Some may have ended before
     the engine takes it. salt: under which cached prefixes of its prompt are shared. weight_version:
     of the weights when the engine takes it, of newer ones that came before it had drawn anything,
-    or of those that drew the first of the tokens that it began with.
+    or of those that drew the first of the tokens that it began with. is_streamed: whether somebody
+    follows its tokens while they are drawn.
     """
 
     steers = False  # whether its rows wait for `steer` after each draw
 
     def __init__(
-        self, sequences: Iterable[Sequence], *, prompt: str | None = None, salt: str | None = None
+        self,
+        sequences: Iterable[Sequence],
+        *,
+        prompt: str | None = None,
+        salt: str | None = None,
+        is_streamed: bool = False,
     ):
         self.sequences = list(sequences)
         self.max_sequences = len(self.sequences)  # that there may be at once
         self.request_id = self.sequences[0].request_id
-        self.prompt, self.salt = prompt, salt
+        self.prompt, self.salt, self.is_streamed = prompt, salt, is_streamed
         self.weight_version = 0
         # Of samples that had ended before: what became of them, by index, for whoever collects.
         self.ended: Mapping[int, object] = {}

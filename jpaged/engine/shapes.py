@@ -6,13 +6,14 @@ A shape is all that can make a step compile again.
 
 import bisect
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, Literal, Self
 
 from jpaged.checks import JsonObject
 from jpaged.config import EngineConfig, has_draft_model, has_head_adapters
 from jpaged.engine.plan import Plan
 from jpaged.engine.scoring import WIDTHS, Scoring
+from jpaged.engine.sequence import Sequence
 
 MOST_MOVED = 64  # blocks of a move between pool and host: enough to fill a transfer
 MOST_STATES_MOVED = 4  # of those that hold a state, which has megabytes a layer
@@ -76,11 +77,12 @@ class Shape:
         )
         return same_size == other
 
-    def widened(self, others: Sequence["Shape"]) -> Self:
+    def widened(self, others: Iterable["Shape"]) -> Self:
         """Return the smallest step of the same kind that does what this one and others do."""
         values: dict[str, Any] = {}
+        shapes = (self, *others)
         for field in dataclasses.fields(self):
-            values_of_all = [getattr(shape, field.name) for shape in (self, *others)]
+            values_of_all = [getattr(shape, field.name) for shape in shapes]
             if field.name != "sampler":
                 values[field.name] = max(values_of_all)
             elif self.sampler is not None:
@@ -192,8 +194,7 @@ def choose_shapes(plan: Plan, config: EngineConfig) -> StepShapes:
     assert config.token_buckets is not None and config.seq_buckets is not None
     assert config.decode_steps is not None
     drawing = [e.seq for e in plan.entries if e.draws]
-    asked: set[Sampler] = {SAMPLERS[0], *[seq.sampler for seq in drawing]}
-    sampler = max(asked, key=SAMPLERS.index)
+    sampler = _sampler(drawing)
     rows = _ceil(config.seq_buckets, plan.num_draws)
     tables, blocks = len(plan.entries[0].seq.block_tables), config.max_blocks_per_seq
     if plan.phase == "draft":
@@ -211,10 +212,7 @@ def choose_shapes(plan: Plan, config: EngineConfig) -> StepShapes:
         if config.separate_draw or masked:
             shape = DecodeShape(rows=rows, tables=tables, blocks=blocks, loras=loras, sampler=None)
             return shape, sample
-        steps = config.decode_steps
-        return DecodeShape(
-            rows=rows, tables=tables, blocks=blocks, loras=loras, steps=steps, sampler=sampler
-        ), None
+        return decode_shape(drawing, config), None
     tokens = _ceil(config.token_buckets, plan.num_tokens)
     computed = len([e for e in plan.entries if e.num_tokens])  # forks are rows of the draw alone
     return PrefillShape(
@@ -225,6 +223,26 @@ def choose_shapes(plan: Plan, config: EngineConfig) -> StepShapes:
         loras=loras,
         **_scoring(plan, config),
     ), sample
+
+
+def decode_shape(rows: list[Sequence], config: EngineConfig) -> DecodeShape:
+    """Return the smallest decode of the table that holds these rows and draws for them itself."""
+    assert config.seq_buckets is not None and config.decode_steps is not None
+    has_adapters = bool([seq for seq in rows if seq.adapter is not None])
+    return DecodeShape(
+        rows=_ceil(config.seq_buckets, len(rows)),
+        tables=len(rows[0].block_tables),
+        blocks=config.max_blocks_per_seq,
+        loras=config.max_loras if has_adapters else 0,
+        steps=config.decode_steps,
+        sampler=_sampler(rows),
+    )
+
+
+def _sampler(rows: list[Sequence]) -> Sampler:
+    """Return the least that draws for all of these rows."""
+    asked: set[Sampler] = {SAMPLERS[0], *[seq.sampler for seq in rows]}
+    return max(asked, key=SAMPLERS.index)
 
 
 def _scoring(plan: Plan, config: EngineConfig) -> JsonObject:
@@ -239,7 +257,7 @@ def _scoring(plan: Plan, config: EngineConfig) -> JsonObject:
     return fields | _asked(asked, config, listed) if asked else fields
 
 
-def _asked(asked: Sequence[Scoring], config: EngineConfig, listed: int = 0) -> JsonObject:
+def _asked(asked: list[Scoring], config: EngineConfig, listed: int = 0) -> JsonObject:
     """Return the fields of a PrefillShape that say what more it returns of what it scores. listed:
     the longest list of prompts' logprobs, which has room beside the likeliest tokens.
     """
@@ -271,7 +289,7 @@ def _width(count: int, config: EngineConfig) -> int:
     return next((width for width in WIDTHS if width >= count), config.max_logprobs)
 
 
-def common_shapes(chosen: Sequence[StepShapes], config: EngineConfig) -> StepShapes:
+def common_shapes(chosen: list[StepShapes], config: EngineConfig) -> StepShapes:
     """Return the smallest shapes of the table that hold what several replicas' shapes hold, all of
     one phase.
     """

@@ -109,6 +109,7 @@ class Builder:
             ],
             prompt=prompt.text,
             salt=prompt.salt,
+            is_streamed=streaming,
         )
         if begun is not None:
             resume(request, begun)

@@ -17,6 +17,7 @@ from jpaged.engine.packing import PAD_TOKEN, Batch, pack_replays, unpack
 from jpaged.engine.plan import StepResult
 from jpaged.engine.scoring import States
 from jpaged.engine.shapes import (
+    DecodeShape,
     PrefillShape,
     ReplayShape,
     Shape,
@@ -174,6 +175,10 @@ class Runner:
         if self.compiled.is_sealed or not self._missing(buckets):
             return buckets
         return self.stand_ins.fit(buckets)
+
+    def steps_at_once(self, bucket: DecodeShape) -> int:
+        """Return how many of its steps a decode that draws would run in one dispatch now."""
+        return bucket.steps if bucket in self._ready else self.stand_ins.steps_at_once(bucket)
 
     def dispatch(self, batch: Batch) -> Handle:
         """Start a step, all but a draw that is a step of its own; the state is rebound to its
@@ -533,6 +538,10 @@ class PeerRunner(Runner):
     def fit(self, buckets: StepShapes) -> StepShapes:
         """Return these buckets: which steps are compiled may differ between processes."""
         return buckets
+
+    def steps_at_once(self, bucket: DecodeShape) -> int:
+        """Return all of its steps: what is not compiled is compiled at once."""
+        return bucket.steps
 
     def dispatch(self, batch: Batch) -> Handle:
         assert self.peers is not None

@@ -38,19 +38,30 @@ class StandIns:
             running = self._standing_in(bucket)
         return running, None if sample is None else self._standing_in(sample)
 
+    def steps_at_once(self, bucket: DecodeShape) -> int:
+        """Return how many of its steps `fit` would leave a decode that draws itself: one where it
+        is not compiled, so that it would become two steps.
+        """
+        if self._steps.setting.config.separate_draw is not None:
+            return bucket.steps
+        return bucket.steps if bucket in self._steps or self._larger(bucket) else 1
+
     def _standing_in[S: Shape](self, bucket: S) -> S:
         """Return the shape if it is compiled, else the smallest compiled one that holds it and is
         not much larger. Without one, or if a row's bits could differ, return the shape.
         """
-        config = self._steps.setting.config
-        rows_are_independent = config.deterministic and not config.pinned
-        if bucket in self._steps or not rows_are_independent:
-            return bucket
-        larger = self._steps.larger(bucket, MUCH_LARGER * bucket.tokens)
-        if not larger:
+        if bucket in self._steps or not (larger := self._larger(bucket)):
             return bucket
         self._ask_for(bucket, OFTEN)
         return min(larger, key=lambda b: (b.tokens, b.rows, b.is_full))
+
+    def _larger[S: Shape](self, bucket: S) -> list[S]:
+        """Return the compiled shapes that may stand in for this one."""
+        config = self._steps.setting.config
+        rows_are_independent = config.deterministic and not config.pinned
+        if not rows_are_independent:
+            return []
+        return self._steps.larger(bucket, MUCH_LARGER * bucket.tokens)
 
     def _ask_for(self, bucket: Shape, often: int) -> None:
         """Count a request for a step, and compile it in the background after so many.

@@ -23,7 +23,7 @@ from jpaged.engine.layout import CONTROLS, Section, input_sections, output_secti
 from jpaged.engine.packing import ON_DEVICE, PAD_TOKEN, Batch, pack_replays, unpack
 from jpaged.engine.plan import StepResult
 from jpaged.engine.sequence import Sequence
-from jpaged.engine.shapes import PrefillShape, ReplayShape, Shape, StepShapes
+from jpaged.engine.shapes import DecodeShape, PrefillShape, ReplayShape, Shape, StepShapes
 from jpaged.models.config import ModelConfig
 from jpaged.search.beam import BeamSearch, EarlyStopping
 
@@ -207,6 +207,9 @@ class MockRunner:
 
     def fit(self, buckets: StepShapes) -> StepShapes:
         return buckets
+
+    def steps_at_once(self, bucket: DecodeShape) -> int:
+        return bucket.steps
 
     def dispatch(self, batch: Batch) -> Handle:
         """Everything happens here, in the order of the dispatches; `fetch` only reads."""
@@ -576,6 +579,9 @@ class MockReplicas:
 
     def fit(self, buckets: StepShapes) -> StepShapes:
         return buckets
+
+    def steps_at_once(self, bucket: DecodeShape) -> int:
+        return bucket.steps
 
     def dispatch(self, batch: Batch) -> Handle:
         """Parts as the device would cut them from the joined buffers; one without work is padding

@@ -81,6 +81,35 @@ def test_what_it_resolves_to() -> None:
         EngineConfig(separate_draw=True, decode_steps=4).resolve(CONFIG)
 
 
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({}, (4, 1)),
+        ({"separate_draw": False}, (4, 1)),
+        ({"separate_draw": True}, (1, 1)),
+        ({"strict": True}, (1, 1)),
+        ({"speculative": {"method": "ngram"}}, (1, 1)),
+        ({"decode_steps": 1}, (1, 1)),
+        ({"decode_steps": 3}, (3, 3)),
+        ({"decode_steps": 3, "stream_steps": 2}, (3, 2)),
+    ],
+)
+def test_how_many_steps_it_resolves_to(asked: dict[str, Any], expected: tuple[int, int]) -> None:
+    on_cpu = EngineConfig(**asked).resolve(CONFIG, on_cpu=True, batch_invariant=True)
+    assert (on_cpu.decode_steps, on_cpu.stream_steps) == expected
+    elsewhere = EngineConfig(**asked).resolve(CONFIG, batch_invariant=True)
+    same = expected if "decode_steps" in asked else (1, 1)
+    assert (elsewhere.decode_steps, elsewhere.stream_steps) == same
+
+
+def test_streams_draw_no_more_than_steps_are_compiled_for() -> None:
+    for steps in ({"stream_steps": 2}, {"stream_steps": 3, "decode_steps": 2}):
+        with pytest.raises(ConfigError, match="is above decode_steps="):
+            EngineConfig(**steps).resolve(CONFIG, on_cpu=True, batch_invariant=True)
+    with pytest.raises(ConfigError, match="stream_steps=0"):
+        EngineConfig(stream_steps=0)
+
+
 def decode(rows: int, **changes: Any) -> Shape:
     kind: dict[str, Any] = {"tables": 1, "blocks": 4} | changes
     return DecodeShape(rows=rows, **kind)
@@ -169,6 +198,47 @@ def test_two_steps_until_one_does_both(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.own_steps
 @pytest.mark.skipif(unavailable() is not None, reason=f"the CPU kernels: {unavailable()}")
+@pytest.mark.parametrize("separate", [False, None])
+def test_dispatches_of_several_tokens_where_nobody_follows(
+    monkeypatch: pytest.MonkeyPatch, separate: bool | None
+) -> None:
+    """Four tokens a dispatch, once that program is compiled; one while any request is streamed,
+    with equal tokens.
+    """
+    monkeypatch.setattr(stand_ins, "OFTEN_IN_TWO", 2)
+    params = make_params(0, NATIVE, jnp.bfloat16)
+    llm = LLM(params, **vars(engine(deterministic=True, separate_draw=separate, **SIZES)))
+    asked, prompts = SamplingParams(max_tokens=17, ignore_eos=True), make_prompts(5, 9)
+
+    def dispatches() -> int:
+        return sum(b.hits for b in llm.buckets() if b.phase == "decode")
+
+    def whole() -> list[tuple[int, ...]]:
+        return [tuple(o.outputs[0].token_ids) for o in llm.generate(prompts, asked, seed=1)]
+
+    expected, first = whole(), dispatches()
+    assert first == (4 if separate is False else 16)
+    while not all(future.done() for future in llm.session.runner.stand_ins.compiling.values()):
+        time.sleep(0.01)
+    assert whole() == expected and dispatches() - first == 4
+
+    before, pieces = dispatches(), list(llm.stream(prompts, asked, seed=1))
+    assert dispatches() - before == 16
+    assert max(len(piece.token_ids_delta) for piece in pieces) == 1
+    streamed = [
+        [t for p in pieces if p.request_index == i for t in p.token_ids_delta] for i in (0, 1)
+    ]
+    assert [tuple(tokens) for tokens in streamed] == expected
+
+    before, stream = dispatches(), llm.stream(make_prompts(7), asked)
+    next(stream)
+    assert whole() == expected and dispatches() - before >= 16  # beside a stream
+    stream.close()
+    llm.close()
+
+
+@pytest.mark.own_steps
+@pytest.mark.skipif(unavailable() is not None, reason=f"the CPU kernels: {unavailable()}")
 def test_processes_change_their_steps_at_the_same_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stand_ins, "OFTEN_IN_TWO", 2)
     monkeypatch.setattr(stand_ins, "are_many", lambda mesh: True)
@@ -179,7 +249,8 @@ def test_processes_change_their_steps_at_the_same_dispatch(monkeypatch: pytest.M
     hits = {
         b.sampler is None: usage.hits for b, usage in runner.usage.items() if b.phase == "decode"
     }
-    assert hits == {True: 2, False: 3} and not runner.stand_ins.compiling
+    # Of five tokens two are drawn one by one, three by the step that draws up to four.
+    assert hits == {True: 2, False: 1} and not runner.stand_ins.compiling
     llm.close()
 
 

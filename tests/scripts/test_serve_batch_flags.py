@@ -90,6 +90,7 @@ SETTINGS: dict[str, tuple[list[str], Any]] = {
     "token_buckets": (["--token-buckets", "16", "48"], (16, 48)),
     "seq_buckets": (["--seq-buckets", "8"], (8,)),
     "decode_steps": (["--decode-steps", "4"], 4),
+    "stream_steps": (["--stream-steps", "2"], 2),
     "max_logprobs": (["--max-logprobs", "5"], 5),
     "max_logit_bias": (["--max-logit-bias", "6"], 6),
     "max_sampling_mask": (["--max-sampling-mask", "8"], 8),
