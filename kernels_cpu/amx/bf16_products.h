@@ -14,6 +14,7 @@
 
 namespace jpaged::amx {
 
+constexpr int64_t kQuarter = kSide / 4;
 constexpr int64_t kGroup = 2 * kSide;  // rows of a weight
 constexpr int64_t kPair = 2;           // tiles of x, 16 rows each, that meet a group
 constexpr int64_t kTogether = 3;       // how many of them meet a group that is widened (widened.cc)
@@ -25,19 +26,15 @@ inline int64_t TilesOf(int64_t T) { return (T + kSide - 1) / kSide; }
 // How many numbers T packed rows of x are.
 inline int64_t Packed(int64_t T, int64_t E) { return TilesOf(T) * kSide * E; }
 
-// Packs the rows [16 i, 16 i + 16) of x as [E/2][16 rows][2], zeros past the last one. x(t) is where row t begins.
+// Packs the rows [16 i, 16 i + 16) of x as [E/2][16 rows][2]; past the last one that one again. x(t) is where row t begins.
 template <typename X>
 void PackRows(const X& x, int64_t T, int64_t E, int64_t i, bf16* packed) {
   const bf16* from[kSide];
   for (int64_t t = 0; t < kSide; ++t) from[t] = x(std::min(kSide * i + t, T - 1));
   packed += kSide * i * E;
-  for (int64_t e = 0; e < E; e += kDepth) {
-    __m512i rows[16];
-#pragma GCC unroll 16
-    for (int64_t t = 0; t < kSide; ++t) {
-      rows[t] = kSide * i + t < T ? _mm512_loadu_si512(from[t] + e) : _mm512_setzero_si512();
-    }
-    avx512::Transpose(rows, packed + e * kSide, kDepth);
+  for (int64_t e = 0; e < E; e += 2 * kQuarter) {
+    auto put = [&](int64_t pair, __m512i words) { _mm512_storeu_si512(packed + e * kSide + pair * kDepth, words); };
+    avx512::TransposeQuarter([&](int64_t t) { return from[t] + e; }, put);
   }
 }
 
@@ -167,9 +164,10 @@ void MultiplyBlock(const bf16* x, int64_t first, int64_t last, int64_t E, int64_
 
 constexpr int64_t kCacheBytes = 2 << 20;  // of the L2 cache, wherever there is AMX
 
-// Into how many blocks T rows are cut.
+// Into how many blocks T rows are cut: so many that one leaves more than half of the cache for the weight and the results, and for
+// the other thread of a core.
 inline int64_t BlocksOf(int64_t T, int64_t E) {
-  int64_t most = std::max<int64_t>(kPair, kCacheBytes * 9 / 16 / static_cast<int64_t>(kSide * E * sizeof(bf16)));
+  int64_t most = std::max<int64_t>(kPair, kCacheBytes * 3 / 8 / static_cast<int64_t>(kSide * E * sizeof(bf16)));
   return (TilesOf(T) + most - 1) / most;
 }
 
@@ -196,7 +194,7 @@ inline bool GoesPastCache(const void* to, int64_t row_bytes, int64_t bytes) {
 // Divides a product between threads: calls body(first, last, begin, end) for tiles of x and groups of the weight.
 template <typename Body>
 void ForBlocks(ffi::ThreadPool& pool, int64_t T, int64_t E, int64_t groups, const Body& body) {
-  int64_t blocks = BlocksOf(T, E), shares = std::max<int64_t>(1, SharesOf(pool, groups, 1) / blocks);
+  int64_t blocks = BlocksOf(T, E), shares = (SharesOf(pool, groups, 1) + blocks - 1) / blocks;
   ParallelFor(pool, blocks * shares, [&](int64_t item) {
     Tiles tiles_of_this_thread;
     int64_t block = item / shares, share = item % shares;
