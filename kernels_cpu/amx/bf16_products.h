@@ -1,10 +1,10 @@
 // Products of bf16 with AMX tiles; see linear.h, mlp.h and experts.h. The weight is the first operand, read as it lies, a group of
-// 32 of its rows at a time; x, of which rows are the second operand's columns, is packed once. Sums of 32 rows of the weight by 48
+// 32 of its rows at a time; x, of which rows are the second operand's columns, is packed once. Sums of 32 rows of the weight by 32
 // of x stay in tiles while they run along E, in one order for any number of rows.
 //
-// A block of x stays in the L2 cache while the weight passes. What else there is to do goes on between the instructions that
-// multiply, a little at a time, so that neither waits for the other: the sums before are written, and the next group of the weight
-// comes towards the cache.
+// A block of x stays in the L2 cache while the weight passes. It goes past the L1 cache, where it would replace the group, which all
+// of the block meets. What else there is to do goes on between the instructions that multiply, a little at a time, so that neither
+// waits for the other: the sums before are written, and the next group of the weight comes towards the cache.
 #pragma once
 
 #include <type_traits>
@@ -14,8 +14,10 @@
 
 namespace jpaged::amx {
 
+constexpr int64_t kQuarter = kSide / 4;
 constexpr int64_t kGroup = 2 * kSide;  // rows of a weight
-constexpr int64_t kTogether = 3;       // tiles of x, 16 rows each, that meet a group
+constexpr int64_t kPair = 2;           // tiles of x, 16 rows each, that meet a group
+constexpr int64_t kTogether = 3;       // how many of them meet a group that is widened (widened.cc)
 
 using Sums = float[2][kSide][kSide];  // [16 rows of the weight][16 rows of x], twice
 
@@ -24,19 +26,15 @@ inline int64_t TilesOf(int64_t T) { return (T + kSide - 1) / kSide; }
 // How many numbers T packed rows of x are.
 inline int64_t Packed(int64_t T, int64_t E) { return TilesOf(T) * kSide * E; }
 
-// Packs the rows [16 i, 16 i + 16) of x as [E/2][16 rows][2], zeros past the last one. x(t) is where row t begins.
+// Packs the rows [16 i, 16 i + 16) of x as [E/2][16 rows][2]; past the last one that one again. x(t) is where row t begins.
 template <typename X>
 void PackRows(const X& x, int64_t T, int64_t E, int64_t i, bf16* packed) {
   const bf16* from[kSide];
   for (int64_t t = 0; t < kSide; ++t) from[t] = x(std::min(kSide * i + t, T - 1));
   packed += kSide * i * E;
-  for (int64_t e = 0; e < E; e += kDepth) {
-    __m512i rows[16];
-#pragma GCC unroll 16
-    for (int64_t t = 0; t < kSide; ++t) {
-      rows[t] = kSide * i + t < T ? _mm512_loadu_si512(from[t] + e) : _mm512_setzero_si512();
-    }
-    avx512::Transpose(rows, packed + e * kSide, kDepth);
+  for (int64_t e = 0; e < E; e += 2 * kQuarter) {
+    auto put = [&](int64_t pair, __m512i words) { _mm512_storeu_si512(packed + e * kSide + pair * kDepth, words); };
+    avx512::TransposeQuarter([&](int64_t t) { return from[t] + e; }, put);
   }
 }
 
@@ -68,6 +66,10 @@ struct GroupRows {
 
 // Adds up the products of kCount tiles of packed x and a group of a weight, of which w.Tile(half, e) has 16 rows of 32 inputs from
 // e on. Calls aside() before each 32 inputs.
+//
+// A core has few tile registers beside the 8 that have names, and its two threads share them. A tile that is loaded or multiplied
+// takes one until it is done, so the fewer hold sums and operands, the more loads are under way. Hence up to two tiles of x take 7
+// of the 8, and each operand is loaded once.
 template <int kCount, typename W, typename Aside>
 void MultiplyTiles(const bf16* x, const W& w, int64_t E, const Aside& aside, Sums* sums) {
   const bf16 *x1 = x + kSide * E, *x2 = x1 + kSide * E;
@@ -75,32 +77,37 @@ void MultiplyTiles(const bf16* x, const W& w, int64_t E, const Aside& aside, Sum
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
-  _tile_zero(4);
-  _tile_zero(5);
+  if constexpr (kCount > kPair) {
+    _tile_zero(4);
+    _tile_zero(5);
+  }
   for (int64_t e = 0; e < E; e += kDepth) {
     aside();
     WriteBeforeTiles();
-    _tile_loadd(6, w.Tile(0, e), w.stride);
-    _tile_loadd(7, x + e * kSide, 64);
-    _tile_dpbf16ps(0, 6, 7);
-    if constexpr (kCount > 1) {
+    if constexpr (kCount <= kPair) {
+      _tile_stream_loadd(6, x + e * kSide, 64);
+      if constexpr (kCount > 1) _tile_stream_loadd(7, x1 + e * kSide, 64);
+      _tile_loadd(4, w.Tile(0, e), w.stride);
+      _tile_dpbf16ps(0, 4, 6);
+      if constexpr (kCount > 1) _tile_dpbf16ps(2, 4, 7);
+      _tile_loadd(4, w.Tile(1, e), w.stride);
+      _tile_dpbf16ps(1, 4, 6);
+      if constexpr (kCount > 1) _tile_dpbf16ps(3, 4, 7);
+    } else {
+      _tile_loadd(6, w.Tile(0, e), w.stride);
+      _tile_loadd(7, x + e * kSide, 64);
+      _tile_dpbf16ps(0, 6, 7);
       _tile_loadd(7, x1 + e * kSide, 64);
       _tile_dpbf16ps(2, 6, 7);
-    }
-    if constexpr (kCount > 2) {
       _tile_loadd(7, x2 + e * kSide, 64);
       _tile_dpbf16ps(4, 6, 7);
-    }
-    _tile_loadd(6, w.Tile(1, e), w.stride);
-    if constexpr (kCount > 2) {
+      _tile_loadd(6, w.Tile(1, e), w.stride);
       _tile_dpbf16ps(5, 6, 7);
       _tile_loadd(7, x1 + e * kSide, 64);
-    }
-    if constexpr (kCount > 1) {
       _tile_dpbf16ps(3, 6, 7);
       _tile_loadd(7, x + e * kSide, 64);
+      _tile_dpbf16ps(1, 6, 7);
     }
-    _tile_dpbf16ps(1, 6, 7);
   }
   _tile_stored(0, sums[0][0], 64);
   _tile_stored(1, sums[0][1], 64);
@@ -120,11 +127,11 @@ void MultiplyTiles(const bf16* x, const W& w, int64_t E, const Aside& aside, Sum
 //   Write(group, tile, piece, sums)   writes one of kPieces parts of what becomes of the sums of a group and a tile of x.
 template <typename Result>
 void MultiplyBlock(const bf16* x, int64_t first, int64_t last, int64_t E, int64_t begin, int64_t end, Result& result) {
-  alignas(kCacheLine) Sums sums[2][kTogether];
+  alignas(kCacheLine) Sums sums[2][kPair];
   struct {
     int64_t group = 0, tile = 0, count = 0;
   } before;  // whose sums are not written
-  int64_t tiles = last - first, steps = (tiles + kTogether - 1) / kTogether, depths = E / kDepth;
+  int64_t tiles = last - first, steps = (tiles + kPair - 1) / kPair, depths = E / kDepth;
   bool turn = false;
   auto write = [&](int64_t i) {
     int64_t tile = i / Result::kPieces;
@@ -143,9 +150,7 @@ void MultiplyBlock(const bf16* x, int64_t first, int64_t last, int64_t E, int64_
       };
       GroupRows rows{{w[0], w[1]}, E * static_cast<int64_t>(sizeof(bf16))};
       auto multiply = [&](auto kCount) { MultiplyTiles<kCount>(x + tile * kSide * E, rows, E, aside, sums[turn]); };
-      if (count == 3) {
-        multiply(std::integral_constant<int, 3>());
-      } else if (count == 2) {
+      if (count == kPair) {
         multiply(std::integral_constant<int, 2>());
       } else {
         multiply(std::integral_constant<int, 1>());
@@ -159,16 +164,17 @@ void MultiplyBlock(const bf16* x, int64_t first, int64_t last, int64_t E, int64_
 
 constexpr int64_t kCacheBytes = 2 << 20;  // of the L2 cache, wherever there is AMX
 
-// Into how many blocks T rows are cut.
+// Into how many blocks T rows are cut: so many that one leaves more than half of the cache for the weight and the results, and for
+// the other thread of a core.
 inline int64_t BlocksOf(int64_t T, int64_t E) {
-  int64_t most = std::max<int64_t>(kTogether, kCacheBytes * 9 / 16 / static_cast<int64_t>(kSide * E * sizeof(bf16)));
+  int64_t most = std::max<int64_t>(kPair, kCacheBytes * 3 / 8 / static_cast<int64_t>(kSide * E * sizeof(bf16)));
   return (TilesOf(T) + most - 1) / most;
 }
 
 // The first tile of a block.
 inline int64_t FirstOf(int64_t block, int64_t T, int64_t E) {
   int64_t tiles = TilesOf(T), blocks = BlocksOf(T, E);
-  return block == blocks ? tiles : tiles * block / blocks / kTogether * kTogether;
+  return block == blocks ? tiles : tiles * block / blocks / kPair * kPair;
 }
 
 // Writes a cache line of a result. One of which all is larger than the cache goes past it: it would leave the cache before it is
@@ -188,7 +194,7 @@ inline bool GoesPastCache(const void* to, int64_t row_bytes, int64_t bytes) {
 // Divides a product between threads: calls body(first, last, begin, end) for tiles of x and groups of the weight.
 template <typename Body>
 void ForBlocks(ffi::ThreadPool& pool, int64_t T, int64_t E, int64_t groups, const Body& body) {
-  int64_t blocks = BlocksOf(T, E), shares = std::max<int64_t>(1, SharesOf(pool, groups, 1) / blocks);
+  int64_t blocks = BlocksOf(T, E), shares = (SharesOf(pool, groups, 1) + blocks - 1) / blocks;
   ParallelFor(pool, blocks * shares, [&](int64_t item) {
     Tiles tiles_of_this_thread;
     int64_t block = item / shares, share = item % shares;

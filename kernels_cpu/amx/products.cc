@@ -11,7 +11,7 @@ class Linear {
   using Out = std::remove_pointer_t<std::invoke_result_t<Y, int64_t>>;
 
  public:
-  static constexpr int64_t kWidth = kCacheLine / sizeof(Out), kPieces = kGroup / kWidth;
+  static constexpr int64_t kWidth = kCacheLine / sizeof(Out), kPieces = 4;
 
   Linear(const bf16* w, int64_t T, int64_t N, int64_t E, const Y& y, bool past_cache)
       : w_(w), T_(T), N_(N), E_(E), y_(y), past_cache_(past_cache) {}
@@ -29,38 +29,39 @@ class Linear {
   }
 
   void Write(int64_t group, int64_t tile, int64_t piece, const Sums& sums) const {
-    int64_t column = group * kGroup + piece * kWidth;
-    __m512i words[kSide];
-    if constexpr (kPieces == 1) {
-      PairsOfRows(sums, words);
-    } else {
-#pragma GCC unroll 16
-      for (int i = 0; i < kSide; ++i) words[i] = _mm512_load_si512(sums[piece][i]);
-    }
-    int64_t rows = std::min(kSide, T_ - tile * kSide);
-    auto put = [&](int64_t i, __m512i row) {
-      if (i < rows) Put(y_(tile * kSide + i) + column, row, N_ - column);
+    int64_t first = tile * kSide + piece * kQuarter, rows = T_ - first;
+    if (rows <= 0) return;
+    auto from = [&](int64_t half) {
+      return [&, half](int64_t n) { return &sums[half][n][piece * kQuarter]; };
     };
-    avx512::Transpose(words, put);
+    auto put = [&](int64_t t, int64_t column, __m512i row) {
+      if (t < rows) Put(y_(first + t) + column, row, N_ - column);
+    };
+    for (int64_t half = 0; half < 2; ++half) {
+      int64_t column = group * kGroup + half * kWidth;
+      if constexpr (kWidth == kSide) {
+        avx512::TransposeQuarter(from(half), [&](int64_t t, __m512i row) { put(t, column, row); });
+      } else if (half == 0) {
+        __m512i low[4], high[4], x[4];
+        avx512::LoadLanes(from(0), low), avx512::LoadLanes(from(1), high);
+        // Lane l of x[i] has four sums of row 8 l + i of the group, then of row 8 l + 4 + i.
+        for (int i = 0; i < 4; ++i) x[i] = (__m512i)_mm512_cvtne2ps_pbh(_mm512_castsi512_ps(high[i]), _mm512_castsi512_ps(low[i]));
+        __m512i a = _mm512_unpacklo_epi16(x[0], x[1]), b = _mm512_unpackhi_epi16(x[0], x[1]);
+        __m512i c = _mm512_unpacklo_epi16(x[2], x[3]), d = _mm512_unpackhi_epi16(x[2], x[3]);
+        __m512i e = _mm512_unpacklo_epi32(a, c), f = _mm512_unpacklo_epi32(b, d);
+        __m512i g = _mm512_unpackhi_epi32(a, c), h = _mm512_unpackhi_epi32(b, d);
+        put(0, column, _mm512_unpacklo_epi64(e, f)), put(1, column, _mm512_unpackhi_epi64(e, f));
+        put(2, column, _mm512_unpacklo_epi64(g, h)), put(3, column, _mm512_unpackhi_epi64(g, h));
+      }
+    }
   }
 
  private:
-  // Rounds sums to pairs of neighbours.
-  static void PairsOfRows(const Sums& sums, __m512i (&words)[kSide]) {
-    const __m512i zipped = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4,
-                                            19, 3, 18, 2, 17, 1, 16, 0);
-#pragma GCC unroll 16
-    for (int i = 0; i < kSide; ++i) {
-      const float(&pair)[kSide][kSide] = sums[i / 8];
-      __m512 low = _mm512_load_ps(pair[i % 8 * 2]), high = _mm512_load_ps(pair[i % 8 * 2 + 1]);
-      words[i] = _mm512_permutexvar_epi16(zipped, (__m512i)_mm512_cvtne2ps_pbh(high, low));
-    }
-  }
 
   void Put(Out* to, __m512i row, int64_t count) const {
     if (count >= kWidth) {
       PutLine(to, row, past_cache_);
-    } else if constexpr (kPieces == 1) {
+    } else if constexpr (kWidth == kGroup) {
       _mm512_mask_storeu_epi16(to, (1u << count) - 1, row);
     } else if (count > 0) {
       _mm512_mask_storeu_epi32(to, (1u << count) - 1, row);

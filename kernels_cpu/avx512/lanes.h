@@ -199,6 +199,31 @@ inline void Transpose(__m512i (&x)[16], bf16* out, int64_t stride) {
   Transpose(x, [&](int64_t j, __m512i words) { _mm512_storeu_si512(out + j * stride, words); });
 }
 
+// Register i has four words of the rows i, 4 + i, 8 + i and 12 + i of 16, which begin at row(0) to row(15). Lanes are put together
+// as they are loaded: that takes none of the shuffles, of which a core has one a cycle.
+template <typename Row>
+inline void LoadLanes(const Row& row, __m512i (&x)[4]) {
+  auto lane = [&](int64_t i) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(row(i))); };
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    x[i] = _mm512_castsi128_si512(lane(i));
+    x[i] = _mm512_mask_broadcast_i32x4(x[i], 0x00f0, lane(4 + i));
+    x[i] = _mm512_mask_broadcast_i32x4(x[i], 0x0f00, lane(8 + i));
+    x[i] = _mm512_mask_broadcast_i32x4(x[i], 0xf000, lane(12 + i));
+  }
+}
+
+// Calls put(j, the word j of each of 16 rows) for the four words that begin at row(0) to row(15): a quarter of 16 x 16 words.
+template <typename Row, typename Put>
+inline void TransposeQuarter(const Row& row, const Put& put) {
+  __m512i x[4];
+  LoadLanes(row, x);
+  __m512i a = _mm512_unpacklo_epi32(x[0], x[1]), b = _mm512_unpackhi_epi32(x[0], x[1]);
+  __m512i c = _mm512_unpacklo_epi32(x[2], x[3]), d = _mm512_unpackhi_epi32(x[2], x[3]);
+  put(0, _mm512_unpacklo_epi64(a, c)), put(1, _mm512_unpackhi_epi64(a, c));
+  put(2, _mm512_unpacklo_epi64(b, d)), put(3, _mm512_unpackhi_epi64(b, d));
+}
+
 // out[j] = the eight bytes from 8 j on of each x[i].
 inline void Transpose(const __m512i (&x)[8], __m512i (&out)[8]) {
   __m512i t[8];

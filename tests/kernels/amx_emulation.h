@@ -79,12 +79,14 @@ inline void MultiplyBf16(int sums, int left, int right) {
 #undef _tile_loadconfig
 #undef _tile_release
 #undef _tile_loadd
+#undef _tile_stream_loadd
 #undef _tile_stored
 #undef _tile_zero
 #undef _tile_dpbf16ps
 #define _tile_loadconfig(config) amx_emulation::LoadConfig(config)
 #define _tile_release() amx_emulation::Release()
 #define _tile_loadd(tile, base, stride) amx_emulation::Load(tile, base, stride)
+#define _tile_stream_loadd(tile, base, stride) amx_emulation::Load(tile, base, stride)
 #define _tile_stored(tile, base, stride) amx_emulation::Store(tile, base, stride)
 #define _tile_zero(tile) amx_emulation::Zero(tile)
 #define _tile_dpbf16ps(sums, left, right) amx_emulation::MultiplyBf16(sums, left, right)
