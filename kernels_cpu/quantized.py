@@ -57,7 +57,9 @@ def linear(
     lie (see jpaged.models.quantized.WeightForm), where `interleaves` says that it can be. A row's
     bits depend on that row alone.
     """
-    result = jax.ShapeDtypeStruct((x_TE.shape[0], scales.shape[0]), written_dtype(dtype, activations))
+    result = jax.ShapeDtypeStruct(
+        (x_TE.shape[0], scales.shape[0]), written_dtype(dtype, activations)
+    )
     call = jax.ffi.ffi_call("jpaged_quantized", result)
     count = jnp.asarray(count, jnp.int32)
     zeros = jnp.zeros((0, 0), jnp.float32) if zeros is None else zeros

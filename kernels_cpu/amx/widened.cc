@@ -19,7 +19,7 @@ constexpr int64_t kChunkSize = kGroup * kChunk;  // its numbers
 constexpr int64_t kTileSize = kSide * kDepth;
 constexpr int64_t kNearSteps = 4;
 constexpr int64_t kRowsAside = 8;    // of a chunk that are made between two products, where there are many
-constexpr int64_t kLeastGroups = 4;  // of an item for many rows of x
+constexpr int64_t kLeastGroups = 2;  // of an item for many rows of x
 
 inline int64_t ChunksOf(int64_t E) { return (E + kChunk - 1) / kChunk; }
 
@@ -28,9 +28,12 @@ struct Rows {
   int64_t step, apart;
 };
 
-template <Form form, Scales kind>
+template <Form form_, Scales kind_>
 class ChunkWidener {
  public:
+  static constexpr Form form = form_;
+  static constexpr Scales kind = kind_;
+
   // Makes a chunk from input `first` on of `count` rows from row n on. What lies as far on `step` rows later comes towards the cache.
   static void Widen(const Quantized& w, int64_t n, int64_t count, int64_t step, int64_t first, bf16* to) {
     if (first + kChunk <= w.E) {
@@ -45,7 +48,8 @@ class ChunkWidener {
   static void WidenRows(const Quantized& w, int64_t n, int64_t count, int64_t step, int64_t first, Blocks blocks, bf16* to) {
     int64_t scale_of[kBlocks] = {}, bytes = w.RowBytes(), S = w.S;
     if (kind != Scales::kRow) {
-      for (int64_t b = 0; b < blocks; ++b) scale_of[b] = (first + b * kDepth) / w.Group();
+      int64_t group = w.Group(), scale = first / group;
+      for (int64_t b = 0; b < blocks; ++b) scale_of[b] = scale += first + b * kDepth == (scale + 1) * group;
     }
     // A row's addresses come from those of the row before: a compiler cannot know that w stays as it is while tiles are written.
     const uint8_t* from = w.Row(n) + Bytes(form, first);
@@ -99,21 +103,12 @@ class ChunkWidener {
   }
 };
 
-using WidenChunk = void (*)(const Quantized& w, int64_t n, int64_t count, int64_t step, int64_t first, bf16* to);
-
-WidenChunk WidenerOf(const Quantized& w) {
-  bool is_row = w.Kind() == Scales::kRow;
-  if (w.form == Form::kInt8) return is_row ? &ChunkWidener<Form::kInt8, Scales::kRow>::Widen : &ChunkWidener<Form::kInt8, Scales::kGroups>::Widen;
-  if (w.form == Form::kE4m3) return is_row ? &ChunkWidener<Form::kE4m3, Scales::kRow>::Widen : &ChunkWidener<Form::kE4m3, Scales::kGroups>::Widen;
-  if (w.Kind() == Scales::kZeros) return &ChunkWidener<Form::kInt4, Scales::kZeros>::Widen;
-  return &ChunkWidener<Form::kInt4, Scales::kGroups>::Widen;
-}
-
 // The groups [begin, end) of a weight as bf16, chunk after chunk, of which the last `kept` are there.
+template <typename ChunkWidener>
 class Chunks {
  public:
   Chunks(const Quantized& w, Rows rows, int64_t begin, int64_t end, int64_t kept)
-      : w_(w), rows_(rows), begin_(begin), of_group_(ChunksOf(w.E)), count_((end - begin) * of_group_), kept_(kept), widen_(WidenerOf(w)) {
+      : w_(w), rows_(rows), begin_(begin), of_group_(ChunksOf(w.E)), count_((end - begin) * of_group_), kept_(kept) {
     static thread_local Memory memory;
     values_ = Scratch<bf16>(memory, kept * kChunkSize);
   }
@@ -131,7 +126,7 @@ class Chunks {
     for (int64_t half = 0; half < 2; ++half) {
       int64_t n = group * rows_.step + half * rows_.apart, from = std::max<int64_t>(row - half * kSide, 0);
       int64_t count = std::min({end - half * kSide, kSide, w_.N - n}) - from;
-      if (count > 0) widen_(w_, n + from, count, rows_.step, first, Place(chunk) + half * kTileSize + from * kDepth);
+      if (count > 0) ChunkWidener::Widen(w_, n + from, count, rows_.step, first, Place(chunk) + half * kTileSize + from * kDepth);
     }
   }
 
@@ -141,11 +136,11 @@ class Chunks {
   const Quantized& w_;
   Rows rows_;
   int64_t begin_, of_group_, count_, kept_;
-  WidenChunk widen_;
   bf16* values_;
 };
 
 // A group as MultiplyTiles takes it.
+template <typename Chunks>
 struct WidenedGroup {
   const Chunks& chunks;
   int64_t first;                           // its first chunk
@@ -154,18 +149,27 @@ struct WidenedGroup {
   const bf16* Tile(int64_t half, int64_t e) const { return chunks.Tile(first, half, e); }
 };
 
-// What becomes of the sums of a group and a tile of x, in kPieces parts: rows of y.
+// What becomes of the sums of a group, which has these rows of the weight, and a tile of x: written in so many pieces.
+struct Result {
+  const Rows rows;
+  const int64_t pieces;
+
+  Result(Rows rows, int64_t pieces) : rows(rows), pieces(pieces) {}
+  virtual void Write(int64_t group, int64_t tile, int64_t piece, const Sums& sums) const = 0;
+};
+
+// Rows of y.
 template <typename Out>
-class LinearRows {
- public:
+class LinearRows : public Result {
   static constexpr int64_t kWidth = kCacheLine / sizeof(Out), kPieces = kGroup / kWidth;
 
+ public:
   LinearRows(const Quantized& w, Out* y, int64_t T)
-      : w_(w), y_(y), T_(T), is_row_(w.Kind() == Scales::kRow), past_cache_(GoesPastCache(y, w.N * sizeof(Out), T * w.N * sizeof(Out))) {}
+      : Result({kGroup, kSide}, kPieces), w_(w), y_(y), T_(T), is_row_(w.Kind() == Scales::kRow) {
+    past_cache_ = GoesPastCache(y, w.N * sizeof(Out), T * w.N * sizeof(Out));
+  }
 
-  Rows Of() const { return {kGroup, kSide}; }
-
-  void Write(int64_t group, int64_t tile, int64_t piece, const Sums& sums) const {
+  void Write(int64_t group, int64_t tile, int64_t piece, const Sums& sums) const override {
     int64_t n = group * kGroup + piece * kWidth, t = tile * kSide, rows = std::min(kSide, T_ - t), count = w_.N - n;
     if (count <= 0) return;
     const float(&lines)[kGroup][kSide] = *reinterpret_cast<const float(*)[kGroup][kSide]>(sums);
@@ -204,18 +208,18 @@ class LinearRows {
   bool is_row_, past_cache_;
 };
 
-// Or h = gated(gate . x, up . x) of w [2, F, E], rounded to bf16 and packed as rows of x are.
+// h = gated(gate . x, up . x) of w [2, F, E], rounded to bf16 and packed as rows of x are.
 template <Activation kind>
-class GatedRows {
- public:
+class GatedRows : public Result {
   static constexpr int64_t kPieces = kSide / 2;
 
+ public:
   GatedRows(const Quantized& w, bf16* h, int64_t T)
-      : w_(w), h_(h), F_(w.N / 2), is_row_(w.Kind() == Scales::kRow), past_cache_(GoesPastCache(h, kCacheLine, Packed(T, F_) * sizeof(bf16))) {}
+      : Result({kSide, w.N / 2}, kPieces), w_(w), h_(h), F_(w.N / 2), is_row_(w.Kind() == Scales::kRow) {
+    past_cache_ = GoesPastCache(h, kCacheLine, Packed(T, F_) * sizeof(bf16));
+  }
 
-  Rows Of() const { return {kSide, F_}; }
-
-  void Write(int64_t group, int64_t tile, int64_t piece, const Sums& sums) const {
+  void Write(int64_t group, int64_t tile, int64_t piece, const Sums& sums) const override {
     alignas(kCacheLine) uint32_t pairs[kSide];
     int64_t i = 2 * piece, f = group * kSide + i;
     float gates[2] = {1, 1}, ups[2] = {1, 1};
@@ -237,12 +241,12 @@ class GatedRows {
 };
 
 // The products of the tiles [first, last) of packed x and the groups [begin, end) of w.
-template <typename Result>
+template <typename ChunkWidener>
 void MultiplyGroups(const bf16* x, const Quantized& w, const Result& result, int64_t first, int64_t last, int64_t begin, int64_t end) {
   constexpr int64_t kTurns = kGroup / kRowsAside;  // that a chunk takes beside the products of another group
   int64_t tiles = last - first, steps = (tiles + kTogether - 1) / kTogether, of_group = ChunksOf(w.E), depths = w.E / kDepth;
   bool is_ahead = steps > kNearSteps;
-  Chunks chunks(w, result.Of(), begin, end, steps == 1 ? 2 : is_ahead ? 2 * of_group : of_group + 1);
+  Chunks<ChunkWidener> chunks(w, result.rows, begin, end, steps == 1 ? 2 : is_ahead ? 2 * of_group : of_group + 1);
   chunks.Widen(0, 0, kGroup);
   alignas(kCacheLine) Sums sums[2][kTogether];
   struct {
@@ -250,18 +254,18 @@ void MultiplyGroups(const bf16* x, const Quantized& w, const Result& result, int
   } before;  // whose sums are not written
   bool turn = false;
   auto write = [&](int64_t i) {
-    int64_t tile = i / Result::kPieces;
-    result.Write(before.group, before.tile + tile, i % Result::kPieces, sums[!turn][tile]);
+    int64_t tile = i / result.pieces;
+    result.Write(before.group, before.tile + tile, i % result.pieces, sums[!turn][tile]);
   };
   for (int64_t group = begin; group < end; ++group) {
-    WidenedGroup weights{chunks, (group - begin) * of_group};
+    WidenedGroup<Chunks<ChunkWidener>> weights{chunks, (group - begin) * of_group};
     Evenly widened(of_group * kTurns, (group == begin ? steps - 1 : steps) * depths);  // of the next group, where a group is kept
     auto widen = [&](int64_t i) {
       chunks.Widen(weights.first + of_group + i / kTurns, i % kTurns * kRowsAside, (i % kTurns + 1) * kRowsAside);
     };
     for (int64_t step = 0; step < steps; ++step, turn = !turn) {
       int64_t tile = first + tiles * step / steps, count = first + tiles * (step + 1) / steps - tile, e = 0;
-      Evenly written(before.count * Result::kPieces, depths);
+      Evenly written(before.count * result.pieces, depths);
       auto aside = [&] {
         written.Next(write);
         int64_t chunk = e / kChunk, part = e % kChunk / kDepth, blocks = std::min(kChunk, w.E - chunk * kChunk) / kDepth;
@@ -271,7 +275,7 @@ void MultiplyGroups(const bf16* x, const Quantized& w, const Result& result, int
         } else if (step == (chunk + 1 < of_group ? 0 : steps - 1)) {
           // The next chunk is made for the first rows of x; the next group's first one replaces what the last rows do not need any
           // more. Beside a single tile of x, int4 costs less the fewer turns widening and tiles take. Bytes gain nothing by that.
-          int64_t parts = count == 1 && w.form == Form::kInt4 ? 1 : blocks;
+          int64_t parts = count == 1 && ChunkWidener::form == Form::kInt4 ? 1 : blocks;
           if (part < parts) chunks.Widen(weights.first + chunk + 1, kGroup * part / parts, kGroup * (part + 1) / parts);
         }
       };
@@ -287,17 +291,23 @@ void MultiplyGroups(const bf16* x, const Quantized& w, const Result& result, int
       before = {group, tile, count};
     }
   }
-  for (int64_t i = 0; i < before.count * Result::kPieces; ++i) write(i);
+  for (int64_t i = 0; i < before.count * result.pieces; ++i) write(i);
 }
 
 // The products of packed x and all groups of w.
-template <typename Result>
 void MultiplyPacked(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, const Result& result, int64_t T) {
+  auto multiply = &MultiplyGroups<ChunkWidener<Form::kInt4, Scales::kGroups>>;
+  if (w.Kind() == Scales::kZeros) multiply = &MultiplyGroups<ChunkWidener<Form::kInt4, Scales::kZeros>>;
+  if (w.form == Form::kInt8) multiply = &MultiplyGroups<ChunkWidener<Form::kInt8, Scales::kGroups>>;
+  if (w.form == Form::kE4m3) multiply = &MultiplyGroups<ChunkWidener<Form::kE4m3, Scales::kGroups>>;
+  if (w.Kind() == Scales::kRow) {
+    multiply = w.form == Form::kInt8 ? &MultiplyGroups<ChunkWidener<Form::kInt8, Scales::kRow>> : &MultiplyGroups<ChunkWidener<Form::kE4m3, Scales::kRow>>;
+  }
   int64_t groups = (w.N + kGroup - 1) / kGroup;
   // What is made before the first products of an item begin has nothing beside it, so for many rows of x an item has several groups.
   int64_t least = TilesOf(T) > kTogether ? kLeastGroups : 1;
   ForBlocks(pool, T, w.E, (groups + least - 1) / least, [&](int64_t first, int64_t last, int64_t begin, int64_t end) {
-    MultiplyGroups(x, w, result, first, last, begin * least, std::min(end * least, groups));
+    multiply(x, w, result, first, last, begin * least, std::min(end * least, groups));
   });
 }
 
