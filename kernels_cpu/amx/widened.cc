@@ -123,14 +123,18 @@ class Chunks {
   void Widen(int64_t chunk, int64_t row, int64_t end) {
     if (chunk >= count_) return;
     int64_t first = chunk % of_group_ * kChunk, group = begin_ + chunk / of_group_;
+    if (rows_.apart == kSide) return WidenSpan(group * rows_.step + row, end - row, first, Place(chunk) + row * kDepth);
     for (int64_t half = 0; half < 2; ++half) {
-      int64_t n = group * rows_.step + half * rows_.apart, from = std::max<int64_t>(row - half * kSide, 0);
-      int64_t count = std::min({end - half * kSide, kSide, w_.N - n}) - from;
-      if (count > 0) ChunkWidener::Widen(w_, n + from, count, rows_.step, first, Place(chunk) + half * kTileSize + from * kDepth);
+      int64_t from = std::max<int64_t>(row - half * kSide, 0), count = std::min(end - half * kSide, kSide) - from;
+      WidenSpan(group * rows_.step + half * rows_.apart + from, count, first, Place(chunk) + half * kTileSize + from * kDepth);
     }
   }
 
  private:
+  void WidenSpan(int64_t n, int64_t count, int64_t first, bf16* to) const {
+    ChunkWidener::Widen(w_, n, std::min(count, w_.N - n), rows_.step, first, to);
+  }
+
   bf16* Place(int64_t chunk) const { return values_ + chunk % kept_ * kChunkSize; }
 
   const Quantized& w_;

@@ -285,7 +285,7 @@ FAULTS_OF_AMX: list[Fault] = [
         ("amx/widened.cc", "is_ahead ? 2 * of_group", "is_ahead ? of_group"),
         "FAILED quantized plain",
     ),
-    (("amx/widened.cc", "half * rows_.apart, from", "half * kSide, from"), "FAILED mlp"),
+    (("amx/widened.cc", "half * rows_.apart + from", "half * kSide + from"), "FAILED mlp"),
     (("amx/widened.cc", "group > begin || step > 0", "group > begin"), "FAILED quantized plain"),
     (("amx/widened.cc", "up[i][t] * ups[0]", "up[i][t] * gates[0]"), "FAILED mlp int8"),
     (("amx/widened.cc", "{group, tile, count}", "{group, 0, count}"), "FAILED quantized plain"),
