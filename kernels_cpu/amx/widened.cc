@@ -2,7 +2,8 @@
 //
 // A group of 32 rows of the weight becomes bf16 in chunks of 128 inputs, in the order in which tiles are read, while others are
 // multiplied: a few rows between the instructions that multiply. Where up to 48 rows of x meet the weight, two chunks take turns in
-// the L1 cache, and the next one is made beside each. For more rows of x a group is made beside all of the products of the one before.
+// the L1 cache, and the next one is made beside each. For more rows of x a group is kept. For so many that widening is less work
+// than multiplying, the next group is made beside all products of this one.
 #include "../bf16_weights.h"
 #include "../mlp.h"
 #include "bf16_products.h"
@@ -17,9 +18,9 @@ constexpr int64_t kBlocks = 4;                   // of 32 inputs in a chunk
 constexpr int64_t kChunk = kBlocks * kDepth;     // its inputs
 constexpr int64_t kChunkSize = kGroup * kChunk;  // its numbers
 constexpr int64_t kTileSize = kSide * kDepth;
-constexpr int64_t kNearSteps = 4;
-constexpr int64_t kRowsAside = 8;    // of a chunk that are made between two products, where there are many
-constexpr int64_t kLeastGroups = 2;  // of an item for many rows of x
+constexpr int64_t kNearSteps = 4;    // times 48 rows of x beside which a chunk is made just before it is multiplied
+constexpr int64_t kRowsAside = 8;    // of the next group's chunk that are made between two products, for more rows of x
+constexpr int64_t kLeastGroups = 2;  // of an item for more than 48 rows of x
 
 inline int64_t ChunksOf(int64_t E) { return (E + kChunk - 1) / kChunk; }
 
@@ -34,7 +35,8 @@ class ChunkWidener {
   static constexpr Form form = form_;
   static constexpr Scales kind = kind_;
 
-  // Makes a chunk from input `first` on of `count` rows from row n on. What lies as far on `step` rows later comes towards the cache.
+  // Makes the chunk from input `first` on of `count` rows from row n on. What lies as far on in the row that is `step` rows later
+  // comes towards the cache.
   static void Widen(const Quantized& w, int64_t n, int64_t count, int64_t step, int64_t first, bf16* to) {
     if (first + kChunk <= w.E) {
       WidenRows(w, n, count, step, first, std::integral_constant<int64_t, kBlocks>(), to);
@@ -278,7 +280,7 @@ void MultiplyGroups(const bf16* x, const Quantized& w, const Result& result, int
           widened.Next(widen);
         } else if (step == (chunk + 1 < of_group ? 0 : steps - 1)) {
           // The next chunk is made for the first rows of x; the next group's first one replaces what the last rows do not need any
-          // more. Beside a single tile of x, int4 costs less the fewer turns widening and tiles take. Bytes gain nothing by that.
+          // more. Beside a single tile of x, int4 costs less the fewer turns widening and tiles take, and bytes cost more.
           int64_t parts = count == 1 && ChunkWidener::form == Form::kInt4 ? 1 : blocks;
           if (part < parts) chunks.Widen(weights.first + chunk + 1, kGroup * part / parts, kGroup * (part + 1) / parts);
         }
@@ -305,7 +307,8 @@ void MultiplyPacked(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, co
   if (w.form == Form::kInt8) multiply = &MultiplyGroups<ChunkWidener<Form::kInt8, Scales::kGroups>>;
   if (w.form == Form::kE4m3) multiply = &MultiplyGroups<ChunkWidener<Form::kE4m3, Scales::kGroups>>;
   if (w.Kind() == Scales::kRow) {
-    multiply = w.form == Form::kInt8 ? &MultiplyGroups<ChunkWidener<Form::kInt8, Scales::kRow>> : &MultiplyGroups<ChunkWidener<Form::kE4m3, Scales::kRow>>;
+    multiply = &MultiplyGroups<ChunkWidener<Form::kE4m3, Scales::kRow>>;
+    if (w.form == Form::kInt8) multiply = &MultiplyGroups<ChunkWidener<Form::kInt8, Scales::kRow>>;
   }
   int64_t groups = (w.N + kGroup - 1) / kGroup;
   // What is made before the first products of an item begin has nothing beside it, so for many rows of x an item has several groups.
