@@ -44,7 +44,8 @@ class Level:
     nobody chose it (see quantized.ACTIVATIONS): what the processor is fastest with. panels: the
     dtypes whose products of many rows are made by packed panels (see panels.h): bf16 too where no
     instruction multiplies it. interleaved: the activations with which it multiplies interleaved
-    weights (TakesInterleaved of its level.cc). tiles: whether it asks Linux for AMX's tiles.
+    weights (TakesInterleaved of its level.cc). rounded: those with which it rounds products with
+    weights in 8 and 4 bits to bf16 as it writes them. tiles: whether it asks Linux for AMX's tiles.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Level:
     panels: tuple[str, ...] = ("float32",)
     uses: tuple[str, ...] = ()
     interleaved: tuple[str, ...] = ("int16",)
+    rounded: tuple[str, ...] = ()
     tiles: bool = False
 
     @property
@@ -83,6 +85,7 @@ LEVELS = (  # the best first
         activations="plain",
         uses=(*AVX512_FILES, *AVX2_FILES),
         interleaved=("int8", "int16"),
+        rounded=("plain",),
         tiles=True,
     ),
     Level(

@@ -61,12 +61,13 @@ class NativeProducts:
         zeros: Any,
         form: str,
         count: Any,
+        dtype: DTypeLike,
         interleaved: bool = False,
     ) -> Array:
         """See kernels_cpu.quantized.linear: for any number of rows, since XLA would widen the
         whole weight first.
         """
-        rest = (form, count, zeros, self.activations)
+        rest = (form, count, zeros, self.activations, dtype)
         return quantized.linear(x_TE, values, scales, *rest, interleaved=interleaved)
 
     def norms(self, x: Array, scale: Array) -> bool:

@@ -67,18 +67,23 @@ ffi::Error MlpOf(ffi::ThreadPool pool, Bf16<2> x, ffi::AnyBuffer gate_up, Float3
   int64_t row = second.w.N * (in_f32 ? sizeof(float) : sizeof(bf16));
   std::memset(static_cast<char*>(y->untyped_data()) + T * row, 0, (all - T) * row);
   if (T == 0) return ffi::Error::Success();
-  bool is_plain = first.plain != nullptr && second.plain != nullptr;
-  auto at_once = [&](auto* to) { return Mlp(pool, kind, Data(x), first.plain, second.plain, to, T, second.w.N, first.w.E, F); };
+  auto at_once = [&](auto* to) {
+    if (first.plain != nullptr && second.plain != nullptr) {
+      return Mlp(pool, kind, Data(x), first.plain, second.plain, to, T, second.w.N, first.w.E, F);
+    }
+    bool is_plain = first.plain != nullptr || second.plain != nullptr;
+    return !is_plain && Mlp(pool, kind, Data(x), first.w, second.w, first.activations, to, T);
+  };
   auto* rounded = static_cast<bf16*>(y->untyped_data());
-  if (is_plain && (in_f32 ? at_once(y->typed_data<float>()) : at_once(rounded))) return ffi::Error::Success();
+  if (in_f32 ? at_once(y->typed_data<float>()) : at_once(rounded)) return ffi::Error::Success();
   first.Multiply(pool, Data(x), between->typed_data(), T);
   Activate(pool, kind, between->typed_data(), Data(*h), T, F);
   if (in_f32) {
     second.Multiply(pool, Data(*h), y->typed_data<float>(), T);
   } else if (second.plain != nullptr) {
     Multiply(pool, Data(*h), second.plain, rounded, T, second.w.N, F);
-  } else {
-    return ffi::Error::InvalidArgument("a product with a weight in 8 or 4 bits is of f32");
+  } else if (!Multiply(pool, Data(*h), second.w, second.activations, rounded, T)) {
+    return ffi::Error::InvalidArgument("a product with these activations is of f32");
   }
   return ffi::Error::Success();
 }

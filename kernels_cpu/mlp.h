@@ -3,7 +3,7 @@
 // rounded as it is written here, the same on every level and for any number of rows, so a row's bits are its own.
 #pragma once
 
-#include "kernels.h"
+#include "quantized.h"
 
 namespace jpaged {
 
@@ -69,5 +69,10 @@ bool Mlp(ffi::ThreadPool& pool, Activation kind, const bf16* x, const bf16* gate
          int64_t E, int64_t F);
 bool Mlp(ffi::ThreadPool& pool, Activation kind, const bf16* x, const bf16* gate_up, const bf16* down, bf16* y, int64_t T, int64_t N,
          int64_t E, int64_t F);
+// The same of gate and up [2 * F, E] and down [N, F] in 8 or 4 bits.
+bool Mlp(ffi::ThreadPool& pool, Activation kind, const bf16* x, const Quantized& gate_up, const Quantized& down, Activations activations,
+         float* y, int64_t T);
+bool Mlp(ffi::ThreadPool& pool, Activation kind, const bf16* x, const Quantized& gate_up, const Quantized& down, Activations activations,
+         bf16* y, int64_t T);
 
 }  // namespace jpaged

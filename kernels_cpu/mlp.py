@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from kernels_cpu.quantized import written_dtype
+
 KINDS = ("silu", "gelu_tanh")  # activations of a gate, which `Activation` in mlp.h lists as well
 
 
@@ -58,9 +60,9 @@ def mlp(
     products with `activated` between them.
     """
     T, width = x_TE.shape[0], gate_up.outputs // 2
-    computed = dtype if down.scales is None else jnp.float32
+    written = dtype if down.scales is None else written_dtype(dtype, activations)
     results = (
-        jax.ShapeDtypeStruct((T, down.outputs), computed),
+        jax.ShapeDtypeStruct((T, down.outputs), written),
         jax.ShapeDtypeStruct((T, 2 * width), jnp.float32),
         jax.ShapeDtypeStruct((T, width), jnp.bfloat16),
     )

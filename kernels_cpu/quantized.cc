@@ -40,14 +40,21 @@ ffi::Error CheckInterleaved(const Quantized& w, Activations activations) {
 }
 
 ffi::Error Product(ffi::ThreadPool pool, Bf16<2> x, ffi::AnyBuffer values, Float32<2> scales, Float32<2> zeros, Int32<0> count,
-                   ffi::Result<Float32<2>> y, std::string_view form, std::string_view activations, bool interleaved) {
+                   ffi::Result<ffi::AnyBuffer> y, std::string_view form, std::string_view activations, bool interleaved) {
   Quantized w{};
   Activations chosen{};
   ffi::Error error = Read(values, scales, zeros, x.dimensions()[1], {form, activations, interleaved}, &w, &chosen);
   if (error.failure()) return error;
   int64_t all = x.dimensions()[0], T = std::clamp<int64_t>(count.typed_data()[0], 0, all);
-  std::memset(y->typed_data() + T * w.N, 0, (all - T) * w.N * sizeof(float));
-  if (T > 0) Multiply(pool, Data(x), w, chosen, y->typed_data(), T);
+  bool in_f32 = y->element_type() == ffi::F32;
+  int64_t row = w.N * (in_f32 ? sizeof(float) : sizeof(bf16));
+  std::memset(static_cast<char*>(y->untyped_data()) + T * row, 0, (all - T) * row);
+  if (T == 0) return ffi::Error::Success();
+  if (in_f32) {
+    Multiply(pool, Data(x), w, chosen, y->typed_data<float>(), T);
+  } else if (!Multiply(pool, Data(x), w, chosen, static_cast<bf16*>(y->untyped_data()), T)) {
+    return ffi::Error::InvalidArgument("a product with these activations is of f32");
+  }
   return ffi::Error::Success();
 }
 }  // namespace
@@ -75,7 +82,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_quantized, jpaged::Product,
                                   .Arg<jpaged::Float32<2>>()
                                   .Arg<jpaged::Float32<2>>()
                                   .Arg<jpaged::Int32<0>>()
-                                  .Ret<jpaged::Float32<2>>()
+                                  .Ret<xla::ffi::AnyBuffer>()
                                   .Attr<std::string_view>("form")
                                   .Attr<std::string_view>("activations")
                                   .Attr<bool>("interleaved"));

@@ -84,5 +84,7 @@ void WithIntegral(const Quantized& w, const Body& body) {
 // with.
 bool TakesInterleaved(Activations activations);
 void Multiply(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, Activations activations, float* y, int64_t T);
+// The same, rounded to bf16 as it is written; returns false where the level has no such product with these activations.
+bool Multiply(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, Activations activations, bf16* y, int64_t T);
 
 }  // namespace jpaged

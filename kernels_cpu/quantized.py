@@ -7,6 +7,7 @@ give zeros; E features in (whole 32s), N out.
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from kernels_cpu.library import level
 
@@ -30,6 +31,12 @@ def interleaves(form: str, outputs: int, activations: str) -> bool:
     return activations in best.interleaved
 
 
+def written_dtype(dtype: DTypeLike, activations: str) -> DTypeLike:
+    """Return the dtype in which the processor writes a product that is wanted in a dtype."""
+    best = level()
+    return dtype if best is not None and activations in best.rounded else jnp.float32
+
+
 def linear(
     x_TE: Array,
     values: Array,
@@ -38,19 +45,23 @@ def linear(
     count: Array | int,
     zeros: Array | None = None,
     activations: str = "plain",
+    dtype: DTypeLike = jnp.float32,
     *,
     interleaved: bool = False,
 ) -> Array:
     """Return x times the weight that values [N, E] (int4: [N, E/2]), scales [N, S], each of E / S
-    inputs (int4: of whole 32s), and zeros [N, S] stand for, transposed: f32 [T, N].
+    inputs (int4: of whole 32s), and zeros [N, S] stand for, transposed: [T, N] in dtype, which is
+    f32 or bf16.
 
     form: one of FORMS. activations: one of ACTIVATIONS. interleaved: how values, scales and zeros
     lie (see jpaged.models.quantized.WeightForm), where `interleaves` says that it can be. A row's
     bits depend on that row alone.
     """
-    result = jax.ShapeDtypeStruct((x_TE.shape[0], scales.shape[0]), jnp.float32)
+    result = jax.ShapeDtypeStruct(
+        (x_TE.shape[0], scales.shape[0]), written_dtype(dtype, activations)
+    )
     call = jax.ffi.ffi_call("jpaged_quantized", result)
     count = jnp.asarray(count, jnp.int32)
     zeros = jnp.zeros((0, 0), jnp.float32) if zeros is None else zeros
     attributes = {"form": form, "activations": activations, "interleaved": interleaved}
-    return call(x_TE, values, scales, zeros, count, **attributes)
+    return call(x_TE, values, scales, zeros, count, **attributes).astype(dtype)

@@ -340,7 +340,7 @@ class QuantizedWeight:
             return self.in_rows().linear(x)
         if self.products is not None:
             parts = (self.values, self.scales, self.zeros, self.form.name)
-            return self.products.quantized(x, *parts, x.shape[0])
+            return self.products.quantized(x, *parts, x.shape[0], jnp.float32)
         in_fp8 = in_fp8 and self.form.is_float8 and self.by_output and x.dtype == jnp.bfloat16
         if in_fp8 and math.prod(x.shape) * self.shape[0] >= ROUNDED_FROM:
             return fp8_product(x, self)

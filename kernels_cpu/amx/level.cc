@@ -5,6 +5,13 @@
 #include "../avx512/level.h"
 
 namespace jpaged {
+namespace {
+
+// Of e4m3 with a scale a row every name is one arithmetic.
+bool IsPlain(const Quantized& w, Activations activations) {
+  return activations == Activations::kPlain || (w.form == Form::kE4m3 && w.Kind() == Scales::kRow);
+}
+}  // namespace
 
 int64_t MostQueries() { return 256; }  // what is kept of so many stays in an L2 cache of 2 MiB, beside a span
 void Attend(const Problem& p, const Item& item, const Item* after) { amx::Attend(p, item, after); }
@@ -31,6 +38,16 @@ bool Mlp(ffi::ThreadPool& pool, Activation kind, const bf16* x, const bf16* gate
   return true;
 }
 
+bool Mlp(ffi::ThreadPool& pool, Activation kind, const bf16* x, const Quantized& gate_up, const Quantized& down, Activations activations,
+         float* y, int64_t T) {
+  return IsPlain(gate_up, activations) && IsPlain(down, activations) && amx::MlpPlain(pool, kind, x, gate_up, down, y, T);
+}
+
+bool Mlp(ffi::ThreadPool& pool, Activation kind, const bf16* x, const Quantized& gate_up, const Quantized& down, Activations activations,
+         bf16* y, int64_t T) {
+  return IsPlain(gate_up, activations) && IsPlain(down, activations) && amx::MlpPlain(pool, kind, x, gate_up, down, y, T);
+}
+
 void MultiplyExperts(ffi::ThreadPool& pool, const Pairs& pairs, const std::vector<Expert>& experts, int64_t N, int64_t E) {
   amx::MultiplyExperts(pool, pairs, experts, N, E);
 }
@@ -48,12 +65,15 @@ void AddLowRank(const float* const* h, float* const* y, int64_t count, const bf1
 bool TakesInterleaved(Activations activations) { return activations != Activations::kPlain; }
 
 void Multiply(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, Activations activations, float* y, int64_t T) {
-  // Of e4m3 with a scale a row every name is one arithmetic.
-  bool is_plain = activations == Activations::kPlain || (w.form == Form::kE4m3 && w.Kind() == Scales::kRow);
-  if (is_plain) return amx::MultiplyPlain(pool, x, w, y, T);
+  if (IsPlain(w, activations)) return amx::MultiplyPlain(pool, x, w, y, T);
   if (w.form == Form::kE4m3) return avx512::MultiplyE4m3(pool, x, w, y, T);
   if (activations == Activations::kInt8) return avx512::MultiplyInt8(pool, x, w, y, T);
   avx2::MultiplyInt16(pool, x, w, y, T);
+}
+
+bool Multiply(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, Activations activations, bf16* y, int64_t T) {
+  if (!IsPlain(w, activations)) return false;
+  return amx::MultiplyPlain(pool, x, w, y, T), true;
 }
 
 void MultiplyPanels(ffi::ThreadPool& pool, const float* x, const float* w, float* packed, float* y, int64_t T, int64_t N,

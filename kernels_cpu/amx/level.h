@@ -18,5 +18,8 @@ void Mlp(ffi::ThreadPool& pool, Activation kind, const bf16* x, const bf16* gate
          int64_t E, int64_t F);
 void MultiplyExperts(ffi::ThreadPool& pool, const Pairs& pairs, const std::vector<Expert>& experts, int64_t N, int64_t E);
 void MultiplyPlain(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, float* y, int64_t T);
+void MultiplyPlain(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, bf16* y, int64_t T);
+bool MlpPlain(ffi::ThreadPool& pool, Activation kind, const bf16* x, const Quantized& gate_up, const Quantized& down, float* y, int64_t T);
+bool MlpPlain(ffi::ThreadPool& pool, Activation kind, const bf16* x, const Quantized& gate_up, const Quantized& down, bf16* y, int64_t T);
 
 }  // namespace jpaged::amx

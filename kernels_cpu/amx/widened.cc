@@ -1,9 +1,11 @@
 // Products with weights in 8 and 4 bits as bf16 (Activations::kPlain) by AMX's tiles.
 //
-// A group of 32 rows of the weight becomes bf16 in chunks of 128 inputs, in the order in which tiles are read, each while the chunk
-// before it is multiplied: a few rows before each 32 inputs that the tiles multiply, or all at once. Where up to 48 rows of x meet
-// the weight, two chunks take turns in the L1 cache. For more rows of x a group is kept.
+// A group of 32 rows of the weight becomes bf16 in chunks of 128 inputs, in the order in which tiles are read, while others are
+// multiplied: a few rows between the instructions that multiply. Where up to 48 rows of x meet the weight, two chunks take turns in
+// the L1 cache, and the next one is made beside each. For more rows of x a group is kept. For so many that widening is less work
+// than multiplying, the next group is made beside all products of this one.
 #include "../bf16_weights.h"
+#include "../mlp.h"
 #include "bf16_products.h"
 #include "level.h"
 
@@ -16,60 +18,54 @@ constexpr int64_t kBlocks = 4;                   // of 32 inputs in a chunk
 constexpr int64_t kChunk = kBlocks * kDepth;     // its inputs
 constexpr int64_t kChunkSize = kGroup * kChunk;  // its numbers
 constexpr int64_t kTileSize = kSide * kDepth;
+constexpr int64_t kNearSteps = 4;    // times 48 rows of x beside which a chunk is made just before it is multiplied
+constexpr int64_t kRowsAside = 8;    // of the next group's chunk that are made between two products, for more rows of x
+constexpr int64_t kLeastGroups = 2;  // of an item for more than 48 rows of x
 
 inline int64_t ChunksOf(int64_t E) { return (E + kChunk - 1) / kChunk; }
 
-// The groups [begin, end) of a weight as bf16, chunk after chunk, of which the last `kept` are there.
-template <Form form, Scales kind>
-class Chunks {
+// Which rows of a weight a group has: 16 from step * group on, and 16 that begin `apart` rows after those.
+struct Rows {
+  int64_t step, apart;
+};
+
+template <Form form_, Scales kind_>
+class ChunkWidener {
  public:
-  Chunks(const Quantized& w, int64_t begin, int64_t end, int64_t kept)
-      : w_(w), begin_(begin), of_group_(ChunksOf(w.E)), count_((end - begin) * of_group_), kept_(kept), blocks_of_scale_(w.Group() / kDepth) {
-    static thread_local Memory memory;
-    values_ = Scratch<bf16>(memory, kept * kChunkSize);
-  }
+  static constexpr Form form = form_;
+  static constexpr Scales kind = kind_;
 
-  // Returns where the inputs from e on of 16 rows lie, [16 rows][32], of the group whose first chunk is `chunk`.
-  const bf16* Tile(int64_t chunk, int64_t half, int64_t e) const {
-    return Place(chunk + e / kChunk) + (e % kChunk / kDepth * 2 + half) * kTileSize;
-  }
-
-  // Makes part `part` of `parts` of a chunk, if there is such a chunk.
-  void Widen(int64_t chunk, int64_t part, int64_t parts) {
-    if (chunk >= count_) return;
-    int64_t first = chunk % of_group_ * kChunk, n = (begin_ + chunk / of_group_) * kGroup;
-    int64_t row = kGroup * part / parts, end = std::min(kGroup * (part + 1) / parts, w_.N - n);
-    if (first + kChunk <= w_.E) {
-      WidenRows(n, row, end, first, std::integral_constant<int64_t, kBlocks>(), Place(chunk));
+  // Makes the chunk from input `first` on of `count` rows from row n on. What lies as far on in the row that is `step` rows later
+  // comes towards the cache.
+  static void Widen(const Quantized& w, int64_t n, int64_t count, int64_t step, int64_t first, bf16* to) {
+    if (first + kChunk <= w.E) {
+      WidenRows(w, n, count, step, first, std::integral_constant<int64_t, kBlocks>(), to);
     } else {
-      WidenRows(n, row, end, first, (w_.E - first) / kDepth, Place(chunk));
+      WidenRows(w, n, count, step, first, (w.E - first) / kDepth, to);
     }
   }
 
  private:
-  bf16* Place(int64_t chunk) const { return values_ + chunk % kept_ * kChunkSize; }
-
-  // Makes `count` blocks from input `first` on of rows [row, end) of the group that begins with row n. What lies as far on in the
-  // next group comes towards the cache. Rows past the last one have no output: whatever their places in a tile hold will do.
-  template <typename Count>
-  void WidenRows(int64_t n, int64_t row, int64_t end, int64_t first, Count count, bf16* to) const {
-    int64_t scale_of[kBlocks] = {}, bytes = w_.RowBytes(), S = w_.S;
+  template <typename Blocks>
+  static void WidenRows(const Quantized& w, int64_t n, int64_t count, int64_t step, int64_t first, Blocks blocks, bf16* to) {
+    int64_t scale_of[kBlocks] = {}, bytes = w.RowBytes(), S = w.S;
     if (kind != Scales::kRow) {
-      for (int64_t b = 0; b < count; ++b) scale_of[b] = (first / kDepth + b) / blocks_of_scale_;
+      int64_t group = w.Group(), scale = first / group;
+      for (int64_t b = 0; b < blocks; ++b) scale_of[b] = scale += first + b * kDepth == (scale + 1) * group;
     }
-    // A row's addresses come from those of the row before: a compiler cannot know that w_ stays as it is while tiles are written.
-    const uint8_t* from = w_.Row(n + row) + Bytes(form, first);
-    const float *scales = w_.scales + (n + row) * S, *zeros = kind == Scales::kZeros ? w_.zeros + (n + row) * S : nullptr;
-    for (to += row * kDepth; row < end; ++row, to += kDepth, from += bytes, scales += S) {
-      for (int64_t byte = 0; byte < Bytes(form, kChunk); byte += kCacheLine) PrefetchL2(from + kGroup * bytes + byte);
-      if (kind != Scales::kRow) PrefetchL2(scales + kGroup * S + scale_of[0]);
-      for (int64_t b = 0; b < count; b += 2) {
+    // A row's addresses come from those of the row before: a compiler cannot know that w stays as it is while tiles are written.
+    const uint8_t* from = w.Row(n) + Bytes(form, first);
+    const float *scales = w.scales + n * S, *zeros = kind == Scales::kZeros ? w.zeros + n * S : nullptr;
+    for (; count > 0; --count, to += kDepth, from += bytes, scales += S) {
+      for (int64_t byte = 0; byte < Bytes(form, kChunk); byte += kCacheLine) PrefetchL2(from + step * bytes + byte);
+      if (kind != Scales::kRow) PrefetchL2(scales + step * S + scale_of[0]);
+      for (int64_t b = 0; b < blocks; b += 2) {
         bf16* tile = to + b * 2 * kTileSize;
         if constexpr (form == Form::kInt4) {
-          WidenPair(from + Bytes(form, b * kDepth), scales, zeros, scale_of + b, b + 1 < count, tile);
+          WidenPair(from + Bytes(form, b * kDepth), scales, zeros, scale_of + b, b + 1 < blocks, tile);
         } else {
           WidenBlock(from + b * kDepth, scales[scale_of[b]], tile);
-          if (b + 1 < count) WidenBlock(from + (b + 1) * kDepth, scales[scale_of[b + 1]], tile + 2 * kTileSize);
+          if (b + 1 < blocks) WidenBlock(from + (b + 1) * kDepth, scales[scale_of[b + 1]], tile + 2 * kTileSize);
         }
       }
       if (kind == Scales::kZeros) zeros += S;
@@ -107,9 +103,45 @@ class Chunks {
       Widener::Scaled(reinterpret_cast<const Byte*>(from), scale, to);
     }
   }
+};
+
+// The groups [begin, end) of a weight as bf16, chunk after chunk, of which the last `kept` are there.
+template <typename ChunkWidener>
+class Chunks {
+ public:
+  Chunks(const Quantized& w, Rows rows, int64_t begin, int64_t end, int64_t kept)
+      : w_(w), rows_(rows), begin_(begin), of_group_(ChunksOf(w.E)), count_((end - begin) * of_group_), kept_(kept) {
+    static thread_local Memory memory;
+    values_ = Scratch<bf16>(memory, kept * kChunkSize);
+  }
+
+  // Returns where the inputs from e on of 16 rows lie, [16 rows][32], of the group whose first chunk is `chunk`.
+  const bf16* Tile(int64_t chunk, int64_t half, int64_t e) const {
+    return Place(chunk + e / kChunk) + (e % kChunk / kDepth * 2 + half) * kTileSize;
+  }
+
+  // Makes the rows [row, end) of a chunk, if there is such a chunk. Rows past the weight's last one have no output: whatever their
+  // places in a tile hold will do.
+  void Widen(int64_t chunk, int64_t row, int64_t end) {
+    if (chunk >= count_) return;
+    int64_t first = chunk % of_group_ * kChunk, group = begin_ + chunk / of_group_;
+    if (rows_.apart == kSide) return WidenSpan(group * rows_.step + row, end - row, first, Place(chunk) + row * kDepth);
+    for (int64_t half = 0; half < 2; ++half) {
+      int64_t from = std::max<int64_t>(row - half * kSide, 0), count = std::min(end - half * kSide, kSide) - from;
+      WidenSpan(group * rows_.step + half * rows_.apart + from, count, first, Place(chunk) + half * kTileSize + from * kDepth);
+    }
+  }
+
+ private:
+  void WidenSpan(int64_t n, int64_t count, int64_t first, bf16* to) const {
+    ChunkWidener::Widen(w_, n, std::min(count, w_.N - n), rows_.step, first, to);
+  }
+
+  bf16* Place(int64_t chunk) const { return values_ + chunk % kept_ * kChunkSize; }
 
   const Quantized& w_;
-  int64_t begin_, of_group_, count_, kept_, blocks_of_scale_;
+  Rows rows_;
+  int64_t begin_, of_group_, count_, kept_;
   bf16* values_;
 };
 
@@ -123,75 +155,210 @@ struct WidenedGroup {
   const bf16* Tile(int64_t half, int64_t e) const { return chunks.Tile(first, half, e); }
 };
 
-// Writes the sums of up to 16 rows of x and of the 32 outputs from n on.
-void Write(const Quantized& w, const Sums& sums, int64_t n, int64_t rows, float* y) {
-  for (int64_t half = 0; half < 2; ++half) {
-    int64_t first = n + half * kSide, count = std::min(kSide, w.N - first);
+// What becomes of the sums of a group, which has these rows of the weight, and a tile of x: written in so many pieces.
+struct Result {
+  const Rows rows;
+  const int64_t pieces;
+
+  Result(Rows rows, int64_t pieces) : rows(rows), pieces(pieces) {}
+  virtual void Write(int64_t group, int64_t tile, int64_t piece, const Sums& sums) const = 0;
+};
+
+// Rows of y.
+template <typename Out>
+class LinearRows : public Result {
+  static constexpr int64_t kWidth = kCacheLine / sizeof(Out), kPieces = kGroup / kWidth;
+
+ public:
+  LinearRows(const Quantized& w, Out* y, int64_t T)
+      : Result({kGroup, kSide}, kPieces), w_(w), y_(y), T_(T), is_row_(w.Kind() == Scales::kRow) {
+    past_cache_ = GoesPastCache(y, w.N * sizeof(Out), T * w.N * sizeof(Out));
+  }
+
+  void Write(int64_t group, int64_t tile, int64_t piece, const Sums& sums) const override {
+    int64_t n = group * kGroup + piece * kWidth, t = tile * kSide, rows = std::min(kSide, T_ - t), count = w_.N - n;
     if (count <= 0) return;
+    const float(&lines)[kGroup][kSide] = *reinterpret_cast<const float(*)[kGroup][kSide]>(sums);
+    auto scaled = [&](int64_t i) {
+      __m512 sum = _mm512_load_ps(lines[piece * kWidth + i]);
+      return is_row_ ? _mm512_mul_ps(sum, _mm512_set1_ps(w_.scales[n + std::min(i, count - 1)])) : sum;
+    };
     __m512i words[kSide];
+#pragma GCC unroll 16
     for (int64_t i = 0; i < kSide; ++i) {
-      __m512 sum = _mm512_load_ps(sums[half][i]);
-      if (w.Kind() == Scales::kRow) sum = _mm512_mul_ps(sum, _mm512_set1_ps(w.scales[std::min(first + i, w.N - 1)]));
-      words[i] = _mm512_castps_si512(sum);
+      if constexpr (kPieces == 1) {  // neighbours lie together
+        const __m512i zipped = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4,
+                                                19, 3, 18, 2, 17, 1, 16, 0);
+        words[i] = _mm512_permutexvar_epi16(zipped, (__m512i)_mm512_cvtne2ps_pbh(scaled(2 * i + 1), scaled(2 * i)));
+      } else {
+        words[i] = _mm512_castps_si512(scaled(i));
+      }
     }
     avx512::Transpose(words, [&](int64_t i, __m512i row) {
-      if (i < rows) _mm512_mask_storeu_epi32(y + i * w.N + first, (1u << count) - 1, row);
+      if (i >= rows) return;
+      Out* to = y_ + (t + i) * w_.N + n;
+      if (count >= kWidth) {
+        PutLine(to, row, past_cache_);
+      } else if constexpr (kPieces == 1) {
+        _mm512_mask_storeu_epi16(to, (1u << count) - 1, row);
+      } else {
+        _mm512_mask_storeu_epi32(to, (1u << count) - 1, row);
+      }
     });
   }
-}
+
+ private:
+  const Quantized& w_;
+  Out* y_;
+  int64_t T_;
+  bool is_row_, past_cache_;
+};
+
+// h = gated(gate . x, up . x) of w [2, F, E], rounded to bf16 and packed as rows of x are.
+template <Activation kind>
+class GatedRows : public Result {
+  static constexpr int64_t kPieces = kSide / 2;
+
+ public:
+  GatedRows(const Quantized& w, bf16* h, int64_t T)
+      : Result({kSide, w.N / 2}, kPieces), w_(w), h_(h), F_(w.N / 2), is_row_(w.Kind() == Scales::kRow) {
+    past_cache_ = GoesPastCache(h, kCacheLine, Packed(T, F_) * sizeof(bf16));
+  }
+
+  void Write(int64_t group, int64_t tile, int64_t piece, const Sums& sums) const override {
+    alignas(kCacheLine) uint32_t pairs[kSide];
+    int64_t i = 2 * piece, f = group * kSide + i;
+    float gates[2] = {1, 1}, ups[2] = {1, 1};
+    if (is_row_) gates[0] = w_.scales[f], gates[1] = w_.scales[f + 1], ups[0] = w_.scales[F_ + f], ups[1] = w_.scales[F_ + f + 1];
+    const float(&gate)[kSide][kSide] = sums[0], (&up)[kSide][kSide] = sums[1];
+    for (int64_t t = 0; t < kSide; ++t) {
+      uint32_t even = ToBf16(Gated<kind>(gate[i][t] * gates[0], up[i][t] * ups[0]));
+      uint32_t odd = ToBf16(Gated<kind>(gate[i + 1][t] * gates[1], up[i + 1][t] * ups[1]));
+      pairs[t] = even | odd << 16;
+    }
+    PutLine(h_ + tile * kSide * F_ + (group * kPieces + piece) * 2 * kSide, _mm512_load_si512(pairs), past_cache_);
+  }
+
+ private:
+  const Quantized& w_;
+  bf16* h_;
+  int64_t F_;
+  bool is_row_, past_cache_;
+};
 
 // The products of the tiles [first, last) of packed x and the groups [begin, end) of w.
-template <typename Chunks>
-void MultiplyGroups(const bf16* x, int64_t T, const Quantized& w, float* y, int64_t first, int64_t last, int64_t begin, int64_t end) {
-  int64_t tiles = last - first, steps = (tiles + kTogether - 1) / kTogether, of_group = ChunksOf(w.E);
-  Chunks chunks(w, begin, end, steps == 1 ? 2 : of_group + 1);
-  chunks.Widen(0, 0, 1);
-  alignas(kCacheLine) Sums sums[kTogether];
+template <typename ChunkWidener>
+void MultiplyGroups(const bf16* x, const Quantized& w, const Result& result, int64_t first, int64_t last, int64_t begin, int64_t end) {
+  constexpr int64_t kTurns = kGroup / kRowsAside;  // that a chunk takes beside the products of another group
+  int64_t tiles = last - first, steps = (tiles + kTogether - 1) / kTogether, of_group = ChunksOf(w.E), depths = w.E / kDepth;
+  bool is_ahead = steps > kNearSteps;
+  Chunks<ChunkWidener> chunks(w, result.rows, begin, end, steps == 1 ? 2 : is_ahead ? 2 * of_group : of_group + 1);
+  chunks.Widen(0, 0, kGroup);
+  alignas(kCacheLine) Sums sums[2][kTogether];
+  struct {
+    int64_t group = 0, tile = 0, count = 0;
+  } before;  // whose sums are not written
+  bool turn = false;
+  auto write = [&](int64_t i) {
+    int64_t tile = i / result.pieces;
+    result.Write(before.group, before.tile + tile, i % result.pieces, sums[!turn][tile]);
+  };
   for (int64_t group = begin; group < end; ++group) {
-    WidenedGroup<Chunks> weights{chunks, (group - begin) * of_group};
-    for (int64_t step = 0; step < steps; ++step) {
+    WidenedGroup<Chunks<ChunkWidener>> weights{chunks, (group - begin) * of_group};
+    Evenly widened(of_group * kTurns, (group == begin ? steps - 1 : steps) * depths);  // of the next group, where a group is kept
+    auto widen = [&](int64_t i) {
+      chunks.Widen(weights.first + of_group + i / kTurns, i % kTurns * kRowsAside, (i % kTurns + 1) * kRowsAside);
+    };
+    for (int64_t step = 0; step < steps; ++step, turn = !turn) {
       int64_t tile = first + tiles * step / steps, count = first + tiles * (step + 1) / steps - tile, e = 0;
+      Evenly written(before.count * result.pieces, depths);
       auto aside = [&] {
-        // The next chunk of this group is made for the first rows of x; the next group's first one replaces what the last rows do
-        // not need any more.
+        written.Next(write);
         int64_t chunk = e / kChunk, part = e % kChunk / kDepth, blocks = std::min(kChunk, w.E - chunk * kChunk) / kDepth;
-        // Beside a single tile of x, int4 costs less the fewer turns widening and tiles take. Bytes gain nothing by that.
-        int64_t parts = count == 1 && w.form == Form::kInt4 ? 1 : blocks;
-        if (part < parts && step == (chunk + 1 < of_group ? 0 : steps - 1)) chunks.Widen(weights.first + chunk + 1, part, parts);
         e += kDepth;
+        if (is_ahead && (group > begin || step > 0)) {
+          widened.Next(widen);
+        } else if (step == (chunk + 1 < of_group ? 0 : steps - 1)) {
+          // The next chunk is made for the first rows of x; the next group's first one replaces what the last rows do not need any
+          // more. Beside a single tile of x, int4 costs less the fewer turns widening and tiles take, and bytes cost more.
+          int64_t parts = count == 1 && ChunkWidener::form == Form::kInt4 ? 1 : blocks;
+          if (part < parts) chunks.Widen(weights.first + chunk + 1, kGroup * part / parts, kGroup * (part + 1) / parts);
+        }
       };
-      const bf16* from = x + tile * kSide * w.E;
+      auto multiply = [&](auto kCount) { MultiplyTiles<kCount>(x + tile * kSide * w.E, weights, w.E, aside, sums[turn]); };
       if (count == 3) {
-        MultiplyTiles<3>(from, weights, w.E, aside, sums);
+        multiply(std::integral_constant<int, 3>());
       } else if (count == 2) {
-        MultiplyTiles<2>(from, weights, w.E, aside, sums);
+        multiply(std::integral_constant<int, 2>());
       } else {
-        MultiplyTiles<1>(from, weights, w.E, aside, sums);
+        multiply(std::integral_constant<int, 1>());
       }
-      for (int64_t i = 0; i < count; ++i) {
-        int64_t t = (tile + i) * kSide;
-        Write(w, sums[i], group * kGroup, std::min(kSide, T - t), y + t * w.N);
-      }
+      written.Rest(write);
+      before = {group, tile, count};
     }
   }
+  for (int64_t i = 0; i < before.count * result.pieces; ++i) write(i);
+}
+
+// The products of packed x and all groups of w.
+void MultiplyPacked(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, const Result& result, int64_t T) {
+  auto multiply = &MultiplyGroups<ChunkWidener<Form::kInt4, Scales::kGroups>>;
+  if (w.Kind() == Scales::kZeros) multiply = &MultiplyGroups<ChunkWidener<Form::kInt4, Scales::kZeros>>;
+  if (w.form == Form::kInt8) multiply = &MultiplyGroups<ChunkWidener<Form::kInt8, Scales::kGroups>>;
+  if (w.form == Form::kE4m3) multiply = &MultiplyGroups<ChunkWidener<Form::kE4m3, Scales::kGroups>>;
+  if (w.Kind() == Scales::kRow) {
+    multiply = &MultiplyGroups<ChunkWidener<Form::kE4m3, Scales::kRow>>;
+    if (w.form == Form::kInt8) multiply = &MultiplyGroups<ChunkWidener<Form::kInt8, Scales::kRow>>;
+  }
+  int64_t groups = (w.N + kGroup - 1) / kGroup;
+  // What is made before the first products of an item begin has nothing beside it, so for many rows of x an item has several groups.
+  int64_t least = TilesOf(T) > kTogether ? kLeastGroups : 1;
+  ForBlocks(pool, T, w.E, (groups + least - 1) / least, [&](int64_t first, int64_t last, int64_t begin, int64_t end) {
+    multiply(x, w, result, first, last, begin * least, std::min(end * least, groups));
+  });
+}
+
+// Rows of x packed in memory of this thread, until it packs others.
+const bf16* Pack(ffi::ThreadPool& pool, const bf16* x, int64_t T, int64_t E) {
+  static thread_local Memory memory;
+  bf16* packed = Scratch<bf16>(memory, Packed(T, E));
+  ParallelFor(pool, TilesOf(T), [&](int64_t i) { PackRows([&](int64_t t) { return x + t * E; }, T, E, i, packed); });
+  return packed;
+}
+
+template <Activation kind>
+const bf16* MultiplyGated(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, int64_t T) {
+  static thread_local Memory memory;
+  bf16* h = Scratch<bf16>(memory, Packed(T, w.N / 2));
+  MultiplyPacked(pool, x, w, GatedRows<kind>(w, h, T), T);
+  return h;
+}
+
+template <typename Out>
+void MultiplyTo(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, Out* y, int64_t T) {
+  if (T > 0) MultiplyPacked(pool, Pack(pool, x, T, w.E), w, LinearRows<Out>(w, y, T), T);
+}
+
+template <typename Out>
+bool MlpTo(ffi::ThreadPool& pool, Activation kind, const bf16* x, const Quantized& gate_up, const Quantized& down, Out* y, int64_t T) {
+  // For few rows most of what a tile of x has activated would be padding.
+  if (TilesOf(T) <= kTogether || gate_up.N % kGroup != 0) return false;
+  auto gated = kind == Activation::kSilu ? &MultiplyGated<Activation::kSilu> : &MultiplyGated<Activation::kGeluTanh>;
+  MultiplyPacked(pool, gated(pool, Pack(pool, x, T, gate_up.E), gate_up, T), down, LinearRows<Out>(down, y, T), T);
+  return true;
 }
 }  // namespace
 
-void MultiplyPlain(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, float* y, int64_t T) {
-  if (T == 0) return;
-  static thread_local Memory memory;
-  bf16* packed = Scratch<bf16>(memory, Packed(T, w.E));
-  ParallelFor(pool, TilesOf(T), [&](int64_t i) { PackRows([&](int64_t t) { return x + t * w.E; }, T, w.E, i, packed); });
-  auto multiply = &MultiplyGroups<Chunks<Form::kInt4, Scales::kGroups>>;
-  if (w.Kind() == Scales::kZeros) multiply = &MultiplyGroups<Chunks<Form::kInt4, Scales::kZeros>>;
-  if (w.form == Form::kInt8) multiply = &MultiplyGroups<Chunks<Form::kInt8, Scales::kGroups>>;
-  if (w.form == Form::kE4m3) multiply = &MultiplyGroups<Chunks<Form::kE4m3, Scales::kGroups>>;
-  if (w.Kind() == Scales::kRow) {
-    multiply = w.form == Form::kInt8 ? &MultiplyGroups<Chunks<Form::kInt8, Scales::kRow>> : &MultiplyGroups<Chunks<Form::kE4m3, Scales::kRow>>;
-  }
-  ForBlocks(pool, T, w.E, (w.N + kGroup - 1) / kGroup, [&](int64_t first, int64_t last, int64_t begin, int64_t end) {
-    multiply(packed, T, w, y, first, last, begin, end);
-  });
+void MultiplyPlain(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, float* y, int64_t T) { MultiplyTo(pool, x, w, y, T); }
+
+void MultiplyPlain(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, bf16* y, int64_t T) { MultiplyTo(pool, x, w, y, T); }
+
+bool MlpPlain(ffi::ThreadPool& pool, Activation kind, const bf16* x, const Quantized& gate_up, const Quantized& down, float* y, int64_t T) {
+  return MlpTo(pool, kind, x, gate_up, down, y, T);
+}
+
+bool MlpPlain(ffi::ThreadPool& pool, Activation kind, const bf16* x, const Quantized& gate_up, const Quantized& down, bf16* y, int64_t T) {
+  return MlpTo(pool, kind, x, gate_up, down, y, T);
 }
 
 }  // namespace jpaged::amx

@@ -68,7 +68,18 @@ void TransposeBytes(const Quantized& w, const uint8_t* const (&group)[kCols], in
   });
 }
 
-template <Form form_, Scales kind_, Order order_>
+// Inputs e to e + 31 of interleaved int4 as bytes in the same order.
+inline void UnpackHalves(const uint8_t* group, int64_t e, uint8_t* to) {
+  const __m512i four = _mm512_set1_epi8(15);
+  for (int64_t i = 0; i < kPacked; i += 2 * kInputs, to += 2 * kCacheLine) {
+    __m512i bytes = _mm512_loadu_si512(group + (e + i) / (2 * kInputs) * kCacheLine);
+    _mm512_storeu_si512(to, _mm512_and_si512(bytes, four));
+    _mm512_storeu_si512(to + kCacheLine, _mm512_and_si512(_mm512_srli_epi16(bytes, 4), four));
+  }
+}
+
+// keeps: the first tile of x makes bytes of the weights, which stay in the cache for the others; or each tile reads them as they lie.
+template <Form form_, Scales kind_, Order order_, bool keeps>
 struct IntegerKernel {
   using X = RoundedRows;
   static constexpr Form form = form_;
@@ -78,7 +89,7 @@ struct IntegerKernel {
 
   // Inputs e + i to e + i + 3 of each output of a group as bytes without a sign.
   static __m512i Weights(const TileState& state, int c, int64_t first, int64_t e, int64_t i) {
-    if constexpr (order == Order::kRows) {
+    if constexpr (keeps) {
       return _mm512_loadu_si512(state.bytes[c] + (e - first + i) * kCols);
     } else if constexpr (form == Form::kInt8) {
       return _mm512_loadu_si512(state.values[c][0] + (e + i) * kCols);
@@ -90,7 +101,6 @@ struct IntegerKernel {
   }
 
   // Adds the products of a tile of R rows of x and C groups over up to kDepth inputs from `first` on to their sums, [C][R][16].
-  // The first tile makes the bytes as it goes, of weights of rows.
   template <int R, int C>
   static void AddTile(const RoundedRows& x, int64_t tile, const Quantized& w, int64_t first, bool is_first, TileState& state,
                       Ahead& ahead, float* to) {
@@ -105,8 +115,14 @@ struct IntegerKernel {
     for (int64_t e = first; e < std::min(w.E, first + kDepth); e += kPacked, block += R) {
       int64_t byte = (e - first) * kCols;
       if (e == (g + 1) * size) ++g;
-      if (order == Order::kRows && is_first && Bytes(form, e) % kCacheLine == 0) {
-        for (int c = 0; c < C; ++c) TransposeBytes<form>(w, state.values[c], Bytes(form, e), state.bytes[c] + byte);
+      if (keeps && is_first) {
+        for (int c = 0; c < C; ++c) {
+          if constexpr (order == Order::kInterleaved) {
+            UnpackHalves(state.values[c][0], e, state.bytes[c] + byte);
+          } else if (Bytes(form, e) % kCacheLine == 0) {
+            TransposeBytes<form>(w, state.values[c], Bytes(form, e), state.bytes[c] + byte);
+          }
+        }
       }
       ahead.Fetch();
       __m512i sums[C][R];
@@ -154,7 +170,7 @@ struct IntegerKernel {
   }
 };
 
-template <Form form, Scales kind, Order order>
+template <Form form, Scales kind, Order order, bool keeps>
 void MultiplyAs(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, float* y, int64_t T) {
   static thread_local Memory values, scales, excess, sums;
   int64_t blocks = T * w.E / kPacked;
@@ -169,18 +185,18 @@ void MultiplyAs(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, float*
       Round(x + (tile * kRows + row) * w.E, from, tile, row, Excess(form));
     }
   });
-  MultiplyTransposed<IntegerKernel<form, kind, order>>(pool, from, w, y);
+  MultiplyTransposed<IntegerKernel<form, kind, order, keeps>>(pool, from, w, y);
 }
 }  // namespace
 
 void MultiplyInt8(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, float* y, int64_t T) {
   WithIntegral(w, [&](auto weight) {
     using Weight = decltype(weight);
-    if (w.order == Order::kInterleaved) {
-      MultiplyAs<Weight::form, Weight::kind, Order::kInterleaved>(pool, x, w, y, T);
-    } else {
-      MultiplyAs<Weight::form, Weight::kind, Order::kRows>(pool, x, w, y, T);
+    if (w.order == Order::kRows) return MultiplyAs<Weight::form, Weight::kind, Order::kRows, true>(pool, x, w, y, T);
+    if constexpr (Weight::form == Form::kInt4) {  // of several tiles, each would take the halves of bytes apart
+      if (T > kRows) return MultiplyAs<Weight::form, Weight::kind, Order::kInterleaved, true>(pool, x, w, y, T);
     }
+    MultiplyAs<Weight::form, Weight::kind, Order::kInterleaved, false>(pool, x, w, y, T);
   });
 }
 

@@ -26,6 +26,10 @@ bool Mlp(ffi::ThreadPool& pool, Activation kind, const bf16* x, const bf16* gate
   return neon::Mlp(pool, kind, x, gate_up, down, y, T, N, E, F);
 }
 
+bool Mlp(ffi::ThreadPool&, Activation, const bf16*, const Quantized&, const Quantized&, Activations, float*, int64_t) { return false; }
+bool Mlp(ffi::ThreadPool&, Activation, const bf16*, const Quantized&, const Quantized&, Activations, bf16*, int64_t) { return false; }
+bool Multiply(ffi::ThreadPool&, const bf16*, const Quantized&, Activations, bf16*, int64_t) { return false; }
+
 void MultiplyExperts(ffi::ThreadPool& pool, const Pairs& pairs, const std::vector<Expert>& experts, int64_t N, int64_t E) {
   neon::MultiplyExperts(pool, pairs, experts, N, E);
 }

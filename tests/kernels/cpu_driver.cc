@@ -307,10 +307,51 @@ void Mlps(ffi::ThreadPool& pool, Activation kind, int64_t T, int64_t N, int64_t 
             std::to_string(T) + "x" + std::to_string(E) + "x" + std::to_string(F), whole, wanted, std::vector<double>(T * N));
 }
 
+// The same of weights in 8 and 4 bits, with a scale a row or for each 32 inputs; and a product that is rounded has the bits of one in
+// f32. Levels without either are held to nothing.
+template <typename Out>
+void QuantizedMlps(ffi::ThreadPool& pool, Activation kind, Form form, int64_t T, int64_t N, int64_t E, int64_t F) {
+  Random random(T + F);
+  auto x = random.Bf16s(T * E), h = random.Bf16s(T * F);
+  std::vector<uint8_t> values(Bytes(form, (2 * E + N) * F));
+  for (uint8_t& value : values) {
+    value = random.Bits();
+    if (form == Form::kE4m3 && (value & 0x7f) == 0x7f) value = 0;  // no number
+  }
+  bool is_int4 = form == Form::kInt4;
+  auto scales = random.Floats((2 * E + N) * F, 0.001f, 0.01f);
+  Quantized gate_up{form, values.data(), scales.data(), nullptr, 2 * F, E, is_int4 ? E / kPacked : 1};
+  Quantized down{form, &values[Bytes(form, 2 * F * E)], &scales[2 * F], nullptr, N, F, is_int4 ? F / kPacked : 1};
+  std::vector<float> between(T * 2 * F), in_f32(T * N);
+  Multiply(pool, x.data(), gate_up, Activations::kPlain, between.data(), T);
+  Activate(pool, kind, between.data(), h.data(), T, F);
+  Multiply(pool, h.data(), down, Activations::kPlain, in_f32.data(), T);
+  std::vector<Out> parts(T * N), whole(T * N), rounded(T * N);
+  std::transform(in_f32.begin(), in_f32.end(), parts.begin(), [](float y) {
+    if constexpr (sizeof(Out) == 2) return ToBf16(y); else return y;
+  });
+  if (!Mlp(pool, kind, x.data(), gate_up, down, Activations::kPlain, whole.data(), T)) whole = parts;
+  if constexpr (sizeof(Out) == 2) {
+    if (!Multiply(pool, h.data(), down, Activations::kPlain, rounded.data(), T)) rounded = parts;
+  } else {
+    rounded = parts;
+  }
+  std::vector<double> wanted(parts.size());
+  std::transform(parts.begin(), parts.end(), wanted.begin(), [](Out y) { return AsFloat(y); });
+  std::string name = std::string("mlp ") + (is_int4 ? "int4 " : form == Form::kInt8 ? "int8 " : "fp8 ") + (kind == Activation::kSilu ? "silu " : "gelu ") +
+                     (sizeof(Out) == 4 ? "f32 " : "bf16 ") + std::to_string(T) + "x" + std::to_string(E) + "x" + std::to_string(F);
+  Check(name, whole, wanted, std::vector<double>(T * N)), Check(name + " down", rounded, wanted, std::vector<double>(T * N));
+}
+
 void MlpCases(ffi::ThreadPool& pool) {
   for (Activation kind : {Activation::kSilu, Activation::kGeluTanh}) {
     for (auto [T, N, E, F] : {std::array<int64_t, 4>{259, 50, 96, 160}, {300, 9, 64, 32}, {7, 9, 64, 96}}) {
       Mlps<float>(pool, kind, T, N, E, F), Mlps<bf16>(pool, kind, T, N, E, F);
+    }
+    for (Form form : {Form::kInt8, Form::kInt4, Form::kE4m3}) {
+      for (auto [T, N, E, F] : {std::array<int64_t, 4>{259, 50, 96, 160}, {70, 150, 160, 96}, {7, 9, 64, 96}}) {
+        QuantizedMlps<float>(pool, kind, form, T, N, E, F), QuantizedMlps<bf16>(pool, kind, form, T, N, E, F);
+      }
     }
   }
 }

@@ -48,11 +48,13 @@ class Recorder:
         zeros: Any,
         form: str,
         count: Any,
+        dtype: Any,
         interleaved: bool = False,
     ) -> jax.Array:
         self.counts.append(count)
         assert form == "int8" and zeros is None and not interleaved
-        return self.linear(x, values.astype(x.dtype), count, jnp.float32) * scales[:, 0][None]
+        y = self.linear(x, values.astype(x.dtype), count, jnp.float32) * scales[:, 0][None]
+        return y.astype(dtype)
 
     def norms(self, x: jax.Array, scale: jax.Array) -> bool:
         return False

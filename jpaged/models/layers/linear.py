@@ -58,11 +58,12 @@ class Products(Adder, Protocol):
         zeros: Any,
         form: str,
         count: Any,
+        dtype: DTypeLike,
         interleaved: bool = False,
         /,
     ) -> Array:
         """x [T, E] in bf16 times the weight that values, scales and zeros [N, ...] stand for,
-        transposed, [T, N] in f32; see models/quantized.py.
+        transposed, [T, N] in dtype; see models/quantized.py.
         """
         ...
 
@@ -386,8 +387,7 @@ class Linear:
         assert step.products is not None and taken.scales is not None
         rows = x.reshape(-1, x.shape[-1])
         parts = (taken.values, taken.scales, taken.zeros, taken.form)
-        y = step.products.quantized(rows, *parts, step.count(rows), taken.interleaved)
-        return y.astype(dtype)
+        return step.products.quantized(rows, *parts, step.count(rows), dtype, taken.interleaved)
 
 
 def scaled(x: Array, factor: float) -> Array:
