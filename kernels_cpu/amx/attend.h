@@ -46,10 +46,11 @@ struct Ahead {
   const char *line = nullptr, *line_end = nullptr;  // what is left of the slot before
 
   void FetchRest() {
-    for (; line != line_end || NextSlot(); line += kCacheLine) PrefetchL2(line);
+    for (; line < line_end || NextSlot(); line += kCacheLine) PrefetchL2(line);
   }
   void Fetch(int64_t shares) {
-    for (due += shares * share; due >= kUnit && (line != line_end || NextSlot()); due -= kUnit, line += kCacheLine) PrefetchL2(line);
+    if ((due += shares * share) < kUnit) return;
+    for (; due >= kUnit && (line < line_end || NextSlot()); due -= kUnit, line += kCacheLine) PrefetchL2(line);
   }
 
  private:

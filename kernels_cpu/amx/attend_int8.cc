@@ -310,17 +310,21 @@ __m512i Int8Products::OrderOfScales(int64_t part) const {
 // The scores of a block's rows. Sums of the slots before become scores while tiles are multiplied.
 template <bool is_shared>
 void Int8Products::Score(int64_t group, int64_t block, const Seen& seen) {
-  int64_t size = kPlanes * DTiles() * kTileBytes, calls = GroupHeads(group) * DTiles(), share = (kPair + calls - 1) / calls;
+  int64_t size = kPlanes * DTiles() * kTileBytes, calls = GroupHeads(group) * DTiles(), share = (kPair / 4 + calls - 1) / calls * 4;
   const int8_t* q = q_ + (group * shared_ * blocks_ + block) * size;
   const __m512 steps = _mm512_load_ps(q_steps_ + (group * blocks_ + block) * kSide);
   const __m512i order = OrderOfScales(0);
   alignas(64) int32_t sums[2][2][kPlanes][kSide * kSide];
   int64_t slot = seen.begin, done = slot;
   auto score_to = [&](int64_t end) {
-    for (; done < end; ++done) {
+    for (; done < end; done += 4) {
       const int32_t* upper = sums[done / kPair % 2][done / kSide % 2][0] + done % kSide * kSide;
-      __m512 scales = _mm512_mul_ps(Scales<is_shared>(done, 0, order), steps);
-      _mm512_store_ps(scores_ + done * kSide, _mm512_mul_ps(SumsOfWords(upper, kSide * kSide), scales));
+      float* scores = scores_ + done * kSide;
+#pragma GCC unroll 4
+      for (int64_t i = 0; i < 4; ++i) {
+        __m512 scales = _mm512_mul_ps(Scales<is_shared>(done + i, 0, order), steps);
+        _mm512_store_ps(scores + i * kSide, _mm512_mul_ps(SumsOfWords(upper + i * kSide, kSide * kSide), scales));
+      }
     }
   };
   for (; slot < seen.end; slot += kPair) {
