@@ -274,7 +274,7 @@ FAULTS_OF_AMX: list[Fault] = [
     (("amx/attend.h", "(1u << end) - (1u << row) : 0", "0xffffu : 0"), "FAILED attention"),
     (("amx/attend_int8.cc", "_tile_dpbsud(3", "_tile_dpbssd(3"), "FAILED attention int8"),
     (("amx/attend_int8.cc", "most *= 2) steps", "most *= 4) steps"), "FAILED attention int8"),
-    (("amx/attend_int8.cc", "% shared_) + part", "% shared_)"), "FAILED attention int8"),
+    (("amx/attend_int8.cc", "% shared_) + part", "% shared_)"), "FAILED attention"),
     (("amx/attend_int8.cc", "[block * kSide + row]);", "[row]);"), "FAILED attention int8"),
     (("amx/attend_int8.cc", "_mm512_maskz_mov_ps(mask, P", "(P"), "FAILED attention int8"),
     (("amx/attend_int8.cc", ": 0xffffffff;", ": 0xffff;"), "FAILED attention int8"),
