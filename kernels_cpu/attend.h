@@ -34,18 +34,26 @@ struct Tile {
   int64_t slots;      // that are multiplied, the first ones
 };
 
-// Writes where the keys of the slots [first, first + N) of a row and head begin; zeros for slots outside [begin, end).
-template <typename Slot, size_t N>
-inline void Locate(const Problem& p, const Item& item, int64_t head, int64_t first, const Slot* zeros, const Slot* (&keys)[N]) {
+// Writes where an array has what belongs to the slots [first, first + N) of an item's row; `none` for slots outside [begin, end).
+// stride: numbers from one slot of the array to the next.
+template <typename T, size_t N>
+inline void LocateIn(const T* array, int64_t stride, const Problem& p, const Item& item, int64_t first, const T* none,
+                     const T* (&to)[N]) {
   int64_t count = N, begin = std::max(first, item.begin) - first, end = std::min(first + count, item.end) - first;
-  std::fill(keys, keys + begin, zeros);
-  std::fill(keys + end, keys + count, zeros);
-  int64_t stride = p.Stride(), block = (first + begin) / p.P, inside = (first + begin) % p.P;
+  std::fill(to, to + begin, none);
+  std::fill(to + end, to + count, none);
+  int64_t block = (first + begin) / p.P, inside = (first + begin) % p.P;
   for (int64_t i = begin; i < end; ++block, inside = 0) {
     int64_t index = p.first_block + p.table[item.row * p.M + block];
-    const Slot* slot = static_cast<const Slot*>(p.pool) + (index * p.P + inside) * stride + head * p.Apart();
-    for (int64_t n = std::min(end, i + p.P - inside); i < n; ++i, slot += stride) keys[i] = slot;
+    const T* slot = array + (index * p.P + inside) * stride;
+    for (int64_t n = std::min(end, i + p.P - inside); i < n; ++i, slot += stride) to[i] = slot;
   }
+}
+
+// Writes where the keys of these slots and of a head begin; zeros for slots outside [begin, end).
+template <typename Slot, size_t N>
+inline void Locate(const Problem& p, const Item& item, int64_t head, int64_t first, const Slot* zeros, const Slot* (&keys)[N]) {
+  LocateIn(static_cast<const Slot*>(p.pool) + head * p.Apart(), p.Stride(), p, item, first, zeros, keys);
 }
 
 // Returns e^x to 2 units in the last place; 0 below -87, NaN of NaN.

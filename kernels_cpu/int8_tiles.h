@@ -177,7 +177,7 @@ class Int8Tiles {
 
   // Adds in this order: compilers that choose another one need more registers than there are.
   static void AddProducts(Integers& sum, Words a, Words b) {
-    sum = L::AddIntegers(sum, L::PairSums(a, b));
+    sum = L::AddPairSums(sum, a, b);
     L::KeepInRegister(sum);
   }
 

@@ -71,8 +71,8 @@ ffi::Error MlpOf(ffi::ThreadPool pool, Bf16<2> x, ffi::AnyBuffer gate_up, Float3
     if (first.plain != nullptr && second.plain != nullptr) {
       return Mlp(pool, kind, Data(x), first.plain, second.plain, to, T, second.w.N, first.w.E, F);
     }
-    bool is_plain = first.plain != nullptr || second.plain != nullptr;
-    return !is_plain && Mlp(pool, kind, Data(x), first.w, second.w, first.activations, to, T);
+    bool is_quantized = first.plain == nullptr && second.plain == nullptr;
+    return is_quantized && Mlp(pool, kind, Data(x), first.w, second.w, first.activations, to, T);
   };
   auto* rounded = static_cast<bf16*>(y->untyped_data());
   if (in_f32 ? at_once(y->typed_data<float>()) : at_once(rounded)) return ffi::Error::Success();

@@ -2,6 +2,7 @@
 #include "paged_attention.h"
 
 #include <cstring>
+#include <string>
 #include <vector>
 
 #include "calls.h"
@@ -26,6 +27,8 @@ int64_t PartsOf(int64_t largest, int64_t total, int64_t threads) {
 ffi::Error PagedAttention(ffi::ThreadPool pool, Bf16<3> q, ffi::AnyBuffer kv, Float32<3> scales, Int32<0> layer, Int32<2> table,
                           Int32<1> contexts, Int32<1> starts, Float32<1> sinks, Int32<1> ends, ffi::Result<Bf16<3>> o,
                           int64_t num_layers, float scale, int64_t window, float soft_cap, bool decode, bool latent) {
+  // With AMX scores are scaled after their maximum is known.
+  if (!(scale > 0)) return ffi::Error::InvalidArgument("scale " + std::to_string(scale) + ": scores are multiplied by one above 0");
   auto q_shape = q.dimensions(), kv_shape = kv.dimensions();
   Problem p{.q = Data(q), .pool = kv.untyped_data(), .scales = scales.typed_data(), .o = Data(*o)};
   auto attend = kv.element_type() == ffi::S8 ? &AttendInt8 : kv.element_type() == ffi::F8E4M3FN ? &AttendE4m3 : &Attend;

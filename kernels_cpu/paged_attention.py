@@ -39,6 +39,8 @@ def unsupported(shapes: Shapes, attention: AttentionOptions, device: Any) -> str
         return f"head_dim {shapes.head_dim}: only multiples of 32"
     if attention.value_width(shapes.head_dim) % 32:
         return f"values of {attention.value_dim}: only multiples of 32"
+    if not attention.scale > 0:
+        return f"scale {attention.scale}: only above 0"
     return unavailable()
 
 

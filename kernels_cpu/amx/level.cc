@@ -15,7 +15,13 @@ bool IsPlain(const Quantized& w, Activations activations) {
 
 int64_t MostQueries() { return 256; }  // what is kept of so many stays in an L2 cache of 2 MiB, beside a span
 void Attend(const Problem& p, const Item& item, const Item* after) { amx::Attend(p, item, after); }
-void AttendInt8(const Problem& p, const Item& item, const Item* after) { avx2::AttendInt8(p, item, after); }
+void AttendInt8(const Problem& p, const Item& item, const Item* after) {
+  if (p.latent) {
+    avx2::AttendInt8(p, item, after);
+  } else {
+    amx::AttendInt8(p, item, after);
+  }
+}
 void AttendE4m3(const Problem& p, const Item& item, const Item* after) { avx2::AttendE4m3(p, item, after); }
 
 void Multiply(ffi::ThreadPool& pool, const bf16* x, const bf16* w, float* y, int64_t T, int64_t N, int64_t E) {

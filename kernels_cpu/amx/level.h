@@ -10,6 +10,7 @@
 namespace jpaged::amx {
 
 void Attend(const Problem& p, const Item& item, const Item* after);
+void AttendInt8(const Problem& p, const Item& item, const Item* after);  // not of latents
 void Multiply(ffi::ThreadPool& pool, const bf16* x, const bf16* w, float* y, int64_t T, int64_t N, int64_t E);
 void Multiply(ffi::ThreadPool& pool, const bf16* x, const bf16* w, bf16* y, int64_t T, int64_t N, int64_t E);
 void Mlp(ffi::ThreadPool& pool, Activation kind, const bf16* x, const bf16* gate_up, const bf16* down, float* y, int64_t T, int64_t N,

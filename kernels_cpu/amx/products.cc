@@ -57,7 +57,6 @@ class Linear {
   }
 
  private:
-
   void Put(Out* to, __m512i row, int64_t count) const {
     if (count >= kWidth) {
       PutLine(to, row, past_cache_);

@@ -236,6 +236,7 @@ struct Lanes {
   static Integers ZeroIntegers() { return _mm256_setzero_si256(); }
   static Integers SetIntegers(int32_t x) { return _mm256_set1_epi32(x); }
   static Integers AddIntegers(Integers a, Integers b) { return _mm256_add_epi32(a, b); }
+  static Integers AddPairSums(Integers sum, Words a, Words b) { return AddIntegers(sum, PairSums(a, b)); }
   static Integers MaxIntegers(Integers a, Integers b) { return _mm256_max_epi32(a, b); }
   // The bits of numbers without their signs: in the order of sizes, NaN the largest.
   static Integers SizesOf(Floats x) { return _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(0x7fffffff)); }

@@ -13,6 +13,7 @@
 namespace jpaged::avx512 {
 
 void Attend(const Problem& p, const Item& item, const Item* after);
+void AttendInt8(const Problem& p, const Item& item, const Item* after);  // not of latents
 void Multiply(ffi::ThreadPool& pool, const bf16* x, const bf16* w, float* y, int64_t T, int64_t N, int64_t E);
 void Multiply(ffi::ThreadPool& pool, const bf16* x, const bf16* w, bf16* y, int64_t T, int64_t N, int64_t E);
 void MultiplyExperts(ffi::ThreadPool& pool, const Pairs& pairs, const std::vector<Expert>& experts, int64_t N, int64_t E);

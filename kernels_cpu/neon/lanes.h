@@ -297,6 +297,7 @@ struct Lanes {
   static Integers ZeroIntegers() { return SetIntegers(0); }
   static Integers SetIntegers(int32_t x) { return {vdupq_n_s32(x), vdupq_n_s32(x)}; }
   static Integers AddIntegers(Integers a, Integers b) { return {vaddq_s32(a.low, b.low), vaddq_s32(a.high, b.high)}; }
+  static Integers AddPairSums(Integers sum, Words a, Words b) { return AddIntegers(sum, PairSums(a, b)); }
   static Integers MaxIntegers(Integers a, Integers b) { return {vmaxq_s32(a.low, b.low), vmaxq_s32(a.high, b.high)}; }
   // The bits of numbers without their signs: in the order of sizes, NaN the largest.
   static Integers SizesOf(Floats x) {

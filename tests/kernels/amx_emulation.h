@@ -74,6 +74,21 @@ inline void MultiplyBf16(int sums, int left, int right) {
   std::memcpy(&At(sums), c, sizeof(c));
 }
 
+// TDPBSSD, TDPBSUD and TDPBUSD: the sums of 64 products of bytes, each with a sign (int8_t) or without one (uint8_t).
+template <typename Left, typename Right>
+inline void MultiplyBytes(int sums, int left, int right) {
+  uint32_t c[16][16];
+  Left a[16][64];
+  Right b[16][64];
+  std::memcpy(c, &At(sums), sizeof(c)), std::memcpy(a, &At(left), sizeof(a)), std::memcpy(b, &At(right), sizeof(b));
+  for (int m = 0; m < 16; ++m) {
+    for (int k = 0; k < 64; ++k) {
+      for (int n = 0; n < 16; ++n) c[m][n] += a[m][k] * b[k / 4][4 * n + k % 4];
+    }
+  }
+  std::memcpy(&At(sums), c, sizeof(c));
+}
+
 }  // namespace amx_emulation
 
 #undef _tile_loadconfig
@@ -83,6 +98,9 @@ inline void MultiplyBf16(int sums, int left, int right) {
 #undef _tile_stored
 #undef _tile_zero
 #undef _tile_dpbf16ps
+#undef _tile_dpbssd
+#undef _tile_dpbsud
+#undef _tile_dpbusd
 #define _tile_loadconfig(config) amx_emulation::LoadConfig(config)
 #define _tile_release() amx_emulation::Release()
 #define _tile_loadd(tile, base, stride) amx_emulation::Load(tile, base, stride)
@@ -90,3 +108,6 @@ inline void MultiplyBf16(int sums, int left, int right) {
 #define _tile_stored(tile, base, stride) amx_emulation::Store(tile, base, stride)
 #define _tile_zero(tile) amx_emulation::Zero(tile)
 #define _tile_dpbf16ps(sums, left, right) amx_emulation::MultiplyBf16(sums, left, right)
+#define _tile_dpbssd(sums, left, right) amx_emulation::MultiplyBytes<int8_t, int8_t>(sums, left, right)
+#define _tile_dpbsud(sums, left, right) amx_emulation::MultiplyBytes<int8_t, uint8_t>(sums, left, right)
+#define _tile_dpbusd(sums, left, right) amx_emulation::MultiplyBytes<uint8_t, int8_t>(sums, left, right)

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from kernels_cpu import paged_attention
 from kernels_cpu.library import unavailable
 from kernels_cpu.linear import NativeProducts, linear
+from kernels_pallas.paged_attention.interface import AttentionOptions, Options, Shapes
 from scripts._attention_cases import (
     DECODE,
     GPU,
@@ -107,6 +109,19 @@ class TestScaled(PagedAttentionSuite):
 
     def test_a_querys_bits_do_not_depend_on_its_batch(self) -> None:
         check_bits_in_any_batch(paged_attention, dtype="bfloat16", D=64, kv_dtype="int8")
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.125, float("nan")])
+def test_a_scale_that_is_not_above_0_is_an_error(scale: float) -> None:
+    """Tiles of AMX take the maximum of scores before they scale them."""
+    options = Options(AttentionOptions(scale=scale), num_layers=1, num_kv_heads=1)
+    shapes = Shapes(num_heads=1, num_kv_heads=1, head_dim=32, block_size=16, dtype=jnp.bfloat16)
+    reason = paged_attention.unsupported(shapes, options.attention, None)
+    assert reason is not None and f"scale {scale}" in reason
+    q, pool = jnp.ones((1, 1, 32), jnp.bfloat16), jnp.ones((1, 16, 2, 32), jnp.bfloat16)
+    table, contexts = jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"INVALID_ARGUMENT.*scale {scale:.6f}"):
+        paged_attention.decode(q, pool, 0, table, contexts, options=options).block_until_ready()
 
 
 DECODES = [c for c in (*CASES, *IN_8_BITS) if c.queries is None]

@@ -26,7 +26,7 @@ SOURCES = Path(library.__file__).parent
 DRIVER = Path(__file__).with_name("cpu_driver.cc")
 EMULATION = Path(__file__).with_name("amx_emulation.h")
 EMULATED = ("-include", str(EMULATION))
-TILES = {"amx_tile", "amx_bf16"}
+TILES = {"amx_tile", "amx_bf16", "amx_int8"}
 SANITIZE = ("-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 CASES = 427
 
@@ -134,6 +134,8 @@ def test_arithmetic_of_a_name_has_the_bits_of_other_levels(name: str) -> None:
     ]
     assert len(integers) == 74
     integers += [case for case in ours if case.startswith(("activation", "heads", "quantize "))]
+    if name == "avx512":  # by 8 lanes, as AVX2
+        integers += [case for case in ours if case.startswith("attention int8")]
     equal = {case for case in ours if ours[case] == others[case]}
     assert equal >= set(ours if name == "neon" else integers)
     assert (len(equal) == CASES) == (name == "neon"), "a control: sums in f32 have other orders"
@@ -265,11 +267,18 @@ FAULTS: list[Fault] = [
 ]
 FAULTS_OF_AMX: list[Fault] = [
     (("amx/attend.cc", "slots[slot] + offset + d", "slots[0] + offset + d"), "FAILED attention"),
-    (("amx/attend.cc", "_mm512_cmple_epi32_mask(low, at)", "0xffff"), "FAILED attention"),
+    (("amx/attend.h", "_mm512_cmple_epi32_mask(low, at)", "0xffff"), "FAILED attention"),
     (("amx/attend.cc", "(block * kSpan + begin) * kSide", "block * kSpan * kSide"), "FAILED"),
-    (("amx/attend.cc", "rows.all_end - first)", "rows.end - first)"), "FAILED attention"),
-    (("amx/attend.cc", "span.total, now)", "span.total, before)"), "FAILED attention"),
-    (("amx/attend.cc", ": zeros_;", ": p_.q;"), "FAILED attention"),
+    (("amx/attend.h", "rows.all_end - first)", "rows.end - first)"), "FAILED attention"),
+    (("amx/attend.h", "span.total, now)", "span.total, before)"), "FAILED attention"),
+    (("amx/attend.h", "(1u << end) - (1u << row) : 0", "0xffffu : 0"), "FAILED attention"),
+    (("amx/attend_int8.cc", "_tile_dpbsud(3", "_tile_dpbssd(3"), "FAILED attention int8"),
+    (("amx/attend_int8.cc", "most *= 2) steps", "most *= 4) steps"), "FAILED attention int8"),
+    (("amx/attend_int8.cc", "% shared_) + part", "% shared_)"), "FAILED attention"),
+    (("amx/attend_int8.cc", "[block * kSide + row]);", "[row]);"), "FAILED attention int8"),
+    (("amx/attend_int8.cc", "_mm512_maskz_mov_ps(mask, P", "(P"), "FAILED attention int8"),
+    (("amx/attend_int8.cc", ": 0xffffffff;", ": 0xffff;"), "FAILED attention int8"),
+    (("amx/attend_int8.cc", "word(slot + 2), 16", "word(slot + 1), 16"), "FAILED attention int8"),
     (("amx/attend.cc", "unpacked[(i + 1) % 2]", "unpacked[i % 2]"), "FAILED attention"),
     (("amx/bf16_products.h", "x + tile * kSide * E, rows, E", "x, rows, E"), "FAILED linear"),
     (("amx/bf16_products.h", "{group, tile, count}", "{group, 0, count}"), "FAILED linear"),
