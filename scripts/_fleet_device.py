@@ -105,6 +105,9 @@ class ModelledDevice:
     def fit(self, buckets: StepShapes) -> StepShapes:
         return buckets
 
+    def steps_at_once(self, bucket: DecodeShape) -> int:
+        return bucket.steps
+
     def dispatch(self, batch: Batch) -> "RunningStep":
         self.now += self.times.host_step
         sections, _ = input_sections(batch.bucket, self.config)

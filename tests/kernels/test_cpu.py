@@ -114,7 +114,7 @@ class TestScaled(PagedAttentionSuite):
 @pytest.mark.parametrize("scale", [0.0, -0.125, float("nan")])
 def test_a_scale_that_is_not_above_0_is_an_error(scale: float) -> None:
     """Tiles of AMX take the maximum of scores before they scale them."""
-    options = Options(AttentionOptions(scale=scale), num_layers=1, num_kv_heads=1)
+    options = Options(attention=AttentionOptions(scale=scale), num_layers=1, num_kv_heads=1)
     shapes = Shapes(num_heads=1, num_kv_heads=1, head_dim=32, block_size=16, dtype=jnp.bfloat16)
     reason = paged_attention.unsupported(shapes, options.attention, None)
     assert reason is not None and f"scale {scale}" in reason

@@ -297,24 +297,26 @@ def served_in_8_bits(model: ModelConfig, **settings: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("attention", "settings"),
+    ("attention", "settings", "apart"),
     [
-        ("triton", {}),
-        ("triton", {"tensor_parallel_size": 2}),
-        ("tpu", {}),
-        ("mosaic_gpu", {"block_size": 64}),
+        ("triton", {"dtype": "float16"}, 0.02),
+        ("triton", {"dtype": "float16", "tensor_parallel_size": 2}, 0.02),
+        ("tpu", {"dtype": "float32"}, 1e-4),
+        ("mosaic_gpu", {"dtype": "float16", "block_size": 64}, 0.02),
     ],
     ids=["triton", "triton, two devices", "tpu", "mosaic_gpu"],
 )
-def test_the_engine_in_8_bits(attention: str, settings: dict[str, Any]) -> None:
-    """The same tokens as XLA's; each kernel has its own places for scales."""
+def test_the_engine_in_8_bits(attention: str, settings: dict[str, Any], apart: float) -> None:
+    """The same tokens as XLA's; each kernel has its own places for scales. In the finest dtype that
+    it takes: in bf16 this model's logprobs are up to 0.08 from those in f32, whatever the pool.
+    """
     model = dataclasses.replace(MODEL, num_kv_heads=4, max_position_embeddings=128)
     ours = served_in_8_bits(model, attention=attention, **settings)
     for (tokens, found), (same, expected) in zip(
-        ours, served_in_8_bits(model, attention="xla"), strict=True
+        ours, served_in_8_bits(model, attention="xla", dtype=settings["dtype"]), strict=True
     ):
         assert tokens == same
-        assert np.abs(found - expected).max() < 0.05
+        assert np.abs(found - expected).max() < apart
 
 
 SCALED = dataclasses.replace(MODEL, query_pre_attn_scalar=5.0)

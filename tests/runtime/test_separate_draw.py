@@ -103,7 +103,8 @@ def test_how_many_steps_it_resolves_to(asked: dict[str, Any], expected: tuple[in
 
 
 def test_streams_draw_no_more_than_steps_are_compiled_for() -> None:
-    for steps in ({"stream_steps": 2}, {"stream_steps": 3, "decode_steps": 2}):
+    above: list[dict[str, Any]] = [{"stream_steps": 2}, {"stream_steps": 3, "decode_steps": 2}]
+    for steps in above:
         with pytest.raises(ConfigError, match="is above decode_steps="):
             EngineConfig(**steps).resolve(CONFIG, on_cpu=True, batch_invariant=True)
     with pytest.raises(ConfigError, match="stream_steps=0"):
