@@ -58,6 +58,7 @@ class Evenly {
 
 // A group of a weight of bf16 as it lies: its rows begin at first[0] and first[1], 16 each.
 struct GroupRows {
+  static constexpr bool kIsWidened = false;
   const bf16* first[2];
   int64_t stride;  // bytes from row to row
 
@@ -69,7 +70,7 @@ struct GroupRows {
 //
 // A core has few tile registers beside the 8 that have names, and its two threads share them. A tile that is loaded or multiplied
 // takes one until it is done, so the fewer hold sums and operands, the more loads are under way. Hence up to two tiles of x take 7
-// of the 8, and each operand is loaded once.
+// of the 8, and each operand is loaded once. Where a weight is widened beside two of them, a register less is worth another load.
 template <int kCount, typename W, typename Aside>
 void MultiplyTiles(const bf16* x, const W& w, int64_t E, const Aside& aside, Sums* sums) {
   const bf16 *x1 = x + kSide * E, *x2 = x1 + kSide * E;
@@ -84,7 +85,7 @@ void MultiplyTiles(const bf16* x, const W& w, int64_t E, const Aside& aside, Sum
   for (int64_t e = 0; e < E; e += kDepth) {
     aside();
     WriteBeforeTiles();
-    if constexpr (kCount <= kPair) {
+    if constexpr (kCount == 1 || (kCount == kPair && !W::kIsWidened)) {
       _tile_stream_loadd(6, x + e * kSide, 64);
       if constexpr (kCount > 1) _tile_stream_loadd(7, x1 + e * kSide, 64);
       _tile_loadd(4, w.Tile(0, e), w.stride);
@@ -99,11 +100,15 @@ void MultiplyTiles(const bf16* x, const W& w, int64_t E, const Aside& aside, Sum
       _tile_dpbf16ps(0, 6, 7);
       _tile_loadd(7, x1 + e * kSide, 64);
       _tile_dpbf16ps(2, 6, 7);
-      _tile_loadd(7, x2 + e * kSide, 64);
-      _tile_dpbf16ps(4, 6, 7);
+      if constexpr (kCount > kPair) {
+        _tile_loadd(7, x2 + e * kSide, 64);
+        _tile_dpbf16ps(4, 6, 7);
+      }
       _tile_loadd(6, w.Tile(1, e), w.stride);
-      _tile_dpbf16ps(5, 6, 7);
-      _tile_loadd(7, x1 + e * kSide, 64);
+      if constexpr (kCount > kPair) {
+        _tile_dpbf16ps(5, 6, 7);
+        _tile_loadd(7, x1 + e * kSide, 64);
+      }
       _tile_dpbf16ps(3, 6, 7);
       _tile_loadd(7, x + e * kSide, 64);
       _tile_dpbf16ps(1, 6, 7);

@@ -35,23 +35,27 @@ class ChunkWidener {
   static constexpr Form form = form_;
   static constexpr Scales kind = kind_;
 
-  // Makes the chunk from input `first` on of `count` rows from row n on. What lies as far on in the row that is `step` rows later
-  // comes towards the cache.
-  static void Widen(const Quantized& w, int64_t n, int64_t count, int64_t step, int64_t first, bf16* to) {
-    if (first + kChunk <= w.E) {
-      WidenRows(w, n, count, step, first, std::integral_constant<int64_t, kBlocks>(), to);
+  // Rows are `step` apart in the weight from those of the next group.
+  ChunkWidener(const Quantized& w, int64_t step) : w_(w), step_(step), of_scale_(w.Group()) {}
+
+  // Makes the chunk from input `first` on of `count` rows from row n on. What lies as far on in the next group's rows comes towards
+  // the cache.
+  void Widen(int64_t n, int64_t count, int64_t first, bf16* to) const {
+    if (first + kChunk <= w_.E) {
+      WidenRows(n, count, first, std::integral_constant<int64_t, kBlocks>(), to);
     } else {
-      WidenRows(w, n, count, step, first, (w.E - first) / kDepth, to);
+      WidenRows(n, count, first, (w_.E - first) / kDepth, to);
     }
   }
 
  private:
   template <typename Blocks>
-  static void WidenRows(const Quantized& w, int64_t n, int64_t count, int64_t step, int64_t first, Blocks blocks, bf16* to) {
-    int64_t scale_of[kBlocks] = {}, bytes = w.RowBytes(), S = w.S;
+  void WidenRows(int64_t n, int64_t count, int64_t first, Blocks blocks, bf16* to) const {
+    const Quantized& w = w_;
+    int64_t scale_of[kBlocks] = {}, bytes = w.RowBytes(), S = w.S, step = step_;
     if (kind != Scales::kRow) {
-      int64_t group = w.Group(), scale = first / group;
-      for (int64_t b = 0; b < blocks; ++b) scale_of[b] = scale += first + b * kDepth == (scale + 1) * group;
+      int64_t scale = first / of_scale_;
+      for (int64_t b = 0; b < blocks; ++b) scale_of[b] = scale += first + b * kDepth == (scale + 1) * of_scale_;
     }
     // A row's addresses come from those of the row before: a compiler cannot know that w stays as it is while tiles are written.
     const uint8_t* from = w.Row(n) + Bytes(form, first);
@@ -103,6 +107,9 @@ class ChunkWidener {
       Widener::Scaled(reinterpret_cast<const Byte*>(from), scale, to);
     }
   }
+
+  const Quantized& w_;
+  int64_t step_, of_scale_;
 };
 
 // The groups [begin, end) of a weight as bf16, chunk after chunk, of which the last `kept` are there.
@@ -110,7 +117,13 @@ template <typename ChunkWidener>
 class Chunks {
  public:
   Chunks(const Quantized& w, Rows rows, int64_t begin, int64_t end, int64_t kept)
-      : w_(w), rows_(rows), begin_(begin), of_group_(ChunksOf(w.E)), count_((end - begin) * of_group_), kept_(kept) {
+      : widener_(w, rows.step),
+        rows_(rows),
+        N_(w.N),
+        begin_(begin),
+        of_group_(ChunksOf(w.E)),
+        count_((end - begin) * of_group_),
+        kept_(kept) {
     static thread_local Memory memory;
     values_ = Scratch<bf16>(memory, kept * kChunkSize);
   }
@@ -122,32 +135,32 @@ class Chunks {
 
   // Makes the rows [row, end) of a chunk, if there is such a chunk. Rows past the weight's last one have no output: whatever their
   // places in a tile hold will do.
-  void Widen(int64_t chunk, int64_t row, int64_t end) {
+  void Widen(int64_t chunk, int64_t row, int64_t end) const {
+    if (rows_.apart == kSide) return WidenSpan(chunk, row, end, 0);
+    if (row < kSide) WidenSpan(chunk, row, std::min(end, kSide), 0);
+    if (end > kSide) WidenSpan(chunk, std::max(row, kSide), end, rows_.apart - kSide);
+  }
+
+  // The same of rows that lie together, `skipped` rows further on than their numbers say.
+  void WidenSpan(int64_t chunk, int64_t row, int64_t end, int64_t skipped) const {
     if (chunk >= count_) return;
-    int64_t first = chunk % of_group_ * kChunk, group = begin_ + chunk / of_group_;
-    if (rows_.apart == kSide) return WidenSpan(group * rows_.step + row, end - row, first, Place(chunk) + row * kDepth);
-    for (int64_t half = 0; half < 2; ++half) {
-      int64_t from = std::max<int64_t>(row - half * kSide, 0), count = std::min(end - half * kSide, kSide) - from;
-      WidenSpan(group * rows_.step + half * rows_.apart + from, count, first, Place(chunk) + half * kTileSize + from * kDepth);
-    }
+    int64_t first = chunk % of_group_ * kChunk, n = (begin_ + chunk / of_group_) * rows_.step + row + skipped;
+    widener_.Widen(n, std::min(end - row, N_ - n), first, Place(chunk) + row * kDepth);
   }
 
  private:
-  void WidenSpan(int64_t n, int64_t count, int64_t first, bf16* to) const {
-    ChunkWidener::Widen(w_, n, std::min(count, w_.N - n), rows_.step, first, to);
-  }
-
   bf16* Place(int64_t chunk) const { return values_ + chunk % kept_ * kChunkSize; }
 
-  const Quantized& w_;
+  ChunkWidener widener_;
   Rows rows_;
-  int64_t begin_, of_group_, count_, kept_;
+  int64_t N_, begin_, of_group_, count_, kept_;
   bf16* values_;
 };
 
 // A group as MultiplyTiles takes it.
 template <typename Chunks>
 struct WidenedGroup {
+  static constexpr bool kIsWidened = true;
   const Chunks& chunks;
   int64_t first;                           // its first chunk
   int64_t stride = kDepth * sizeof(bf16);  // bytes from row to row
@@ -246,13 +259,51 @@ class GatedRows : public Result {
   bool is_row_, past_cache_;
 };
 
+// MultiplyTiles of 1 to 3 tiles of x.
+template <typename Group, typename Aside>
+void MultiplyTogether(const bf16* x, int64_t count, const Group& weights, int64_t E, const Aside& aside, Sums* sums) {
+  if (count == 3) {
+    MultiplyTiles<3>(x, weights, E, aside, sums);
+  } else if (count == 2) {
+    MultiplyTiles<2>(x, weights, E, aside, sums);
+  } else {
+    MultiplyTiles<1>(x, weights, E, aside, sums);
+  }
+}
+
+// The products of up to 3 tiles of packed x from `tile` on and the groups [begin, end) of w, whose rows lie together. Few rows leave
+// little time beside each row of the weight, so nothing is asked for that only more rows need.
+template <typename ChunkWidener>
+void MultiplyFew(const bf16* x, const Quantized& w, const Result& result, int64_t tile, int64_t count, int64_t begin, int64_t end) {
+  int64_t of_group = ChunksOf(w.E);
+  Chunks<ChunkWidener> chunks(w, result.rows, begin, end, 2);
+  chunks.Widen(0, 0, kGroup);
+  alignas(kCacheLine) Sums sums[kTogether];
+  for (int64_t group = begin; group < end; ++group) {
+    WidenedGroup<Chunks<ChunkWidener>> weights{chunks, (group - begin) * of_group};
+    int64_t e = 0;
+    auto aside = [&] {
+      int64_t chunk = e / kChunk, part = e % kChunk / kDepth, blocks = std::min(kChunk, w.E - chunk * kChunk) / kDepth;
+      e += kDepth;
+      // Beside a single tile of x, int4 costs less the fewer turns widening and tiles take, and bytes cost more.
+      int64_t parts = count == 1 && ChunkWidener::form == Form::kInt4 ? 1 : blocks;
+      if (part < parts) chunks.WidenSpan(weights.first + chunk + 1, kGroup * part / parts, kGroup * (part + 1) / parts, 0);
+    };
+    MultiplyTogether(x + tile * kSide * w.E, count, weights, w.E, aside, sums);
+    for (int64_t i = 0; i < count * result.pieces; ++i) {
+      result.Write(group, tile + i / result.pieces, i % result.pieces, sums[i / result.pieces]);
+    }
+  }
+}
+
 // The products of the tiles [first, last) of packed x and the groups [begin, end) of w.
 template <typename ChunkWidener>
 void MultiplyGroups(const bf16* x, const Quantized& w, const Result& result, int64_t first, int64_t last, int64_t begin, int64_t end) {
   constexpr int64_t kTurns = kGroup / kRowsAside;  // that a chunk takes beside the products of another group
   int64_t tiles = last - first, steps = (tiles + kTogether - 1) / kTogether, of_group = ChunksOf(w.E), depths = w.E / kDepth;
+  if (steps == 1 && result.rows.apart == kSide) return MultiplyFew<ChunkWidener>(x, w, result, first, tiles, begin, end);
   bool is_ahead = steps > kNearSteps;
-  Chunks<ChunkWidener> chunks(w, result.rows, begin, end, steps == 1 ? 2 : is_ahead ? 2 * of_group : of_group + 1);
+  Chunks<ChunkWidener> chunks(w, result.rows, begin, end, is_ahead ? 2 * of_group : of_group + 1);
   chunks.Widen(0, 0, kGroup);
   alignas(kCacheLine) Sums sums[2][kTogether];
   struct {
@@ -280,19 +331,11 @@ void MultiplyGroups(const bf16* x, const Quantized& w, const Result& result, int
           widened.Next(widen);
         } else if (step == (chunk + 1 < of_group ? 0 : steps - 1)) {
           // The next chunk is made for the first rows of x; the next group's first one replaces what the last rows do not need any
-          // more. Beside a single tile of x, int4 costs less the fewer turns widening and tiles take, and bytes cost more.
-          int64_t parts = count == 1 && ChunkWidener::form == Form::kInt4 ? 1 : blocks;
-          if (part < parts) chunks.Widen(weights.first + chunk + 1, kGroup * part / parts, kGroup * (part + 1) / parts);
+          // more.
+          chunks.Widen(weights.first + chunk + 1, kGroup * part / blocks, kGroup * (part + 1) / blocks);
         }
       };
-      auto multiply = [&](auto kCount) { MultiplyTiles<kCount>(x + tile * kSide * w.E, weights, w.E, aside, sums[turn]); };
-      if (count == 3) {
-        multiply(std::integral_constant<int, 3>());
-      } else if (count == 2) {
-        multiply(std::integral_constant<int, 2>());
-      } else {
-        multiply(std::integral_constant<int, 1>());
-      }
+      MultiplyTogether(x + tile * kSide * w.E, count, weights, w.E, aside, sums[turn]);
       written.Rest(write);
       before = {group, tile, count};
     }

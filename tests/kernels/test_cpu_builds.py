@@ -290,14 +290,14 @@ FAULTS_OF_AMX: list[Fault] = [
     (("amx/products.cc", "w[0] + F_ * E_", "w[0] + kSide * E_"), "FAILED mlp"),
     (("amx/products.cc", "[i] * kSide * E, FirstOf", "[0] * kSide * E, FirstOf"), "FAILED experts"),
     (
-        ("amx/widened.cc", "steps == 1 ? 2 : is_ahead", "steps <= 2 ? 2 : is_ahead"),
+        ("amx/widened.cc", "result.rows, begin, end, 2)", "result.rows, begin, end, 1)"),
         "FAILED quantized plain",
     ),
     (
         ("amx/widened.cc", "is_ahead ? 2 * of_group", "is_ahead ? of_group"),
         "FAILED quantized plain",
     ),
-    (("amx/widened.cc", "half * rows_.apart + from", "half * kSide + from"), "FAILED mlp"),
+    (("amx/widened.cc", "rows_.apart - kSide)", "0)"), "FAILED mlp"),
     (("amx/widened.cc", "group > begin || step > 0", "group > begin"), "FAILED quantized plain"),
     (("amx/widened.cc", "up[i][t] * ups[0]", "up[i][t] * gates[0]"), "FAILED mlp int8"),
     (("amx/widened.cc", "{group, tile, count}", "{group, 0, count}"), "FAILED quantized plain"),
