@@ -16,8 +16,8 @@ namespace jpaged::amx {
 
 constexpr int64_t kQuarter = kSide / 4;
 constexpr int64_t kGroup = 2 * kSide;  // rows of a weight
-constexpr int64_t kPair = 2;           // tiles of x, 16 rows each, that meet a group
-constexpr int64_t kTogether = 3;       // how many of them meet a group that is widened (widened.cc)
+constexpr int64_t kTogether = 2;           // tiles of x, 16 rows each, that meet a group
+constexpr int64_t kTogetherWidened = 3;       // how many of them meet a group that is widened (widened.cc)
 
 using Sums = float[2][kSide][kSide];  // [16 rows of the weight][16 rows of x], twice
 
@@ -78,14 +78,14 @@ void MultiplyTiles(const bf16* x, const W& w, int64_t E, const Aside& aside, Sum
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
-  if constexpr (kCount > kPair) {
+  if constexpr (kCount > kTogether) {
     _tile_zero(4);
     _tile_zero(5);
   }
   for (int64_t e = 0; e < E; e += kDepth) {
     aside();
     WriteBeforeTiles();
-    if constexpr (kCount == 1 || (kCount == kPair && !W::kIsWidened)) {
+    if constexpr (kCount == 1 || (kCount == kTogether && !W::kIsWidened)) {
       _tile_stream_loadd(6, x + e * kSide, 64);
       if constexpr (kCount > 1) _tile_stream_loadd(7, x1 + e * kSide, 64);
       _tile_loadd(4, w.Tile(0, e), w.stride);
@@ -100,12 +100,12 @@ void MultiplyTiles(const bf16* x, const W& w, int64_t E, const Aside& aside, Sum
       _tile_dpbf16ps(0, 6, 7);
       _tile_loadd(7, x1 + e * kSide, 64);
       _tile_dpbf16ps(2, 6, 7);
-      if constexpr (kCount > kPair) {
+      if constexpr (kCount > kTogether) {
         _tile_loadd(7, x2 + e * kSide, 64);
         _tile_dpbf16ps(4, 6, 7);
       }
       _tile_loadd(6, w.Tile(1, e), w.stride);
-      if constexpr (kCount > kPair) {
+      if constexpr (kCount > kTogether) {
         _tile_dpbf16ps(5, 6, 7);
         _tile_loadd(7, x1 + e * kSide, 64);
       }
@@ -132,11 +132,11 @@ void MultiplyTiles(const bf16* x, const W& w, int64_t E, const Aside& aside, Sum
 //   Write(group, tile, piece, sums)   writes one of kPieces parts of what becomes of the sums of a group and a tile of x.
 template <typename Result>
 void MultiplyBlock(const bf16* x, int64_t first, int64_t last, int64_t E, int64_t begin, int64_t end, Result& result) {
-  alignas(kCacheLine) Sums sums[2][kPair];
+  alignas(kCacheLine) Sums sums[2][kTogether];
   struct {
     int64_t group = 0, tile = 0, count = 0;
   } before;  // whose sums are not written
-  int64_t tiles = last - first, steps = (tiles + kPair - 1) / kPair, depths = E / kDepth;
+  int64_t tiles = last - first, steps = (tiles + kTogether - 1) / kTogether, depths = E / kDepth;
   bool turn = false;
   auto write = [&](int64_t i) {
     int64_t tile = i / Result::kPieces;
@@ -155,7 +155,7 @@ void MultiplyBlock(const bf16* x, int64_t first, int64_t last, int64_t E, int64_
       };
       GroupRows rows{{w[0], w[1]}, E * static_cast<int64_t>(sizeof(bf16))};
       auto multiply = [&](auto kCount) { MultiplyTiles<kCount>(x + tile * kSide * E, rows, E, aside, sums[turn]); };
-      if (count == kPair) {
+      if (count == kTogether) {
         multiply(std::integral_constant<int, 2>());
       } else {
         multiply(std::integral_constant<int, 1>());
@@ -169,18 +169,24 @@ void MultiplyBlock(const bf16* x, int64_t first, int64_t last, int64_t E, int64_
 
 constexpr int64_t kCacheBytes = 2 << 20;  // of the L2 cache, wherever there is AMX
 
-// Into how many blocks T rows are cut: so many that one leaves more than half of the cache for the weight and the results, and for
-// the other thread of a core.
-inline int64_t BlocksOf(int64_t T, int64_t E) {
-  int64_t most = std::max<int64_t>(kPair, kCacheBytes * 3 / 8 / static_cast<int64_t>(kSide * E * sizeof(bf16)));
-  return (TilesOf(T) + most - 1) / most;
-}
+// How x is cut into blocks that stay in the L2 cache while the weight passes: of whole steps of so many tiles, and of so many bytes.
+struct Blocking {
+  int64_t together, bytes;
 
-// The first tile of a block.
-inline int64_t FirstOf(int64_t block, int64_t T, int64_t E) {
-  int64_t tiles = TilesOf(T), blocks = BlocksOf(T, E);
-  return block == blocks ? tiles : tiles * block / blocks / kPair * kPair;
-}
+  // Into how many blocks T rows are cut.
+  int64_t Count(int64_t T, int64_t E) const {
+    int64_t most = std::max<int64_t>(together, bytes / static_cast<int64_t>(kSide * E * sizeof(bf16)));
+    return (TilesOf(T) + most - 1) / most;
+  }
+  // The first tile of a block.
+  int64_t First(int64_t block, int64_t T, int64_t E) const {
+    int64_t tiles = TilesOf(T), blocks = Count(T, E);
+    return block == blocks ? tiles : tiles * block / blocks / together * together;
+  }
+};
+
+// More than half of the cache is left for the weight and the results, and for the other thread of a core.
+constexpr Blocking kBlocking{kTogether, kCacheBytes * 3 / 8};
 
 // Writes a cache line of a result. One of which all is larger than the cache goes past it: it would leave the cache before it is
 // read, and a line that is written to without leaving comes into it first, for which the tiles would wait.
@@ -198,12 +204,13 @@ inline bool GoesPastCache(const void* to, int64_t row_bytes, int64_t bytes) {
 
 // Divides a product between threads: calls body(first, last, begin, end) for tiles of x and groups of the weight.
 template <typename Body>
-void ForBlocks(ffi::ThreadPool& pool, int64_t T, int64_t E, int64_t groups, const Body& body) {
-  int64_t blocks = BlocksOf(T, E), shares = (SharesOf(pool, groups, 1) + blocks - 1) / blocks;
+void ForBlocks(ffi::ThreadPool& pool, const Blocking& blocking, int64_t T, int64_t E, int64_t groups, const Body& body) {
+  int64_t blocks = blocking.Count(T, E), shares = (SharesOf(pool, groups, 1) + blocks - 1) / blocks;
   ParallelFor(pool, blocks * shares, [&](int64_t item) {
     Tiles tiles_of_this_thread;
     int64_t block = item / shares, share = item % shares;
-    body(FirstOf(block, T, E), FirstOf(block + 1, T, E), groups * share / shares, groups * (share + 1) / shares);
+    int64_t first = blocking.First(block, T, E), last = blocking.First(block + 1, T, E);
+    body(first, last, groups * share / shares, groups * (share + 1) / shares);
     _mm_sfence();  // what went past the cache is there for other threads
   });
 }

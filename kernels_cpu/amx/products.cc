@@ -116,7 +116,7 @@ template <typename Out>
 void MultiplyPacked(ffi::ThreadPool& pool, const bf16* packed, const bf16* w, Out* y, int64_t T, int64_t N, int64_t E) {
   auto to = [&](int64_t t) { return y + t * N; };
   bool past_cache = GoesPastCache(y, N * sizeof(Out), T * N * sizeof(Out));
-  ForBlocks(pool, T, E, (N + kGroup - 1) / kGroup, [&](int64_t first, int64_t last, int64_t begin, int64_t end) {
+  ForBlocks(pool, kBlocking, T, E, (N + kGroup - 1) / kGroup, [&](int64_t first, int64_t last, int64_t begin, int64_t end) {
     Linear result(w, T, N, E, to, past_cache);
     MultiplyBlock(packed, first, last, E, begin, end, result);
   });
@@ -131,7 +131,7 @@ template <Activation kind>
 const bf16* MultiplyGated(ffi::ThreadPool& pool, const bf16* packed, const bf16* w, int64_t T, int64_t F, int64_t E) {
   static thread_local Memory memory;
   bf16* h = Scratch<bf16>(memory, Packed(T, F));
-  ForBlocks(pool, T, E, F / kSide, [&](int64_t first, int64_t last, int64_t begin, int64_t end) {
+  ForBlocks(pool, kBlocking, T, E, F / kSide, [&](int64_t first, int64_t last, int64_t begin, int64_t end) {
     GatedRows<kind> result(w, h, T, F, E);
     MultiplyBlock(packed, first, last, E, begin, end, result);
   });
@@ -184,9 +184,9 @@ void MultiplyExperts(ffi::ThreadPool& pool, const Pairs& pairs, const std::vecto
     int64_t i = item / strips, strip = item % strips, T = experts[i].count;
     auto to = [&](int64_t t) { return pairs.y[experts[i].first + t]; };
     Linear result(experts[i].w, T, N, E, to, false);
-    for (int64_t block = 0; block < BlocksOf(T, E); ++block) {
-      MultiplyBlock(packed + tiles[i] * kSide * E, FirstOf(block, T, E), FirstOf(block + 1, T, E), E, groups * strip / strips,
-                    groups * (strip + 1) / strips, result);
+    for (int64_t block = 0; block < kBlocking.Count(T, E); ++block) {
+      int64_t first = kBlocking.First(block, T, E), last = kBlocking.First(block + 1, T, E);
+      MultiplyBlock(packed + tiles[i] * kSide * E, first, last, E, groups * strip / strips, groups * (strip + 1) / strips, result);
     }
   });
 }

@@ -21,6 +21,8 @@ constexpr int64_t kTileSize = kSide * kDepth;
 constexpr int64_t kNearSteps = 4;    // times 48 rows of x beside which a chunk is made just before it is multiplied
 constexpr int64_t kRowsAside = 8;    // of the next group's chunk that are made between two products, for more rows of x
 constexpr int64_t kLeastGroups = 2;  // of an item for more than 48 rows of x
+// Each block of x has the weight widened anew, so blocks are larger than those beside weights of bf16.
+constexpr Blocking kWidenedBlocking{kTogetherWidened, kCacheBytes * 9 / 16};
 
 inline int64_t ChunksOf(int64_t E) { return (E + kChunk - 1) / kChunk; }
 
@@ -278,7 +280,7 @@ void MultiplyFew(const bf16* x, const Quantized& w, const Result& result, int64_
   int64_t of_group = ChunksOf(w.E);
   Chunks<ChunkWidener> chunks(w, result.rows, begin, end, 2);
   chunks.Widen(0, 0, kGroup);
-  alignas(kCacheLine) Sums sums[kTogether];
+  alignas(kCacheLine) Sums sums[kTogetherWidened];
   for (int64_t group = begin; group < end; ++group) {
     WidenedGroup<Chunks<ChunkWidener>> weights{chunks, (group - begin) * of_group};
     int64_t e = 0;
@@ -300,12 +302,12 @@ void MultiplyFew(const bf16* x, const Quantized& w, const Result& result, int64_
 template <typename ChunkWidener>
 void MultiplyGroups(const bf16* x, const Quantized& w, const Result& result, int64_t first, int64_t last, int64_t begin, int64_t end) {
   constexpr int64_t kTurns = kGroup / kRowsAside;  // that a chunk takes beside the products of another group
-  int64_t tiles = last - first, steps = (tiles + kTogether - 1) / kTogether, of_group = ChunksOf(w.E), depths = w.E / kDepth;
+  int64_t tiles = last - first, steps = (tiles + kTogetherWidened - 1) / kTogetherWidened, of_group = ChunksOf(w.E), depths = w.E / kDepth;
   if (steps == 1 && result.rows.apart == kSide) return MultiplyFew<ChunkWidener>(x, w, result, first, tiles, begin, end);
   bool is_ahead = steps > kNearSteps;
   Chunks<ChunkWidener> chunks(w, result.rows, begin, end, is_ahead ? 2 * of_group : of_group + 1);
   chunks.Widen(0, 0, kGroup);
-  alignas(kCacheLine) Sums sums[2][kTogether];
+  alignas(kCacheLine) Sums sums[2][kTogetherWidened];
   struct {
     int64_t group = 0, tile = 0, count = 0;
   } before;  // whose sums are not written
@@ -355,8 +357,8 @@ void MultiplyPacked(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, co
   }
   int64_t groups = (w.N + kGroup - 1) / kGroup;
   // What is made before the first products of an item begin has nothing beside it, so for many rows of x an item has several groups.
-  int64_t least = TilesOf(T) > kTogether ? kLeastGroups : 1;
-  ForBlocks(pool, T, w.E, (groups + least - 1) / least, [&](int64_t first, int64_t last, int64_t begin, int64_t end) {
+  int64_t least = TilesOf(T) > kTogetherWidened ? kLeastGroups : 1;
+  ForBlocks(pool, kWidenedBlocking, T, w.E, (groups + least - 1) / least, [&](int64_t first, int64_t last, int64_t begin, int64_t end) {
     multiply(x, w, result, first, last, begin * least, std::min(end * least, groups));
   });
 }
@@ -385,7 +387,7 @@ void MultiplyTo(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, Out* y
 template <typename Out>
 bool MlpTo(ffi::ThreadPool& pool, Activation kind, const bf16* x, const Quantized& gate_up, const Quantized& down, Out* y, int64_t T) {
   // For few rows most of what a tile of x has activated would be padding.
-  if (TilesOf(T) <= kTogether || gate_up.N % kGroup != 0) return false;
+  if (TilesOf(T) <= kTogetherWidened || gate_up.N % kGroup != 0) return false;
   auto gated = kind == Activation::kSilu ? &MultiplyGated<Activation::kSilu> : &MultiplyGated<Activation::kGeluTanh>;
   MultiplyPacked(pool, gated(pool, Pack(pool, x, T, gate_up.E), gate_up, T), down, LinearRows<Out>(down, y, T), T);
   return true;

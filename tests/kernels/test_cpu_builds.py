@@ -288,7 +288,7 @@ FAULTS_OF_AMX: list[Fault] = [
     (("amx/products.cc", "epi16(x[2], x[3]), d", "epi16(x[3], x[2]), d"), "FAILED linear"),
     (("amx/products.cc", "even | odd << 16", "odd | even << 16"), "FAILED mlp"),
     (("amx/products.cc", "w[0] + F_ * E_", "w[0] + kSide * E_"), "FAILED mlp"),
-    (("amx/products.cc", "[i] * kSide * E, FirstOf", "[0] * kSide * E, FirstOf"), "FAILED experts"),
+    (("amx/products.cc", "[i] * kSide * E, first", "[0] * kSide * E, first"), "FAILED experts"),
     (
         ("amx/widened.cc", "result.rows, begin, end, 2)", "result.rows, begin, end, 1)"),
         "FAILED quantized plain",
