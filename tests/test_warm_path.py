@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 OURS = ("jpaged", "kernels_cpu", "kernels_pallas")
 
 # At most. Lower them when a path gets shorter; what needs to raise them should be no detour.
-FILES, FUNCTIONS, FRAMES = 33, 198, 6
+FILES, FUNCTIONS, FRAMES = 33, 200, 6
 # Of the faces and what a request passes there, without engine, models and runtime.
 HOST_FILES, HOST_FUNCTIONS = 12, 55
 BELOW = ("jpaged/engine/", "jpaged/models/", "jpaged/runtime/", "kernels_")
