@@ -439,8 +439,14 @@ def test_a_request_that_runs_holds_no_file(
     generation = live.server._generation
     kept = generation.images.kept
 
+    def with_images() -> list[Served]:
+        return [o for o in gc.get_objects() if isinstance(o, Served) and o.image_sources]
+
+    earlier = with_images()  # what other tests of this process still hold
+    others = set(map(id, earlier))
+
     def looked_at(prompts: Any) -> Any:
-        bodies.extend(o for o in gc.get_objects() if isinstance(o, Served) and o.image_sources)
+        bodies.extend(body for body in with_images() if id(body) not in others)
         return kept(prompts)
 
     monkeypatch.setattr(generation.images, "kept", looked_at)
