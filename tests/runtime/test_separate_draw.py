@@ -231,7 +231,8 @@ def test_dispatches_of_several_tokens_where_nobody_follows(
     ]
     assert [tuple(tokens) for tokens in streamed] == expected
 
-    before, stream = dispatches(), llm.stream(make_prompts(7), asked)
+    before = dispatches()
+    stream: Any = llm.stream(make_prompts(7), asked)
     next(stream)
     assert whole() == expected and dispatches() - before >= 16  # beside a stream
     stream.close()
