@@ -192,7 +192,6 @@ StepShapes = tuple[PrefillShape | DecodeShape | DraftShape, SampleShape | None]
 def choose_shapes(plan: Plan, config: EngineConfig) -> StepShapes:
     """Return the smallest shapes of the table that hold a plan."""
     assert config.token_buckets is not None and config.seq_buckets is not None
-    assert config.decode_steps is not None
     drawing = [e.seq for e in plan.entries if e.draws]
     sampler = _sampler(drawing)
     rows = _ceil(config.seq_buckets, plan.num_draws)
