@@ -10,6 +10,7 @@
 #include <type_traits>
 
 #include "../avx512/lanes.h"
+#include "../mlp.h"
 #include "tiles.h"
 
 namespace jpaged::amx {
@@ -36,6 +37,28 @@ void PackRows(const X& x, int64_t T, int64_t E, int64_t i, bf16* packed) {
     auto put = [&](int64_t pair, __m512i words) { _mm512_storeu_si512(packed + e * kSide + pair * kDepth, words); };
     avx512::TransposeQuarter([&](int64_t t) { return from[t] + e; }, put);
   }
+}
+
+// x packed, in memory of this thread until it packs another.
+inline const bf16* Pack(ffi::ThreadPool& pool, const bf16* x, int64_t T, int64_t E) {
+  static thread_local Memory memory;
+  bf16* packed = Scratch<bf16>(memory, Packed(T, E));
+  ParallelFor(pool, TilesOf(T), [&](int64_t i) { PackRows([&](int64_t t) { return x + t * E; }, T, E, i, packed); });
+  return packed;
+}
+
+// Returns the activated pair `pair` of the 16 gates and what they let up, for 16 rows of x: rounded to bf16, as packed rows have
+// them. scaled(half, i, sum): of row i of the pair's gates (half 0) or of the others.
+template <Activation kind, typename Scaled>
+inline __m512i GatedPairs(const Sums& sums, int64_t pair, const Scaled& scaled) {
+  alignas(kCacheLine) uint32_t pairs[kSide];
+  const float(&gate)[kSide][kSide] = sums[0], (&up)[kSide][kSide] = sums[1];
+  for (int64_t t = 0, i = 2 * pair; t < kSide; ++t) {
+    uint32_t even = ToBf16(Gated<kind>(scaled(0, 0, gate[i][t]), scaled(1, 0, up[i][t])));
+    uint32_t odd = ToBf16(Gated<kind>(scaled(0, 1, gate[i + 1][t]), scaled(1, 1, up[i + 1][t])));
+    pairs[t] = even | odd << 16;
+  }
+  return _mm512_load_si512(pairs);
 }
 
 // Work that is shared out evenly over a number of calls of Next, which say how much of it is due.

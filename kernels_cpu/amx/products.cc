@@ -87,13 +87,8 @@ class GatedRows {
   }
 
   void Write(int64_t group, int64_t tile, int64_t piece, const Sums& sums) const {
-    alignas(kCacheLine) uint32_t pairs[kSide];
-    const float(&gate)[kSide][kSide] = sums[0], (&up)[kSide][kSide] = sums[1];
-    for (int64_t t = 0, i = 2 * piece; t < kSide; ++t) {
-      uint32_t even = ToBf16(Gated<kind>(gate[i][t], up[i][t])), odd = ToBf16(Gated<kind>(gate[i + 1][t], up[i + 1][t]));
-      pairs[t] = even | odd << 16;
-    }
-    PutLine(h_ + tile * kSide * F_ + (group * kPieces + piece) * 2 * kSide, _mm512_load_si512(pairs), past_cache_);
+    __m512i pairs = GatedPairs<kind>(sums, piece, [](int64_t, int64_t, float sum) { return sum; });
+    PutLine(h_ + tile * kSide * F_ + (group * kPieces + piece) * 2 * kSide, pairs, past_cache_);
   }
 
  private:
@@ -102,14 +97,6 @@ class GatedRows {
   int64_t F_, E_;
   bool past_cache_;
 };
-
-// x packed, in memory of this thread until it packs another.
-const bf16* Pack(ffi::ThreadPool& pool, const bf16* x, int64_t T, int64_t E) {
-  static thread_local Memory memory;
-  bf16* packed = Scratch<bf16>(memory, Packed(T, E));
-  ParallelFor(pool, TilesOf(T), [&](int64_t i) { PackRows([&](int64_t t) { return x + t * E; }, T, E, i, packed); });
-  return packed;
-}
 
 // y of packed rows.
 template <typename Out>

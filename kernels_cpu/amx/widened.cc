@@ -241,17 +241,11 @@ class GatedRows : public Result {
   }
 
   void Write(int64_t group, int64_t tile, int64_t piece, const Sums& sums) const override {
-    alignas(kCacheLine) uint32_t pairs[kSide];
-    int64_t i = 2 * piece, f = group * kSide + i;
-    float gates[2] = {1, 1}, ups[2] = {1, 1};
-    if (is_row_) gates[0] = w_.scales[f], gates[1] = w_.scales[f + 1], ups[0] = w_.scales[F_ + f], ups[1] = w_.scales[F_ + f + 1];
-    const float(&gate)[kSide][kSide] = sums[0], (&up)[kSide][kSide] = sums[1];
-    for (int64_t t = 0; t < kSide; ++t) {
-      uint32_t even = ToBf16(Gated<kind>(gate[i][t] * gates[0], up[i][t] * ups[0]));
-      uint32_t odd = ToBf16(Gated<kind>(gate[i + 1][t] * gates[1], up[i + 1][t] * ups[1]));
-      pairs[t] = even | odd << 16;
-    }
-    PutLine(h_ + tile * kSide * F_ + (group * kPieces + piece) * 2 * kSide, _mm512_load_si512(pairs), past_cache_);
+    int64_t f = group * kSide + 2 * piece;
+    float scales[2][2] = {{1, 1}, {1, 1}};  // of gates, and of what they let up
+    for (int64_t half = 0; is_row_ && half < 2; ++half) std::copy_n(w_.scales + half * F_ + f, 2, scales[half]);
+    __m512i pairs = GatedPairs<kind>(sums, piece, [&](int64_t half, int64_t i, float sum) { return sum * scales[half][i]; });
+    PutLine(h_ + tile * kSide * F_ + (group * kPieces + piece) * 2 * kSide, pairs, past_cache_);
   }
 
  private:
@@ -361,14 +355,6 @@ void MultiplyPacked(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, co
   ForBlocks(pool, kWidenedBlocking, T, w.E, (groups + least - 1) / least, [&](int64_t first, int64_t last, int64_t begin, int64_t end) {
     multiply(x, w, result, first, last, begin * least, std::min(end * least, groups));
   });
-}
-
-// Rows of x packed in memory of this thread, until it packs others.
-const bf16* Pack(ffi::ThreadPool& pool, const bf16* x, int64_t T, int64_t E) {
-  static thread_local Memory memory;
-  bf16* packed = Scratch<bf16>(memory, Packed(T, E));
-  ParallelFor(pool, TilesOf(T), [&](int64_t i) { PackRows([&](int64_t t) { return x + t * E; }, T, E, i, packed); });
-  return packed;
 }
 
 template <Activation kind>
