@@ -299,7 +299,7 @@ FAULTS_OF_AMX: list[Fault] = [
     ),
     (("amx/widened.cc", "rows_.apart - kSide)", "0)"), "FAILED mlp"),
     (("amx/widened.cc", "group > begin || step > 0", "group > begin"), "FAILED quantized plain"),
-    (("amx/widened.cc", "up[i][t] * ups[0]", "up[i][t] * gates[0]"), "FAILED mlp int8"),
+    (("amx/widened.cc", "+ half * F_ + f, 2", "+ f, 2"), "FAILED mlp int8"),
     (("amx/widened.cc", "{group, tile, count}", "{group, 0, count}"), "FAILED quantized plain"),
     (("amx/widened.cc", "to + b * 2 * kTileSize", "to + b * kTileSize"), "FAILED quantized plain"),
     (
