@@ -114,7 +114,7 @@ class F32ManyRows {
   using P = F32Panels<L>;
 
  public:
-  static constexpr int64_t kLeast = 256;       // rows of x that are worth it, by whole steps (docs/speed.md)
+  static constexpr int64_t kLeast = 64;        // rows of x that are worth it, by whole steps (docs/speed.md)
   static constexpr int64_t kCols = P::kCols;  // rows of w in a group
 
   // How many floats T rows of x are in panels.

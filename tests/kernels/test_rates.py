@@ -19,6 +19,7 @@ from kernels_cpu.rates import Rates
         ({8: 0.5, 64: 1.3, 512: 0.9}, 8, 1.3),  # between, XLA's may be the better ones
         ({8: 0.56, 32: 1.15, 64: 0.89, 128: 0.93, 512: 0.91}, None, 1.15),  # one was disturbed
         ({512: 2.0, 8: 1.01}, 0, 2.0),
+        ({1: 0.06, 8: 1.3, 32: 2.7, 512: 5.8}, 1, 5.8),  # XLA's are better, but not of one row
     ],
 )
 def test_what_follows(ratios: dict[int, float], most: int | None, worst: float) -> None:
