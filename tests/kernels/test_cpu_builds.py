@@ -7,12 +7,14 @@ qemu-aarch64 (qemu-user).
 """
 
 import concurrent.futures
+import fcntl
 import functools
+import json
 import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -109,19 +111,41 @@ def results(program: Path, name: str) -> dict[str, str]:
     return dict(line.rsplit(" ", 1) for line in done.stdout.splitlines())
 
 
-@functools.cache
-def results_of(name: str) -> dict[str, str]:
-    with tempfile.TemporaryDirectory() as work:
-        return results(build(name, Path(work)), name)
+ResultsOf = Callable[[str], dict[str, str]]
+
+
+@pytest.fixture(scope="session")
+def results_of(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> ResultsOf:
+    """The results of a level's driver. It is built and run once in a run of tests: the first worker
+    that asks does so, and others wait for what it keeps.
+    """
+    base = tmp_path_factory.getbasetemp()
+    shared = base if worker_id == "master" else base.parent
+
+    @functools.cache
+    def of_level(name: str) -> dict[str, str]:
+        kept = shared / f"results-{name}.json"
+        with (shared / f"results-{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not kept.exists():
+                with tempfile.TemporaryDirectory() as work:
+                    kept.write_text(json.dumps(results(build(name, Path(work)), name)))
+        return json.loads(kept.read_text())
+
+    return of_level
 
 
 @pytest.mark.parametrize("name", LEVELS)
-def test_a_level_builds_without_a_warning_and_is_as_defined(name: str) -> None:
+def test_a_level_builds_without_a_warning_and_is_as_defined(
+    name: str, results_of: ResultsOf
+) -> None:
     assert len(results_of(name)) == CASES
 
 
 @pytest.mark.parametrize("name", [name for name in LEVELS if name != "avx2"])
-def test_arithmetic_of_a_name_has_the_bits_of_other_levels(name: str) -> None:
+def test_arithmetic_of_a_name_has_the_bits_of_other_levels(
+    name: str, results_of: ResultsOf
+) -> None:
     """Products of integers, activations, heads and weights that are quantised, on every level; all
     that NEON has, which is built as AVX2 is.
     """
@@ -141,7 +165,9 @@ def test_arithmetic_of_a_name_has_the_bits_of_other_levels(name: str) -> None:
     assert (len(equal) == CASES) == (name == "neon"), "a control: sums in f32 have other orders"
 
 
-def test_emulated_tiles_have_the_bits_of_those_of_a_processor(tmp_path: Path) -> None:
+def test_emulated_tiles_have_the_bits_of_those_of_a_processor(
+    tmp_path: Path, results_of: ResultsOf
+) -> None:
     if not LEVELS["amx"].needs <= library._processor():
         pytest.skip("this processor has no AMX")
     assert results(build("amx", tmp_path, *EMULATED), "amx") == results_of("amx")
