@@ -27,6 +27,7 @@ from jpaged.models.quantized import is_quantized
 from jpaged.models.sentence import read_pooling
 from jpaged.models.served import served_form
 from jpaged.models.weight import Weight
+from jpaged.runtime import heap
 from jpaged.runtime.placing import Placer
 
 # Files with these ends hold code that runs when they are read.
@@ -119,6 +120,8 @@ def read_params(
             leaf if each is None or is_quantized(leaf) else each(weight.spec, leaf, config)
         )
         del leaf, weight
+    if quantization is not None:
+        heap.trim()  # of plain weights
     return Params(nest({name: leaves[name] for name in weights}), config, folder)
 
 

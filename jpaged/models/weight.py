@@ -266,19 +266,31 @@ def store(name: str, block: np.ndarray, out: np.ndarray) -> None:
 
 def aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Return an array without values of its own that starts on a cache line, which jax on CPU takes
-    over without a copy. A large one lies on huge pages where the kernel gives any.
+    over without a copy. A large one lies on huge pages where the kernel gives any, but for an end
+    that would waste too much of its last one.
     """
     nbytes = math.prod(shape) * dtype.itemsize
     is_large = nbytes >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE")
-    line = HUGE_PAGE if is_large else CACHE_LINE
-    raw = _huge(nbytes + line) if is_large else np.empty(nbytes + line, np.uint8)
-    start = -raw.ctypes.data % line
+    raw = _huge(nbytes) if is_large else np.empty(nbytes + CACHE_LINE, np.uint8)
+    start = 0 if is_large else -raw.ctypes.data % CACHE_LINE
     return raw[start : start + nbytes].view(dtype).reshape(shape)
 
 
+def huge_bytes(nbytes: int) -> int:
+    """Return how many of the first bytes of a large array lie on huge pages: the last page, which
+    is in memory whole, is one of them where it wastes an eighth of the array at most.
+    """
+    whole = -(-nbytes // HUGE_PAGE) * HUGE_PAGE
+    return whole if (whole - nbytes) * 8 <= nbytes else whole - HUGE_PAGE
+
+
 def _huge(nbytes: int) -> np.ndarray:
-    """Return memory that the kernel may give huge pages for, unmapped once nothing refers to it."""
-    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    """Return memory that the kernel may give huge pages for, from the first byte on; it is unmapped
+    once nothing refers to it.
+    """
+    pages = mmap.mmap(-1, nbytes + 2 * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    raw = np.frombuffer(pages, np.uint8)
+    start = -raw.ctypes.data % HUGE_PAGE
     with contextlib.suppress(OSError):  # a kernel without them
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(pages, np.uint8)
+        pages.madvise(mmap.MADV_HUGEPAGE, start, huge_bytes(nbytes))
+    return raw[start:]

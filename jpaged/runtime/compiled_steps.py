@@ -26,7 +26,7 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.forward import Forward
 from jpaged.models.head_modules import Head, bind_any
 from jpaged.models.quantized import specs_of
-from jpaged.runtime import kv_cache
+from jpaged.runtime import heap, kv_cache
 from jpaged.runtime.adapter_tables import table_form, table_specs
 from jpaged.runtime.device_state import COUNTS_CHUNK, DeviceState, RowState, set_counts
 from jpaged.runtime.embedding_pool import pool_form
@@ -100,7 +100,10 @@ class CompiledSteps:
         self.is_sealed = True
 
     def compile(self, bucket: Shape, started: float, lowered: Any) -> None:
-        self._steps[bucket] = compile_step(lowered, self.placement.device.platform)
+        platform = self.placement.device.platform
+        self._steps[bucket] = compile_step(lowered, platform)
+        if platform == "cpu":
+            heap.trim()  # of what XLA compiled with
         self.seconds[bucket] = time.perf_counter() - started
         log.info("compiled %s in %.1f s", bucket, self.seconds[bucket])
 

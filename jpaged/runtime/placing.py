@@ -34,7 +34,7 @@ from jpaged.models.weight import HUGE_PAGE, Change, Weight, aligned
 from jpaged.runtime.processes import put
 from kernels_cpu import library, quantize
 
-PIECE_BYTES = 16 << 20  # of plain rows that are read and quantised at a time
+PIECE_BYTES = 4 << 20  # of plain rows that are read and quantised at a time
 
 
 class Placer:
