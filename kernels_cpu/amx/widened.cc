@@ -7,6 +7,7 @@
 #include "../bf16_weights.h"
 #include "../mlp.h"
 #include "bf16_products.h"
+#include "few_rows.h"
 #include "level.h"
 
 namespace jpaged::amx {
@@ -367,6 +368,7 @@ const bf16* MultiplyGated(ffi::ThreadPool& pool, const bf16* x, const Quantized&
 
 template <typename Out>
 void MultiplyTo(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, Out* y, int64_t T) {
+  if (0 < T && T <= MostFewRows(w)) return MultiplyFewRows(pool, x, w, y, T);
   if (T > 0) MultiplyPacked(pool, Pack(pool, x, T, w.E), w, LinearRows<Out>(w, y, T), T);
 }
 

@@ -578,9 +578,26 @@ std::vector<double> Rounded(const std::vector<bf16>& x, int64_t E, int64_t block
   return rounded;
 }
 
+const char* const kNames[] = {"plain", "int8", "int16"};  // of activations
+
+// Up to four rows of x have the bits in a product that they have among all, y.
+void CheckFewRows(ffi::ThreadPool& pool, const std::vector<bf16>& x, const Quantized& w, Activations activations,
+                  const std::vector<float>& y) {
+  int64_t T = y.size() / w.N;
+  for (int64_t t : {int64_t{0}, T / 2, T - 1}) {
+    for (int64_t rows = 1; rows <= std::min<int64_t>(4, T - t); ++rows) {
+      std::vector<float> few(rows * w.N);
+      Multiply(pool, &x[t * w.E], w, activations, few.data(), rows);
+      if (std::memcmp(few.data(), &y[t * w.N], few.size() * sizeof(float)) != 0 && ++failures < 20) {
+        std::printf("FAILED quantized %s: row %lld has other bits among %lld\n", kNames[static_cast<int>(activations)],
+                    static_cast<long long>(t), static_cast<long long>(rows));
+      }
+    }
+  }
+}
+
 void QuantizedProducts(ffi::ThreadPool& pool) {
   const char* forms[] = {"int8", "int4", "fp8"};
-  const char* names[] = {"plain", "int8", "int16"};
   for (Form form : {Form::kInt8, Form::kInt4, Form::kE4m3}) {
     for (Scales kind : {Scales::kRow, Scales::kGroups, Scales::kZeros}) {
       if ((kind == Scales::kRow && form == Form::kInt4) || (kind == Scales::kZeros && form != Form::kInt4)) continue;
@@ -622,23 +639,33 @@ void QuantizedProducts(ffi::ThreadPool& pool) {
           std::vector<float> y(T * N);
           Multiply(pool, x.data(), w, activations, y.data(), T);
           Product exact = activations == Activations::kPlain ? Product(T, N, E, of_x, in_bf16) : Product(T, N, E, of_x, weight);
-          Check(std::string("quantized ") + names[static_cast<int>(activations)] + " " + forms[static_cast<int>(form)] +
+          Check(std::string("quantized ") + kNames[static_cast<int>(activations)] + " " + forms[static_cast<int>(form)] +
                     (kind == Scales::kRow      ? " row "
                      : kind == Scales::kGroups ? " groups "
                                                : " zeros ") +
                     std::to_string(T) + "x" + std::to_string(N) + "x" + std::to_string(E),
                 y, exact.y, exact.allowed);
-          std::vector<float> alone(N);
-          for (int64_t t : {int64_t{0}, T / 2, T - 1}) {
-            Multiply(pool, &x[t * E], w, activations, alone.data(), 1);
-            if (std::memcmp(alone.data(), &y[t * N], N * sizeof(float)) != 0 && ++failures < 20) {
-              std::printf("FAILED quantized %s: row %lld has other bits alone\n", names[static_cast<int>(activations)], static_cast<long long>(t));
-            }
-          }
+          CheckFewRows(pool, x, w, activations, y);
         }
       }
     }
   }
+}
+
+// Numbers so small that products and sums of some are denormal: levels that make zeros of these do so for any number of rows.
+void SmallProducts(ffi::ThreadPool& pool) {
+  constexpr int64_t T = 20, N = 50, E = 160;
+  Random random(E);
+  auto x = random.Bf16s(T * E, 0x1p-127f);
+  std::vector<int8_t> values(N * E);
+  for (int8_t& value : values) value = random.Bits() % 7 - 3;
+  std::vector<float> scales(N, 1), y(T * N);
+  Quantized w{Form::kInt8, values.data(), scales.data(), nullptr, N, E, 1};
+  auto of_x = [&](int64_t t, int64_t e) -> double { return FromBf16(x[t * E + e]); };
+  Product exact(T, N, E, of_x, [&](int64_t n, int64_t e) -> double { return values[n * E + e]; });
+  Multiply(pool, x.data(), w, Activations::kPlain, y.data(), T);
+  Check("quantized plain int8 small", y, exact.y, std::vector<double>(y.size(), 4 * E * 0x1p-126));
+  CheckFewRows(pool, x, w, Activations::kPlain, y);
 }
 
 // What Order::kInterleaved makes of [N, E] values and [N, S] numbers.
@@ -856,7 +883,7 @@ int main() {
   {
     xla::ffi::ThreadPool pool;
     jpaged::LinearCases(pool), jpaged::Panels(pool), jpaged::GroupCases(pool);
-    jpaged::QuantizedProducts(pool), jpaged::InterleavedProducts(pool), jpaged::ActivationCases(pool), jpaged::MlpCases(pool);
+    jpaged::QuantizedProducts(pool), jpaged::SmallProducts(pool), jpaged::InterleavedProducts(pool), jpaged::ActivationCases(pool), jpaged::MlpCases(pool);
   }
   jpaged::QuantizedWeights<jpaged::bf16>("bf16"), jpaged::QuantizedWeights<float>("f32");
   jpaged::LowRank(), jpaged::HeadWrites(), jpaged::GatedDelta(), jpaged::Mamba2(), jpaged::AttentionCases();
