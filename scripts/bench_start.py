@@ -4,8 +4,8 @@ of every shape.
     python scripts/bench_start.py CHECKPOINT [--repeat 3] [--tokens 16]
 
 Each start is a process of its own, with the seconds of its parts; the cache is a folder of this
-run's own. Python's bytecode is kept from the first start on, as it is where an environment does not
-turn that off. The engine takes 32 rows and 1,024 tokens a step: warmup() compiles the shapes of that.
+run's own. Python's bytecode is kept from the first start on, also where the environment turns that
+off. The engine takes 32 rows and 1,024 tokens a step: warmup() compiles the shapes of that.
 A table of medians, then one JSON line.
 """
 

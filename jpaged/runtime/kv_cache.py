@@ -377,9 +377,7 @@ def _zeros(shape: tuple[int, ...], dtype: jnp.dtype, placement: Sharding, num_la
     return jax.jit(zeros, out_shardings=placement).lower().compile()
 
 
-def zeros(
-    shape: tuple[int, ...], dtype: Any, placement: Sharding, *, num_layers: int = 1
-) -> Array:
+def zeros(shape: tuple[int, ...], dtype: Any, placement: Sharding, *, num_layers: int = 1) -> Array:
     """Return a fresh array, made on the device: nothing is sent up, no share is copied from
     another's. num_layers: that have equal parts of it, one after another.
 
