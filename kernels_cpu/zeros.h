@@ -21,8 +21,26 @@ inline bool DropPages(char* begin, char* end) {
 }
 #endif
 
-// Makes all bytes zeros. huge: the kernel may take huge pages, each of which is there whole with the first of its bytes.
-inline void MakeZeros(char* begin, char* end, bool huge) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+// Lets the kernel take huge pages, each of which is there whole with the first of its bytes, for equal parts of memory that are
+// written from their beginnings on. Where a part begins shortly before the end of a huge page, that one keeps small pages: its
+// other bytes are the end of the part before, which may never be used. A kernel without huge pages refuses, and nothing is lost.
+inline void UseHugePages(char* begin, char* end, int64_t parts) {
+  constexpr intptr_t kHuge = 2 << 20, kLeast = kHuge / 8;
+  intptr_t page = sysconf(_SC_PAGESIZE), size = (end - begin) / parts;
+  char* first = begin + (-reinterpret_cast<intptr_t>(begin) & (page - 1));
+  char* last = end - (reinterpret_cast<intptr_t>(end) & (page - 1));
+  if (first >= last || madvise(first, last - first, MADV_HUGEPAGE) != 0) return;
+  for (int64_t part = 1; part < parts; ++part) {
+    char* border = begin + part * size;
+    intptr_t before = reinterpret_cast<intptr_t>(border) & (kHuge - 1);
+    if (size >= kHuge && kHuge - before < kLeast) madvise(border - before, kHuge, MADV_NOHUGEPAGE);
+  }
+}
+#endif
+
+// Makes all bytes zeros. parts: of what is written from its beginning on, which may lie on huge pages; 0: none do.
+inline void MakeZeros(char* begin, char* end, int64_t parts) {
 #if defined(__linux__)
   intptr_t page = sysconf(_SC_PAGESIZE);
   char* first = begin + (-reinterpret_cast<intptr_t>(begin) & (page - 1));
@@ -31,7 +49,7 @@ inline void MakeZeros(char* begin, char* end, bool huge) {
     std::memset(begin, 0, first - begin);
     std::memset(last, 0, end - last);
 #if defined(MADV_HUGEPAGE)
-    if (huge) madvise(first, last - first, MADV_HUGEPAGE);  // a kernel without them refuses, and nothing is lost
+    if (parts > 0) UseHugePages(begin, end, parts);
 #endif
     return;
   }

@@ -1,14 +1,17 @@
 """Time from process start to a first answer: cold, with a warm compilation cache, and with warmup()
 of every shape.
 
-    python scripts/bench_start.py CHECKPOINT [--repeat 3]
+    python scripts/bench_start.py CHECKPOINT [--repeat 3] [--tokens 16]
 
 Each start is a process of its own, with the seconds of its parts; the cache is a folder of this
-run's own. The engine takes 32 rows and 1,024 tokens a step: warmup() compiles the shapes of that.
+run's own. Python's bytecode is kept from the first start on, also where the environment turns that
+off. The engine takes 32 rows and 1,024 tokens a step: warmup() compiles the shapes of that.
 A table of medians, then one JSON line.
 """
 
+import functools
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -28,10 +31,11 @@ llm = jpaged.LLM(sys.argv[2], dtype="bfloat16", compilation_cache_dir=sys.argv[3
 loaded = time.time()
 warm = llm.warmup(use_tqdm=False) if sys.argv[4] == "warmup" else 0.0
 asked = time.time()
-how = jpaged.SamplingParams(max_tokens=16, ignore_eos=True)
+tokens = int(sys.argv[5])
+how = jpaged.SamplingParams(max_tokens=tokens, ignore_eos=True)
 out = llm.generate([list(range(10, 60))], how, use_tqdm=False)
 ended = time.time()
-assert len(out[0].outputs[0].token_ids) == 16
+assert len(out[0].outputs[0].token_ids) == tokens
 import json
 parts = {"import": imported - began, "load": loaded - imported, "warmup": warm}
 parts |= {"answer": ended - asked, "total": ended - began}
@@ -39,12 +43,20 @@ print(json.dumps(parts | {"compiles": llm.stats()["num_compiles"]}))
 """
 
 
-def start(checkpoint: str, cache: str, kind: str) -> dict[str, float]:
-    """Start a process that answers a prompt of 50 tokens with 16. Return the seconds of its
-    parts.
+def start(checkpoint: str, cache: str, bytecode: str, kind: str, tokens: int) -> dict[str, float]:
+    """Start a process that answers a prompt of 50 tokens with so many. Return the seconds of its
+    parts. cache, bytecode: the folders of jax's cache and of what Python compiles.
     """
-    command = [sys.executable, "-c", CHILD, repr(time.time()), checkpoint, cache, kind]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    environment = os.environ | {"PYTHONPYCACHEPREFIX": bytecode}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    args = [repr(time.time()), checkpoint, cache, kind, str(tokens)]
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, *args],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[1],
+        env=environment,
+    )
     if done.returncode:
         raise RuntimeError(f"a start failed:\n{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -55,17 +67,19 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("checkpoint", help="a checkpoint folder")
     add("--repeat", type=int, default=3, help="starts of each kind; their median counts")
+    add("--tokens", type=int, default=16, help="tokens of the answer")
     add("--no-warmup", action="store_true", help="leave out the start that compiles every shape")
     args = parser.parse_args(argv)
     kinds = {"cold": args.repeat, "warm": args.repeat} | ({} if args.no_warmup else {"warmup": 1})
     medians: dict[str, dict[str, float]] = {}
-    with tempfile.TemporaryDirectory() as kept:
-        start(args.checkpoint, kept, "fill")  # what the warm starts find
+    with tempfile.TemporaryDirectory() as kept, tempfile.TemporaryDirectory() as bytecode:
+        once = functools.partial(start, args.checkpoint, bytecode=bytecode, tokens=args.tokens)
+        once(cache=kept, kind="fill")  # what the warm starts find
         for kind, repeat in kinds.items():
             runs = []
             for _ in range(repeat):
                 with tempfile.TemporaryDirectory() as fresh:
-                    runs.append(start(args.checkpoint, kept if kind == "warm" else fresh, kind))
+                    runs.append(once(cache=kept if kind == "warm" else fresh, kind=kind))
             medians[kind] = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
     heads = ["start", *(name if name == "compiles" else f"{name} s" for name in medians["cold"])]
     rows = [

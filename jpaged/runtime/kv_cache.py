@@ -368,22 +368,22 @@ def _is_lazy(nbytes: int, placement: Sharding) -> bool:
 
 
 @functools.cache
-def _zeros(shape: tuple[int, ...], dtype: jnp.dtype, placement: Sharding) -> Any:
+def _zeros(shape: tuple[int, ...], dtype: jnp.dtype, placement: Sharding, num_layers: int) -> Any:
     is_lazy = _is_lazy(math.prod(shape) * dtype.itemsize, placement)
 
     def zeros() -> Array:
-        return lazy_zeros(shape, dtype, huge=True) if is_lazy else jnp.zeros(shape, dtype)
+        return lazy_zeros(shape, dtype, parts=num_layers) if is_lazy else jnp.zeros(shape, dtype)
 
     return jax.jit(zeros, out_shardings=placement).lower().compile()
 
 
-def zeros(shape: tuple[int, ...], dtype: Any, placement: Sharding) -> Array:
+def zeros(shape: tuple[int, ...], dtype: Any, placement: Sharding, *, num_layers: int = 1) -> Array:
     """Return a fresh array, made on the device: nothing is sent up, no share is copied from
-    another's.
+    another's. num_layers: that have equal parts of it, one after another.
 
     A pool begins as zeros, not garbage: whole pages are read and 0 * NaN would poison a row.
     """
-    return _zeros(shape, jnp.dtype(dtype), placement)()
+    return _zeros(shape, jnp.dtype(dtype), placement, num_layers)()
 
 
 def copy_blocks(pool: Any, copies_C2: Array, *, num_layers: int) -> Any:

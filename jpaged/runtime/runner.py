@@ -37,7 +37,7 @@ from jpaged.runtime.compiled_steps import CompiledSteps
 from jpaged.runtime.device_state import COUNTS_CHUNK, DeviceState, RowState
 from jpaged.runtime.embedding_pool import EmbeddingPool
 from jpaged.runtime.image_rows import ImageRows
-from jpaged.runtime.kv_cache import PoolSpec, pool_specs
+from jpaged.runtime.kv_cache import Pool, PoolSpec, pool_specs
 from jpaged.runtime.memory import explained, memory_error
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.processes import Peers, put
@@ -471,9 +471,11 @@ class Runner:
         """
         rows, placement = self.config.num_rows, self.placement
         if self._state is None:
-            forms = self.compiled.kv
             with explained(self.config, pool_bytes=sum(pool.nbytes for pool in self.pools)):
-                kv = jax.tree.map(lambda x: kv_cache.zeros(x.shape, x.dtype, x.sharding), forms)
+                kv = tuple(
+                    _zeros_of(form, pool.num_layers)
+                    for form, pool in zip(self.compiled.kv, self.pools, strict=True)
+                )
             zeros = np.zeros(placement.replicas * rows, np.int32)
             last, lens = (put(zeros, placement.sharding(placement.by_replica)) for _ in range(2))
             self._state = DeviceState(kv=kv, rows=RowState(last_token_R=last, context_len_R=lens))
@@ -641,6 +643,14 @@ def _setting(
         data_axes=placement.data_axes,
         vocabulary=WHOLE if axis is None else Vocabulary(axis=axis, size=model.vocab_size),
     )
+
+
+def _zeros_of(form: Pool, num_layers: int) -> Pool:
+    """Return the pool of these ShapeDtypeStructs."""
+    return {
+        name: kv_cache.zeros(x.shape, x.dtype, x.sharding, num_layers=num_layers)
+        for name, x in form.items()
+    }
 
 
 def bytes_of(pools: tuple[PoolSpec, ...]) -> int:

@@ -36,19 +36,23 @@ from jpaged.checkpoint import load_params, save_params
 from jpaged.checkpoint.load import read_params
 from jpaged.models.config import ModelConfig
 
+def status(name):
+    return int(re.search(name + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
 def peak():
-    return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+    return status("VmHWM")
 
 folder = Path(sys.argv[2])
 ModelConfig.coerce(folder)  # imports transformers
 jax.device_put(numpy.ones(3, numpy.float32)).block_until_ready()
-before = peak()
+before, held = peak(), status("RssAnon")
 if sys.argv[1] == "naive":
     tensors = safetensors.numpy.load_file(folder / "model.safetensors")
     params = {name: jax.numpy.array(value) for name, value in tensors.items()}
 elif sys.argv[1] == "int8":
     params = read_params(folder, quantization="int8")
-    print(peak() - before - sum(leaf.nbytes for leaf in jax.tree.leaves(params)))
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    print(peak() - before - size, status("RssAnon") - held - size)
     sys.exit()
 else:
     params = load_params(folder)
@@ -58,7 +62,7 @@ if sys.argv[1] == "save":
 """
 
 
-def measure(*args: object) -> float:
+def measure(*args: object) -> list[float]:
     command = [sys.executable, "-c", SCRIPT, *map(str, args)]
     run = subprocess.run(
         command,
@@ -68,7 +72,7 @@ def measure(*args: object) -> float:
         timeout=120,
     )
     assert run.returncode == 0, run.stderr
-    return float(run.stdout)
+    return [float(word) for word in run.stdout.split()]
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
@@ -80,11 +84,13 @@ def test_peak_is_within_1_3_of_the_checkpoint(tmp_path: Path) -> None:
         {name: np.resize(some, shape) for name, shape in tensor_shapes(RAW).items()},
     )
     assert 200e6 < (tmp_path / "hf" / "model.safetensors").stat().st_size < 300e6
-    assert measure("save", tmp_path / "hf", tmp_path / "orbax") <= 1.3
-    assert measure("load", tmp_path / "orbax") <= 1.3
-    assert measure("naive", tmp_path / "hf") > 1.5  # the meter can tell
-    # XLA itself takes 60 MiB to compile. The embedding has 78 MiB, and 156 in f32.
-    assert measure("int8", tmp_path / "hf") < 120 << 20
+    assert measure("save", tmp_path / "hf", tmp_path / "orbax")[0] <= 1.3
+    assert measure("load", tmp_path / "orbax")[0] <= 1.3
+    assert measure("naive", tmp_path / "hf")[0] > 1.5  # the meter can tell
+    # The embedding has 78 MiB plain, 156 in f32. XLA takes 60 to compile, 36 of them pages of its
+    # library, which are no anonymous memory. What has been freed does not stay.
+    over, kept = measure("int8", tmp_path / "hf")
+    assert over < 90 << 20 and kept < 32 << 20
 
 
 @pytest.mark.parametrize("form", ["int8", "int4"])

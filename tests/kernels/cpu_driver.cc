@@ -170,7 +170,7 @@ void Zeros() {
     std::vector<double> wanted(y.begin(), y.end()), allowed(y.size(), 0);
     std::fill_n(wanted.begin() + 1001, count, 0);
     char* begin = reinterpret_cast<char*>(&y[1001]);
-    MakeZeros(begin, begin + count * sizeof(float), true);
+    MakeZeros(begin, begin + count * sizeof(float), 3);
     Check("zeros " + std::to_string(count), y, wanted, allowed);
   }
 }

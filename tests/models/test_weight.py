@@ -327,3 +327,13 @@ def test_nothing_is_read_before_it_is_placed(
     assert len(found) > 9 and all(w.is_stored for w in found.values())
     with pytest.raises(AssertionError, match="a tensor was read"):
         found["norm.scale"].read()
+
+
+def test_the_end_of_a_large_array_wastes_no_huge_page() -> None:
+    """At most an eighth of the array."""
+    for nbytes, lies_on in ((4 << 20, 4), (3 << 20, 2), (31 << 19, 16), ((28 << 20) + 1, 30)):
+        assert weight.huge_bytes(nbytes) == lies_on << 20
+    for shape in ((5,), (1 << 20, 3), ((2 << 20) + 1,)):
+        made = weight.aligned(shape, np.dtype(np.uint8))
+        made[...] = 7
+        assert made.shape == shape and made.ctypes.data % weight.CACHE_LINE == 0 and made.all()

@@ -184,9 +184,9 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Allocator]:
     """The allocator of the device that engines think they run on."""
     allocator, make = Allocator(MIB // 2, tells_largest=False), kv_cache.zeros
 
-    def zeros(shape: tuple[int, ...], dtype: Any, placement: Any) -> Any:
+    def zeros(shape: tuple[int, ...], dtype: Any, placement: Any, **more: Any) -> Any:
         chunk = allocator.take(math.prod(shape) * jnp.dtype(dtype).itemsize)
-        array = make(shape, dtype, placement)
+        array = make(shape, dtype, placement, **more)
         weakref.finalize(array, allocator.give, chunk)
         return array
 

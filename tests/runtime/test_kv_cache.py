@@ -395,3 +395,19 @@ def test_a_pool_takes_no_memory_before_it_is_used() -> None:
     assert resident(plain) > plain.nbytes - huge
     small = kv_cache.zeros((1000,), jnp.bfloat16, place)
     assert not np.asarray(small, np.float32).any()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux's mincore")
+def test_the_first_blocks_take_one_huge_page_a_layer() -> None:
+    """Not another one, most of which holds the last blocks of the layer before."""
+    if reason := library.unavailable():
+        pytest.skip(reason)
+    place, layers, block, huge = SingleDeviceSharding(jax.devices()[0]), 8, 128 << 10, 2 << 20
+    rows = 2 * kv_cache.LAZY_BYTES // block
+    pool = kv_cache.zeros((rows, block), jnp.int8, place, num_layers=layers)
+    write = jax.jit(lambda x, i: x.at[i * (rows // layers)].set(1), donate_argnums=0)
+    for layer in range(layers):
+        pool = write(pool, layer)
+    jax.block_until_ready(pool)
+    assert layers * block <= resident(pool) <= layers * (huge + block)
+    assert int(pool.astype(jnp.int32).sum()) == layers * block
