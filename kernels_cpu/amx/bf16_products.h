@@ -9,16 +9,15 @@
 
 #include <type_traits>
 
+#include "../avx512/activation.h"
 #include "../avx512/lanes.h"
-#include "../mlp.h"
 #include "tiles.h"
 
 namespace jpaged::amx {
 
 constexpr int64_t kQuarter = kSide / 4;
 constexpr int64_t kGroup = 2 * kSide;  // rows of a weight
-constexpr int64_t kTogether = 2;           // tiles of x, 16 rows each, that meet a group
-constexpr int64_t kTogetherWidened = 3;       // how many of them meet a group that is widened (widened.cc)
+constexpr int64_t kTogether = 2;       // tiles of x, 16 rows each, that meet a group
 
 using Sums = float[2][kSide][kSide];  // [16 rows of the weight][16 rows of x], twice
 
@@ -27,15 +26,17 @@ inline int64_t TilesOf(int64_t T) { return (T + kSide - 1) / kSide; }
 // How many numbers T packed rows of x are.
 inline int64_t Packed(int64_t T, int64_t E) { return TilesOf(T) * kSide * E; }
 
-// Packs the rows [16 i, 16 i + 16) of x as [E/2][16 rows][2]; past the last one that one again. x(t) is where row t begins.
-template <typename X>
-void PackRows(const X& x, int64_t T, int64_t E, int64_t i, bf16* packed) {
+// Packs the rows [16 i, 16 i + 16) of x as [E/2][16 rows][2]; past the last one that one again. row(t) is where row t begins.
+template <typename Row>
+void PackRows(const Row& row, int64_t T, int64_t E, int64_t i, bf16* packed) {
   const bf16* from[kSide];
-  for (int64_t t = 0; t < kSide; ++t) from[t] = x(std::min(kSide * i + t, T - 1));
+  for (int64_t t = 0; t < kSide; ++t) from[t] = row(std::min(kSide * i + t, T - 1));
   packed += kSide * i * E;
   for (int64_t e = 0; e < E; e += 2 * kQuarter) {
     auto put = [&](int64_t pair, __m512i words) { _mm512_storeu_si512(packed + e * kSide + pair * kDepth, words); };
-    avx512::TransposeQuarter([&](int64_t t) { return from[t] + e; }, put);
+    __m512i x[4];
+    avx512::LoadLanes([&](int64_t t) { return from[t] + e; }, x);
+    avx512::TransposeLanes(x, put);
   }
 }
 
@@ -47,19 +48,144 @@ inline const bf16* Pack(ffi::ThreadPool& pool, const bf16* x, int64_t T, int64_t
   return packed;
 }
 
-// Returns the activated pair `pair` of the 16 gates and what they let up, for 16 rows of x: rounded to bf16, as packed rows have
-// them. scaled(half, i, sum): of row i of the pair's gates (half 0) or of the others.
-template <Activation kind, typename Scaled>
-inline __m512i GatedPairs(const Sums& sums, int64_t pair, const Scaled& scaled) {
-  alignas(kCacheLine) uint32_t pairs[kSide];
-  const float(&gate)[kSide][kSide] = sums[0], (&up)[kSide][kSide] = sums[1];
-  for (int64_t t = 0, i = 2 * pair; t < kSide; ++t) {
-    uint32_t even = ToBf16(Gated<kind>(scaled(0, 0, gate[i][t]), scaled(1, 0, up[i][t])));
-    uint32_t odd = ToBf16(Gated<kind>(scaled(0, 1, gate[i + 1][t]), scaled(1, 1, up[i + 1][t])));
-    pairs[t] = even | odd << 16;
+constexpr int64_t kCacheBytes = 2 << 20;  // of the L2 cache, wherever there is AMX
+
+// Writes a cache line of a result. One of which all is larger than the cache goes past it: it would leave the cache before it is
+// read, and a line that is written to without leaving comes into it first, for which the tiles would wait.
+inline void PutLine(void* to, __m512i line, bool past_cache) {
+  if (past_cache) {
+    _mm512_stream_si512(static_cast<__m512i*>(to), line);
+  } else {
+    _mm512_storeu_si512(to, line);
   }
-  return _mm512_load_si512(pairs);
 }
+
+inline bool GoesPastCache(const void* to, int64_t row_bytes, int64_t bytes) {
+  return bytes > kCacheBytes && (reinterpret_cast<uintptr_t>(to) | row_bytes) % kCacheLine == 0;
+}
+
+// Writes sums as rows of a product's result [T, N], of which y(t) is where row t begins: of a group of the weight, four rows at a time.
+// scales: of the N rows of the weight, or null.
+template <typename Y>
+class RowWriter {
+  using Out = std::remove_pointer_t<std::invoke_result_t<Y, int64_t>>;
+  static constexpr int64_t kWidth = kCacheLine / sizeof(Out);
+
+ public:
+  static constexpr int64_t Pieces() { return kSide / kQuarter; }
+
+  RowWriter(int64_t T, int64_t N, const Y& y, const float* scales, bool past_cache)
+      : T_(T), N_(N), y_(y), scales_(scales), past_cache_(past_cache) {}
+
+  void Write(int64_t group, int64_t tile, int64_t piece, const Sums& sums) const {
+    int64_t first = tile * kSide + piece * kQuarter, rows = T_ - first, column = group * kGroup;
+    if (rows <= 0) return;
+    auto put = [&](int64_t t, int64_t n, __m512i row) {
+      if (t < rows) Put(y_(first + t) + n, row, N_ - n);
+    };
+    __m512i halves[2][4];
+#pragma GCC unroll 2
+    for (int64_t half = 0; half < 2; ++half) {
+      avx512::LoadLanes([&](int64_t n) { return &sums[half][n][piece * kQuarter]; }, halves[half]);
+      if (scales_ != nullptr) Scale(column + half * kSide, halves[half]);
+    }
+    if constexpr (kWidth == kSide) {
+      avx512::TransposeLanes(halves[0], [&](int64_t t, __m512i row) { put(t, column, row); });
+      avx512::TransposeLanes(halves[1], [&](int64_t t, __m512i row) { put(t, column + kSide, row); });
+    } else {
+      __m512i x[4];
+      // Lane l of x[i] has four sums of row 8 l + i of the group, then of row 8 l + 4 + i.
+      for (int i = 0; i < 4; ++i) {
+        x[i] = (__m512i)_mm512_cvtne2ps_pbh(_mm512_castsi512_ps(halves[1][i]), _mm512_castsi512_ps(halves[0][i]));
+      }
+      __m512i a = _mm512_unpacklo_epi16(x[0], x[1]), b = _mm512_unpackhi_epi16(x[0], x[1]);
+      __m512i c = _mm512_unpacklo_epi16(x[2], x[3]), d = _mm512_unpackhi_epi16(x[2], x[3]);
+      __m512i e = _mm512_unpacklo_epi32(a, c), f = _mm512_unpacklo_epi32(b, d);
+      __m512i g = _mm512_unpackhi_epi32(a, c), h = _mm512_unpackhi_epi32(b, d);
+      put(0, column, _mm512_unpacklo_epi64(e, f)), put(1, column, _mm512_unpackhi_epi64(e, f));
+      put(2, column, _mm512_unpacklo_epi64(g, h)), put(3, column, _mm512_unpackhi_epi64(g, h));
+    }
+  }
+
+ private:
+  // Lane l of x[i] has sums of row n + 4 l + i of the weight.
+  void Scale(int64_t n, __m512i (&x)[4]) const {
+    __mmask16 mask = (1u << std::clamp<int64_t>(N_ - n, 0, kSide)) - 1;
+    __m512 scales = _mm512_maskz_loadu_ps(mask, scales_ + n);
+    const __m512i first = _mm512_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      __m512 scale = _mm512_permutexvar_ps(_mm512_add_epi32(first, _mm512_set1_epi32(i)), scales);
+      x[i] = _mm512_castps_si512(_mm512_mul_ps(_mm512_castsi512_ps(x[i]), scale));
+    }
+  }
+
+  void Put(Out* to, __m512i row, int64_t count) const {
+    if (count >= kWidth) {
+      PutLine(to, row, past_cache_);
+    } else if constexpr (kWidth == kGroup) {
+      _mm512_mask_storeu_epi16(to, (1u << count) - 1, row);
+    } else if (count > 0) {
+      _mm512_mask_storeu_epi32(to, (1u << count) - 1, row);
+    }
+  }
+
+  int64_t T_, N_;
+  Y y_;
+  const float* scales_;
+  bool past_cache_;
+};
+
+// Rows of a result that lie together.
+template <typename Out>
+struct RowsOf {
+  Out* first;
+  int64_t N;
+
+  Out* operator()(int64_t t) const { return first + t * N; }
+};
+
+// A writer of a result [T, N].
+template <typename Out>
+RowWriter<RowsOf<Out>> WriterOf(Out* y, int64_t T, int64_t N, const float* scales = nullptr) {
+  return {T, N, {y, N}, scales, GoesPastCache(y, N * sizeof(Out), T * N * sizeof(Out))};
+}
+
+// Activates the sums of 16 rows of gates and of the 16 rows that these let up, and writes them as packed rows [T, F] of bf16 are, two of
+// the F at a time. scales: of the gates' F rows and of the others', or null.
+template <Activation kind>
+class GatedWriter {
+ public:
+  static constexpr int64_t Pieces() { return kSide / 2; }
+
+  GatedWriter(bf16* h, int64_t T, int64_t F, const float* scales)
+      : h_(h), F_(F), scales_(scales), past_cache_(GoesPastCache(h, kCacheLine, Packed(T, F) * sizeof(bf16))) {}
+
+  void Write(int64_t group, int64_t tile, int64_t piece, const Sums& sums) const {
+    // Words of 16 bits in turn from the first half and from the second one.
+    const __m512i zipped = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3,
+                                            18, 2, 17, 1, 16, 0);
+    __m512 even = Row(group, 2 * piece, sums), odd = Row(group, 2 * piece + 1, sums);
+    // Numbers that are denormal become zeros here; a tile would take them for zeros.
+    __m512i pairs = _mm512_permutexvar_epi16(zipped, (__m512i)_mm512_cvtne2ps_pbh(odd, even));
+    PutLine(h_ + tile * kSide * F_ + (group * Pieces() + piece) * 2 * kSide, pairs, past_cache_);
+  }
+
+ private:
+  __m512 Row(int64_t group, int64_t i, const Sums& sums) const {
+    __m512 gate = _mm512_load_ps(sums[0][i]), up = _mm512_load_ps(sums[1][i]);
+    if (scales_ != nullptr) {
+      const float* scale = scales_ + group * kSide + i;
+      gate = _mm512_mul_ps(gate, _mm512_set1_ps(scale[0])), up = _mm512_mul_ps(up, _mm512_set1_ps(scale[F_]));
+    }
+    return avx512::Gated<kind>(gate, up);
+  }
+
+  bf16* h_;
+  int64_t F_;
+  const float* scales_;
+  bool past_cache_;
+};
 
 // Work that is shared out evenly over a number of calls of Next, which say how much of it is due.
 class Evenly {
@@ -79,63 +205,52 @@ class Evenly {
   int64_t work_, calls_, due_ = 0, done_ = 0;
 };
 
-// A group of a weight of bf16 as it lies: its rows begin at first[0] and first[1], 16 each.
-struct GroupRows {
-  static constexpr bool kIsWidened = false;
-  const bf16* first[2];
-  int64_t stride;  // bytes from row to row
+// A group of a weight of bf16 as it lies: its rows begin at first[0] and first[1], 16 each, and those of the next group at next[0] and
+// next[1], which come towards the cache beside all `steps` steps.
+class GroupRows {
+ public:
+  const int64_t stride;  // bytes from row to row
 
-  const bf16* Tile(int64_t half, int64_t e) const { return first[half] + e; }
+  GroupRows(const bf16* const (&first)[2], const bf16* const (&next)[2], int64_t E, int64_t steps)
+      : stride(E * sizeof(bf16)), first_{first[0], first[1]}, next_{next[0], next[1]}, fetched_(E / 2, steps * (E / kDepth)) {}
+
+  const bf16* Tile(int64_t half, int64_t e) const { return first_[half] + e; }
+
+  void Aside(int64_t, int64_t) {
+    fetched_.Next([&](int64_t line) { PrefetchL2(next_[0] + line * kDepth), PrefetchL2(next_[1] + line * kDepth); });
+  }
+
+ private:
+  const bf16 *first_[2], *next_[2];
+  Evenly fetched_;
 };
 
 // Adds up the products of kCount tiles of packed x and a group of a weight, of which w.Tile(half, e) has 16 rows of 32 inputs from
 // e on. Calls aside() before each 32 inputs.
 //
 // A core has few tile registers beside the 8 that have names, and its two threads share them. A tile that is loaded or multiplied
-// takes one until it is done, so the fewer hold sums and operands, the more loads are under way. Hence up to two tiles of x take 7
-// of the 8, and each operand is loaded once. Where a weight is widened beside two of them, a register less is worth another load.
+// takes one until it is done, so the fewer hold sums and operands, the more loads are under way. Hence two tiles of x take 7
+// of the 8, and each operand is loaded once.
 template <int kCount, typename W, typename Aside>
 void MultiplyTiles(const bf16* x, const W& w, int64_t E, const Aside& aside, Sums* sums) {
-  const bf16 *x1 = x + kSide * E, *x2 = x1 + kSide * E;
+  const bf16* x1 = x + kSide * E;
   _tile_zero(0);
   _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  if constexpr (kCount > kTogether) {
-    _tile_zero(4);
-    _tile_zero(5);
+  if constexpr (kCount > 1) {
+    _tile_zero(2);
+    _tile_zero(3);
   }
   for (int64_t e = 0; e < E; e += kDepth) {
     aside();
     WriteBeforeTiles();
-    if constexpr (kCount == 1 || (kCount == kTogether && !W::kIsWidened)) {
-      _tile_stream_loadd(6, x + e * kSide, 64);
-      if constexpr (kCount > 1) _tile_stream_loadd(7, x1 + e * kSide, 64);
-      _tile_loadd(4, w.Tile(0, e), w.stride);
-      _tile_dpbf16ps(0, 4, 6);
-      if constexpr (kCount > 1) _tile_dpbf16ps(2, 4, 7);
-      _tile_loadd(4, w.Tile(1, e), w.stride);
-      _tile_dpbf16ps(1, 4, 6);
-      if constexpr (kCount > 1) _tile_dpbf16ps(3, 4, 7);
-    } else {
-      _tile_loadd(6, w.Tile(0, e), w.stride);
-      _tile_loadd(7, x + e * kSide, 64);
-      _tile_dpbf16ps(0, 6, 7);
-      _tile_loadd(7, x1 + e * kSide, 64);
-      _tile_dpbf16ps(2, 6, 7);
-      if constexpr (kCount > kTogether) {
-        _tile_loadd(7, x2 + e * kSide, 64);
-        _tile_dpbf16ps(4, 6, 7);
-      }
-      _tile_loadd(6, w.Tile(1, e), w.stride);
-      if constexpr (kCount > kTogether) {
-        _tile_dpbf16ps(5, 6, 7);
-        _tile_loadd(7, x1 + e * kSide, 64);
-      }
-      _tile_dpbf16ps(3, 6, 7);
-      _tile_loadd(7, x + e * kSide, 64);
-      _tile_dpbf16ps(1, 6, 7);
-    }
+    _tile_stream_loadd(6, x + e * kSide, 64);
+    if constexpr (kCount > 1) _tile_stream_loadd(7, x1 + e * kSide, 64);
+    _tile_loadd(4, w.Tile(0, e), w.stride);
+    _tile_dpbf16ps(0, 4, 6);
+    if constexpr (kCount > 1) _tile_dpbf16ps(2, 4, 7);
+    _tile_loadd(4, w.Tile(1, e), w.stride);
+    _tile_dpbf16ps(1, 4, 6);
+    if constexpr (kCount > 1) _tile_dpbf16ps(3, 4, 7);
   }
   _tile_stored(0, sums[0][0], 64);
   _tile_stored(1, sums[0][1], 64);
@@ -143,54 +258,52 @@ void MultiplyTiles(const bf16* x, const W& w, int64_t E, const Aside& aside, Sum
     _tile_stored(2, sums[1][0], 64);
     _tile_stored(3, sums[1][1], 64);
   }
-  if constexpr (kCount > 2) {
-    _tile_stored(4, sums[2][0], 64);
-    _tile_stored(5, sums[2][1], 64);
+}
+
+// The same of one tile of x or two.
+template <typename W, typename Aside>
+void MultiplyTogether(const bf16* x, int64_t count, const W& w, int64_t E, const Aside& aside, Sums* sums) {
+  if (count == kTogether) {
+    MultiplyTiles<2>(x, w, E, aside, sums);
+  } else {
+    MultiplyTiles<1>(x, w, E, aside, sums);
   }
 }
 
-// The products of the tiles [first, last) of packed x and the groups [begin, end) of a weight. `result` says where the rows of the
-// weight are, and takes the sums:
-//   Rows(group, w)                    sets where two times 16 rows of a group begin;
-//   Write(group, tile, piece, sums)   writes one of kPieces parts of what becomes of the sums of a group and a tile of x.
-template <typename Result>
-void MultiplyBlock(const bf16* x, int64_t first, int64_t last, int64_t E, int64_t begin, int64_t end, Result& result) {
+// The products of the tiles [first, last) of packed x and the groups [begin, end) of a weight, in steps of up to kTogether tiles.
+//   weight.Group(group, steps)              is a group as MultiplyTiles takes it;
+//   group.Aside(step, e)                    does for the next group what is due beside the 32 inputs from e on of a step;
+//   result.Write(group, tile, piece, sums)  writes one of result.Pieces() parts of what becomes of the sums of a group and a tile of x.
+template <typename Weight, typename Result>
+void MultiplyBlock(const bf16* x, int64_t first, int64_t last, int64_t E, int64_t begin, int64_t end, const Weight& weight,
+                   const Result& result) {
   alignas(kCacheLine) Sums sums[2][kTogether];
   struct {
     int64_t group = 0, tile = 0, count = 0;
   } before;  // whose sums are not written
-  int64_t tiles = last - first, steps = (tiles + kTogether - 1) / kTogether, depths = E / kDepth;
+  int64_t tiles = last - first, steps = (tiles + kTogether - 1) / kTogether, pieces = result.Pieces();
   bool turn = false;
   auto write = [&](int64_t i) {
-    int64_t tile = i / Result::kPieces;
-    result.Write(before.group, before.tile + tile, i % Result::kPieces, sums[!turn][tile]);
+    int64_t tile = i / pieces;
+    result.Write(before.group, before.tile + tile, i % pieces, sums[!turn][tile]);
   };
   for (int64_t group = begin; group < end; ++group) {
-    const bf16 *w[2], *next[2];
-    result.Rows(group, w), result.Rows(group + 1, next);
-    Evenly fetched(E / 2, steps * depths);
+    auto rows = weight.Group(group, steps);
     for (int64_t step = 0; step < steps; ++step, turn = !turn) {
-      int64_t tile = first + tiles * step / steps, count = first + tiles * (step + 1) / steps - tile;
-      Evenly written(before.count * Result::kPieces, depths);
+      int64_t tile = first + tiles * step / steps, count = first + tiles * (step + 1) / steps - tile, e = 0;
+      Evenly written(before.count * pieces, E / kDepth);
       auto aside = [&] {
         written.Next(write);
-        fetched.Next([&](int64_t line) { PrefetchL2(next[0] + line * kDepth), PrefetchL2(next[1] + line * kDepth); });
+        rows.Aside(step, e);
+        e += kDepth;
       };
-      GroupRows rows{{w[0], w[1]}, E * static_cast<int64_t>(sizeof(bf16))};
-      auto multiply = [&](auto kCount) { MultiplyTiles<kCount>(x + tile * kSide * E, rows, E, aside, sums[turn]); };
-      if (count == kTogether) {
-        multiply(std::integral_constant<int, 2>());
-      } else {
-        multiply(std::integral_constant<int, 1>());
-      }
+      MultiplyTogether(x + tile * kSide * E, count, rows, E, aside, sums[turn]);
       written.Rest(write);
       before = {group, tile, count};
     }
   }
-  for (int64_t i = 0; i < before.count * Result::kPieces; ++i) write(i);
+  for (int64_t i = 0; i < before.count * pieces; ++i) write(i);
 }
-
-constexpr int64_t kCacheBytes = 2 << 20;  // of the L2 cache, wherever there is AMX
 
 // How x is cut into blocks that stay in the L2 cache while the weight passes: of whole steps of so many tiles, and of so many bytes.
 struct Blocking {
@@ -210,20 +323,6 @@ struct Blocking {
 
 // More than half of the cache is left for the weight and the results, and for the other thread of a core.
 constexpr Blocking kBlocking{kTogether, kCacheBytes * 3 / 8};
-
-// Writes a cache line of a result. One of which all is larger than the cache goes past it: it would leave the cache before it is
-// read, and a line that is written to without leaving comes into it first, for which the tiles would wait.
-inline void PutLine(void* to, __m512i line, bool past_cache) {
-  if (past_cache) {
-    _mm512_stream_si512(static_cast<__m512i*>(to), line);
-  } else {
-    _mm512_storeu_si512(to, line);
-  }
-}
-
-inline bool GoesPastCache(const void* to, int64_t row_bytes, int64_t bytes) {
-  return bytes > kCacheBytes && (reinterpret_cast<uintptr_t>(to) | row_bytes) % kCacheLine == 0;
-}
 
 // Divides a product between threads: calls body(first, last, begin, end) for tiles of x and groups of the weight.
 template <typename Body>

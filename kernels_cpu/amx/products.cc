@@ -5,107 +5,52 @@
 namespace jpaged::amx {
 namespace {
 
-// The rows y(t) of a product with w [N, E].
-template <typename Y>
+// A weight [N, E].
 class Linear {
-  using Out = std::remove_pointer_t<std::invoke_result_t<Y, int64_t>>;
-
  public:
-  static constexpr int64_t kWidth = kCacheLine / sizeof(Out), kPieces = 4;
+  Linear(const bf16* w, int64_t N, int64_t E) : w_(w), N_(N), E_(E) {}
 
-  Linear(const bf16* w, int64_t T, int64_t N, int64_t E, const Y& y, bool past_cache)
-      : w_(w), T_(T), N_(N), E_(E), y_(y), past_cache_(past_cache) {}
-
-  void Rows(int64_t group, const bf16* (&w)[2]) {
-    const bf16* from = w_ + group * kGroup * E_;
-    if (group * kGroup < N_ && (group + 1) * kGroup > N_) {  // a tile reads all of its rows
-      static thread_local Memory memory;
-      bf16* padded = Scratch<bf16>(memory, kGroup * E_);
-      int64_t count = (N_ - group * kGroup) * E_;
-      std::copy_n(from, count, padded), std::fill_n(padded + count, kGroup * E_ - count, 0);
-      from = padded;
-    }
-    w[0] = from, w[1] = from + kSide * E_;
-  }
-
-  void Write(int64_t group, int64_t tile, int64_t piece, const Sums& sums) const {
-    int64_t first = tile * kSide + piece * kQuarter, rows = T_ - first;
-    if (rows <= 0) return;
-    auto from = [&](int64_t half) {
-      return [&, half](int64_t n) { return &sums[half][n][piece * kQuarter]; };
-    };
-    auto put = [&](int64_t t, int64_t column, __m512i row) {
-      if (t < rows) Put(y_(first + t) + column, row, N_ - column);
-    };
-    for (int64_t half = 0; half < 2; ++half) {
-      int64_t column = group * kGroup + half * kWidth;
-      if constexpr (kWidth == kSide) {
-        avx512::TransposeQuarter(from(half), [&](int64_t t, __m512i row) { put(t, column, row); });
-      } else if (half == 0) {
-        __m512i low[4], high[4], x[4];
-        avx512::LoadLanes(from(0), low), avx512::LoadLanes(from(1), high);
-        // Lane l of x[i] has four sums of row 8 l + i of the group, then of row 8 l + 4 + i.
-        for (int i = 0; i < 4; ++i) x[i] = (__m512i)_mm512_cvtne2ps_pbh(_mm512_castsi512_ps(high[i]), _mm512_castsi512_ps(low[i]));
-        __m512i a = _mm512_unpacklo_epi16(x[0], x[1]), b = _mm512_unpackhi_epi16(x[0], x[1]);
-        __m512i c = _mm512_unpacklo_epi16(x[2], x[3]), d = _mm512_unpackhi_epi16(x[2], x[3]);
-        __m512i e = _mm512_unpacklo_epi32(a, c), f = _mm512_unpacklo_epi32(b, d);
-        __m512i g = _mm512_unpackhi_epi32(a, c), h = _mm512_unpackhi_epi32(b, d);
-        put(0, column, _mm512_unpacklo_epi64(e, f)), put(1, column, _mm512_unpackhi_epi64(e, f));
-        put(2, column, _mm512_unpacklo_epi64(g, h)), put(3, column, _mm512_unpackhi_epi64(g, h));
-      }
-    }
+  GroupRows Group(int64_t group, int64_t steps) const {
+    const bf16 *rows = Rows(group), *next = Rows(group + 1);
+    return {{rows, rows + kSide * E_}, {next, next + kSide * E_}, E_, steps};
   }
 
  private:
-  void Put(Out* to, __m512i row, int64_t count) const {
-    if (count >= kWidth) {
-      PutLine(to, row, past_cache_);
-    } else if constexpr (kWidth == kGroup) {
-      _mm512_mask_storeu_epi16(to, (1u << count) - 1, row);
-    } else if (count > 0) {
-      _mm512_mask_storeu_epi32(to, (1u << count) - 1, row);
-    }
+  const bf16* Rows(int64_t group) const {
+    const bf16* from = w_ + group * kGroup * E_;
+    if (group * kGroup >= N_ || (group + 1) * kGroup <= N_) return from;
+    static thread_local Memory memory;  // a tile reads all of its rows
+    bf16* padded = Scratch<bf16>(memory, kGroup * E_);
+    int64_t count = (N_ - group * kGroup) * E_;
+    std::copy_n(from, count, padded), std::fill_n(padded + count, kGroup * E_ - count, 0);
+    return padded;
   }
 
   const bf16* w_;
-  int64_t T_, N_, E_;
-  const Y& y_;
-  bool past_cache_;
+  int64_t N_, E_;
 };
 
-// h = gated(gate . x, up . x), rounded to bf16 and packed as rows of x are; w is [2, F, E].
-template <Activation kind>
-class GatedRows {
+// Gate and up [2, F, E]: a group has 16 rows of both.
+class GateUp {
  public:
-  static constexpr int64_t kPieces = kSide / 2;
+  GateUp(const bf16* w, int64_t F, int64_t E) : w_(w), F_(F), E_(E) {}
 
-  GatedRows(const bf16* w, bf16* h, int64_t T, int64_t F, int64_t E)
-      : w_(w), h_(h), F_(F), E_(E), past_cache_(GoesPastCache(h, kCacheLine, Packed(T, F) * sizeof(bf16))) {}
-
-  void Rows(int64_t group, const bf16* (&w)[2]) const {
-    w[0] = w_ + group * kSide * E_, w[1] = w[0] + F_ * E_;
-  }
-
-  void Write(int64_t group, int64_t tile, int64_t piece, const Sums& sums) const {
-    __m512i pairs = GatedPairs<kind>(sums, piece, [](int64_t, int64_t, float sum) { return sum; });
-    PutLine(h_ + tile * kSide * F_ + (group * kPieces + piece) * 2 * kSide, pairs, past_cache_);
+  GroupRows Group(int64_t group, int64_t steps) const {
+    const bf16 *gate = w_ + group * kSide * E_, *next = gate + kSide * E_;
+    return {{gate, gate + F_ * E_}, {next, next + F_ * E_}, E_, steps};
   }
 
  private:
   const bf16* w_;
-  bf16* h_;
   int64_t F_, E_;
-  bool past_cache_;
 };
 
 // y of packed rows.
 template <typename Out>
 void MultiplyPacked(ffi::ThreadPool& pool, const bf16* packed, const bf16* w, Out* y, int64_t T, int64_t N, int64_t E) {
-  auto to = [&](int64_t t) { return y + t * N; };
-  bool past_cache = GoesPastCache(y, N * sizeof(Out), T * N * sizeof(Out));
+  RowWriter writer = WriterOf(y, T, N);
   ForBlocks(pool, kBlocking, T, E, (N + kGroup - 1) / kGroup, [&](int64_t first, int64_t last, int64_t begin, int64_t end) {
-    Linear result(w, T, N, E, to, past_cache);
-    MultiplyBlock(packed, first, last, E, begin, end, result);
+    MultiplyBlock(packed, first, last, E, begin, end, Linear(w, N, E), writer);
   });
 }
 
@@ -118,9 +63,9 @@ template <Activation kind>
 const bf16* MultiplyGated(ffi::ThreadPool& pool, const bf16* packed, const bf16* w, int64_t T, int64_t F, int64_t E) {
   static thread_local Memory memory;
   bf16* h = Scratch<bf16>(memory, Packed(T, F));
+  GatedWriter<kind> writer(h, T, F, nullptr);
   ForBlocks(pool, kBlocking, T, E, F / kSide, [&](int64_t first, int64_t last, int64_t begin, int64_t end) {
-    GatedRows<kind> result(w, h, T, F, E);
-    MultiplyBlock(packed, first, last, E, begin, end, result);
+    MultiplyBlock(packed, first, last, E, begin, end, GateUp(w, F, E), writer);
   });
   return h;
 }
@@ -170,10 +115,12 @@ void MultiplyExperts(ffi::ThreadPool& pool, const Pairs& pairs, const std::vecto
     Tiles tiles_of_this_thread;
     int64_t i = item / strips, strip = item % strips, T = experts[i].count;
     auto to = [&](int64_t t) { return pairs.y[experts[i].first + t]; };
-    Linear result(experts[i].w, T, N, E, to, false);
+    Linear weight(experts[i].w, N, E);
+    RowWriter writer(T, N, to, nullptr, false);
     for (int64_t block = 0; block < kBlocking.Count(T, E); ++block) {
       int64_t first = kBlocking.First(block, T, E), last = kBlocking.First(block + 1, T, E);
-      MultiplyBlock(packed + tiles[i] * kSide * E, first, last, E, groups * strip / strips, groups * (strip + 1) / strips, result);
+      int64_t begin = groups * strip / strips, end = groups * (strip + 1) / strips;
+      MultiplyBlock(packed + tiles[i] * kSide * E, first, last, E, begin, end, weight, writer);
     }
   });
 }

@@ -1,9 +1,8 @@
 // Products with weights in 8 and 4 bits as bf16 (Activations::kPlain) by AMX's tiles.
 //
-// A group of 32 rows of the weight becomes bf16 in chunks of 128 inputs, in the order in which tiles are read, while others are
-// multiplied: a few rows between the instructions that multiply. Where up to 48 rows of x meet the weight, two chunks take turns in
-// the L1 cache, and the next one is made beside each. For more rows of x a group is kept. For so many that widening is less work
-// than multiplying, the next group is made beside all products of this one.
+// A group of 32 rows of the weight becomes bf16 in chunks of 128 inputs, in the order in which tiles are read, while the chunk before
+// is multiplied: a few rows between the instructions that multiply. Where up to 32 rows of x meet the weight, two chunks take turns in
+// the L1 cache. For more rows of x a group is kept, and its chunks are made beside the first 32 rows of a block.
 #include "../bf16_weights.h"
 #include "../mlp.h"
 #include "bf16_products.h"
@@ -19,11 +18,9 @@ constexpr int64_t kBlocks = 4;                   // of 32 inputs in a chunk
 constexpr int64_t kChunk = kBlocks * kDepth;     // its inputs
 constexpr int64_t kChunkSize = kGroup * kChunk;  // its numbers
 constexpr int64_t kTileSize = kSide * kDepth;
-constexpr int64_t kNearSteps = 4;    // times 48 rows of x beside which a chunk is made just before it is multiplied
-constexpr int64_t kRowsAside = 8;    // of the next group's chunk that are made between two products, for more rows of x
-constexpr int64_t kLeastGroups = 2;  // of an item for more than 48 rows of x
+constexpr int64_t kLeastGroups = 2;  // of an item for more than 32 rows of x
 // Each block of x has the weight widened anew, so blocks are larger than those beside weights of bf16.
-constexpr Blocking kWidenedBlocking{kTogetherWidened, kCacheBytes * 9 / 16};
+constexpr Blocking kWidenedBlocking{kTogether, kCacheBytes * 9 / 16};
 
 inline int64_t ChunksOf(int64_t E) { return (E + kChunk - 1) / kChunk; }
 
@@ -115,7 +112,10 @@ class ChunkWidener {
   int64_t step_, of_scale_;
 };
 
-// The groups [begin, end) of a weight as bf16, chunk after chunk, of which the last `kept` are there.
+template <typename Chunks>
+class WidenedGroup;
+
+// The groups [begin, end) of a weight as bf16, chunk after chunk, of which the last `kept` are there: the first one from the beginning.
 template <typename ChunkWidener>
 class Chunks {
  public:
@@ -123,13 +123,17 @@ class Chunks {
       : widener_(w, rows.step),
         rows_(rows),
         N_(w.N),
+        E_(w.E),
         begin_(begin),
         of_group_(ChunksOf(w.E)),
         count_((end - begin) * of_group_),
         kept_(kept) {
     static thread_local Memory memory;
     values_ = Scratch<bf16>(memory, kept * kChunkSize);
+    Widen(0, 0, kGroup);
   }
+
+  WidenedGroup<Chunks> Group(int64_t group, int64_t steps) const { return {*this, E_, (group - begin_) * of_group_, steps}; }
 
   // Returns where the inputs from e on of 16 rows lie, [16 rows][32], of the group whose first chunk is `chunk`.
   const bf16* Tile(int64_t chunk, int64_t half, int64_t e) const {
@@ -156,188 +160,89 @@ class Chunks {
 
   ChunkWidener widener_;
   Rows rows_;
-  int64_t N_, begin_, of_group_, count_, kept_;
+  int64_t N_, E_, begin_, of_group_, count_, kept_;
   bf16* values_;
 };
 
 // A group as MultiplyTiles takes it.
 template <typename Chunks>
-struct WidenedGroup {
-  static constexpr bool kIsWidened = true;
-  const Chunks& chunks;
-  int64_t first;                           // its first chunk
-  int64_t stride = kDepth * sizeof(bf16);  // bytes from row to row
+class WidenedGroup {
+ public:
+  static constexpr int64_t stride = kDepth * sizeof(bf16);  // bytes from row to row
 
-  const bf16* Tile(int64_t half, int64_t e) const { return chunks.Tile(first, half, e); }
+  // first: its first chunk.
+  WidenedGroup(const Chunks& chunks, int64_t E, int64_t first, int64_t steps) : chunks_(chunks), E_(E), first_(first), steps_(steps) {}
+
+  const bf16* Tile(int64_t half, int64_t e) const { return chunks_.Tile(first_, half, e); }
+
+  // The next chunk is made beside the first rows of x. The next group's first one is made beside the last rows, which do not need the
+  // chunk any more whose place it takes.
+  void Aside(int64_t step, int64_t e) const {
+    int64_t chunk = e / kChunk, part = e % kChunk / kDepth, blocks = std::min(kChunk, E_ - chunk * kChunk) / kDepth;
+    if (step != (chunk + 1 < ChunksOf(E_) ? 0 : steps_ - 1)) return;
+    chunks_.Widen(first_ + chunk + 1, kGroup * part / blocks, kGroup * (part + 1) / blocks);
+  }
+
+ private:
+  const Chunks& chunks_;
+  int64_t E_, first_, steps_;
 };
 
 // What becomes of the sums of a group, which has these rows of the weight, and a tile of x: written in so many pieces.
 struct Result {
   const Rows rows;
-  const int64_t pieces;
 
-  Result(Rows rows, int64_t pieces) : rows(rows), pieces(pieces) {}
+  explicit Result(Rows rows) : rows(rows) {}
+  virtual int64_t Pieces() const = 0;
   virtual void Write(int64_t group, int64_t tile, int64_t piece, const Sums& sums) const = 0;
 };
 
-// Rows of y.
-template <typename Out>
-class LinearRows : public Result {
-  static constexpr int64_t kWidth = kCacheLine / sizeof(Out), kPieces = kGroup / kWidth;
-
+// One that a writer of bf16_products.h writes.
+template <typename Writer>
+class Written : public Result {
  public:
-  LinearRows(const Quantized& w, Out* y, int64_t T)
-      : Result({kGroup, kSide}, kPieces), w_(w), y_(y), T_(T), is_row_(w.Kind() == Scales::kRow) {
-    past_cache_ = GoesPastCache(y, w.N * sizeof(Out), T * w.N * sizeof(Out));
-  }
+  Written(Rows rows, const Writer& writer) : Result(rows), writer_(writer) {}
 
-  void Write(int64_t group, int64_t tile, int64_t piece, const Sums& sums) const override {
-    int64_t n = group * kGroup + piece * kWidth, t = tile * kSide, rows = std::min(kSide, T_ - t), count = w_.N - n;
-    if (count <= 0) return;
-    const float(&lines)[kGroup][kSide] = *reinterpret_cast<const float(*)[kGroup][kSide]>(sums);
-    auto scaled = [&](int64_t i) {
-      __m512 sum = _mm512_load_ps(lines[piece * kWidth + i]);
-      return is_row_ ? _mm512_mul_ps(sum, _mm512_set1_ps(w_.scales[n + std::min(i, count - 1)])) : sum;
-    };
-    __m512i words[kSide];
-#pragma GCC unroll 16
-    for (int64_t i = 0; i < kSide; ++i) {
-      if constexpr (kPieces == 1) {  // neighbours lie together
-        const __m512i zipped = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4,
-                                                19, 3, 18, 2, 17, 1, 16, 0);
-        words[i] = _mm512_permutexvar_epi16(zipped, (__m512i)_mm512_cvtne2ps_pbh(scaled(2 * i + 1), scaled(2 * i)));
-      } else {
-        words[i] = _mm512_castps_si512(scaled(i));
-      }
-    }
-    avx512::Transpose(words, [&](int64_t i, __m512i row) {
-      if (i >= rows) return;
-      Out* to = y_ + (t + i) * w_.N + n;
-      if (count >= kWidth) {
-        PutLine(to, row, past_cache_);
-      } else if constexpr (kPieces == 1) {
-        _mm512_mask_storeu_epi16(to, (1u << count) - 1, row);
-      } else {
-        _mm512_mask_storeu_epi32(to, (1u << count) - 1, row);
-      }
-    });
-  }
+  int64_t Pieces() const override { return Writer::Pieces(); }
+  void Write(int64_t group, int64_t tile, int64_t piece, const Sums& sums) const override { writer_.Write(group, tile, piece, sums); }
 
  private:
-  const Quantized& w_;
-  Out* y_;
-  int64_t T_;
-  bool is_row_, past_cache_;
+  Writer writer_;
 };
 
-// h = gated(gate . x, up . x) of w [2, F, E], rounded to bf16 and packed as rows of x are.
-template <Activation kind>
-class GatedRows : public Result {
-  static constexpr int64_t kPieces = kSide / 2;
+const float* RowScales(const Quantized& w) { return w.Kind() == Scales::kRow ? w.scales : nullptr; }
 
- public:
-  GatedRows(const Quantized& w, bf16* h, int64_t T)
-      : Result({kSide, w.N / 2}, kPieces), w_(w), h_(h), F_(w.N / 2), is_row_(w.Kind() == Scales::kRow) {
-    past_cache_ = GoesPastCache(h, kCacheLine, Packed(T, F_) * sizeof(bf16));
-  }
-
-  void Write(int64_t group, int64_t tile, int64_t piece, const Sums& sums) const override {
-    int64_t f = group * kSide + 2 * piece;
-    float scales[2][2] = {{1, 1}, {1, 1}};  // of gates, and of what they let up
-    for (int64_t half = 0; is_row_ && half < 2; ++half) std::copy_n(w_.scales + half * F_ + f, 2, scales[half]);
-    __m512i pairs = GatedPairs<kind>(sums, piece, [&](int64_t half, int64_t i, float sum) { return sum * scales[half][i]; });
-    PutLine(h_ + tile * kSide * F_ + (group * kPieces + piece) * 2 * kSide, pairs, past_cache_);
-  }
-
- private:
-  const Quantized& w_;
-  bf16* h_;
-  int64_t F_;
-  bool is_row_, past_cache_;
-};
-
-// MultiplyTiles of 1 to 3 tiles of x.
-template <typename Group, typename Aside>
-void MultiplyTogether(const bf16* x, int64_t count, const Group& weights, int64_t E, const Aside& aside, Sums* sums) {
-  if (count == 3) {
-    MultiplyTiles<3>(x, weights, E, aside, sums);
-  } else if (count == 2) {
-    MultiplyTiles<2>(x, weights, E, aside, sums);
-  } else {
-    MultiplyTiles<1>(x, weights, E, aside, sums);
-  }
-}
-
-// The products of up to 3 tiles of packed x from `tile` on and the groups [begin, end) of w, whose rows lie together. Few rows leave
-// little time beside each row of the weight, so nothing is asked for that only more rows need.
+// The products of up to kTogether tiles of packed x from `tile` on and the groups [begin, end) of w, whose rows lie together. Few rows
+// leave little time beside each row of the weight, so nothing is asked for that only more rows need.
 template <typename ChunkWidener>
 void MultiplyFew(const bf16* x, const Quantized& w, const Result& result, int64_t tile, int64_t count, int64_t begin, int64_t end) {
-  int64_t of_group = ChunksOf(w.E);
+  int64_t of_group = ChunksOf(w.E), pieces = result.Pieces();
   Chunks<ChunkWidener> chunks(w, result.rows, begin, end, 2);
-  chunks.Widen(0, 0, kGroup);
-  alignas(kCacheLine) Sums sums[kTogetherWidened];
+  alignas(kCacheLine) Sums sums[kTogether];
   for (int64_t group = begin; group < end; ++group) {
-    WidenedGroup<Chunks<ChunkWidener>> weights{chunks, (group - begin) * of_group};
     int64_t e = 0;
     auto aside = [&] {
       int64_t chunk = e / kChunk, part = e % kChunk / kDepth, blocks = std::min(kChunk, w.E - chunk * kChunk) / kDepth;
       e += kDepth;
       // Beside a single tile of x, int4 costs less the fewer turns widening and tiles take, and bytes cost more.
       int64_t parts = count == 1 && ChunkWidener::form == Form::kInt4 ? 1 : blocks;
-      if (part < parts) chunks.WidenSpan(weights.first + chunk + 1, kGroup * part / parts, kGroup * (part + 1) / parts, 0);
+      int64_t next = (group - begin) * of_group + chunk + 1;
+      if (part < parts) chunks.WidenSpan(next, kGroup * part / parts, kGroup * (part + 1) / parts, 0);
     };
-    MultiplyTogether(x + tile * kSide * w.E, count, weights, w.E, aside, sums);
-    for (int64_t i = 0; i < count * result.pieces; ++i) {
-      result.Write(group, tile + i / result.pieces, i % result.pieces, sums[i / result.pieces]);
-    }
+    MultiplyTogether(x + tile * kSide * w.E, count, chunks.Group(group, 1), w.E, aside, sums);
+    for (int64_t i = 0; i < count * pieces; ++i) result.Write(group, tile + i / pieces, i % pieces, sums[i / pieces]);
   }
 }
 
 // The products of the tiles [first, last) of packed x and the groups [begin, end) of w.
 template <typename ChunkWidener>
 void MultiplyGroups(const bf16* x, const Quantized& w, const Result& result, int64_t first, int64_t last, int64_t begin, int64_t end) {
-  constexpr int64_t kTurns = kGroup / kRowsAside;  // that a chunk takes beside the products of another group
-  int64_t tiles = last - first, steps = (tiles + kTogetherWidened - 1) / kTogetherWidened, of_group = ChunksOf(w.E), depths = w.E / kDepth;
-  if (steps == 1 && result.rows.apart == kSide) return MultiplyFew<ChunkWidener>(x, w, result, first, tiles, begin, end);
-  bool is_ahead = steps > kNearSteps;
-  Chunks<ChunkWidener> chunks(w, result.rows, begin, end, is_ahead ? 2 * of_group : of_group + 1);
-  chunks.Widen(0, 0, kGroup);
-  alignas(kCacheLine) Sums sums[2][kTogetherWidened];
-  struct {
-    int64_t group = 0, tile = 0, count = 0;
-  } before;  // whose sums are not written
-  bool turn = false;
-  auto write = [&](int64_t i) {
-    int64_t tile = i / result.pieces;
-    result.Write(before.group, before.tile + tile, i % result.pieces, sums[!turn][tile]);
-  };
-  for (int64_t group = begin; group < end; ++group) {
-    WidenedGroup<Chunks<ChunkWidener>> weights{chunks, (group - begin) * of_group};
-    Evenly widened(of_group * kTurns, (group == begin ? steps - 1 : steps) * depths);  // of the next group, where a group is kept
-    auto widen = [&](int64_t i) {
-      chunks.Widen(weights.first + of_group + i / kTurns, i % kTurns * kRowsAside, (i % kTurns + 1) * kRowsAside);
-    };
-    for (int64_t step = 0; step < steps; ++step, turn = !turn) {
-      int64_t tile = first + tiles * step / steps, count = first + tiles * (step + 1) / steps - tile, e = 0;
-      Evenly written(before.count * result.pieces, depths);
-      auto aside = [&] {
-        written.Next(write);
-        int64_t chunk = e / kChunk, part = e % kChunk / kDepth, blocks = std::min(kChunk, w.E - chunk * kChunk) / kDepth;
-        e += kDepth;
-        if (is_ahead && (group > begin || step > 0)) {
-          widened.Next(widen);
-        } else if (step == (chunk + 1 < of_group ? 0 : steps - 1)) {
-          // The next chunk is made for the first rows of x; the next group's first one replaces what the last rows do not need any
-          // more.
-          chunks.Widen(weights.first + chunk + 1, kGroup * part / blocks, kGroup * (part + 1) / blocks);
-        }
-      };
-      MultiplyTogether(x + tile * kSide * w.E, count, weights, w.E, aside, sums[turn]);
-      written.Rest(write);
-      before = {group, tile, count};
-    }
+  if (last - first <= kTogether && result.rows.apart == kSide) {
+    return MultiplyFew<ChunkWidener>(x, w, result, first, last - first, begin, end);
   }
-  for (int64_t i = 0; i < before.count * result.pieces; ++i) write(i);
+  int64_t kept = last - first <= kTogether ? 2 : std::max<int64_t>(2, ChunksOf(w.E));
+  Chunks<ChunkWidener> chunks(w, result.rows, begin, end, kept);
+  MultiplyBlock(x, first, last, w.E, begin, end, chunks, result);
 }
 
 // The products of packed x and all groups of w.
@@ -352,7 +257,7 @@ void MultiplyPacked(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, co
   }
   int64_t groups = (w.N + kGroup - 1) / kGroup;
   // What is made before the first products of an item begin has nothing beside it, so for many rows of x an item has several groups.
-  int64_t least = TilesOf(T) > kTogetherWidened ? kLeastGroups : 1;
+  int64_t least = TilesOf(T) > kTogether ? kLeastGroups : 1;
   ForBlocks(pool, kWidenedBlocking, T, w.E, (groups + least - 1) / least, [&](int64_t first, int64_t last, int64_t begin, int64_t end) {
     multiply(x, w, result, first, last, begin * least, std::min(end * least, groups));
   });
@@ -362,22 +267,29 @@ template <Activation kind>
 const bf16* MultiplyGated(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, int64_t T) {
   static thread_local Memory memory;
   bf16* h = Scratch<bf16>(memory, Packed(T, w.N / 2));
-  MultiplyPacked(pool, x, w, GatedRows<kind>(w, h, T), T);
+  Written result({kSide, w.N / 2}, GatedWriter<kind>(h, T, w.N / 2, RowScales(w)));
+  MultiplyPacked(pool, x, w, result, T);
   return h;
+}
+
+// y [T, N] of packed x.
+template <typename Out>
+void MultiplyPacked(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, Out* y, int64_t T) {
+  MultiplyPacked(pool, x, w, Written({kGroup, kSide}, WriterOf(y, T, w.N, RowScales(w))), T);
 }
 
 template <typename Out>
 void MultiplyTo(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, Out* y, int64_t T) {
   if (0 < T && T <= MostFewRows(w)) return MultiplyFewRows(pool, x, w, y, T);
-  if (T > 0) MultiplyPacked(pool, Pack(pool, x, T, w.E), w, LinearRows<Out>(w, y, T), T);
+  if (T > 0) MultiplyPacked(pool, Pack(pool, x, T, w.E), w, y, T);
 }
 
 template <typename Out>
 bool MlpTo(ffi::ThreadPool& pool, Activation kind, const bf16* x, const Quantized& gate_up, const Quantized& down, Out* y, int64_t T) {
-  // For few rows most of what a tile of x has activated would be padding.
-  if (TilesOf(T) <= kTogetherWidened || gate_up.N % kGroup != 0) return false;
+  // For fewer rows most of what a tile of x has activated would be padding.
+  if (TilesOf(T) < kTogether || gate_up.N % kGroup != 0) return false;
   auto gated = kind == Activation::kSilu ? &MultiplyGated<Activation::kSilu> : &MultiplyGated<Activation::kGeluTanh>;
-  MultiplyPacked(pool, gated(pool, Pack(pool, x, T, gate_up.E), gate_up, T), down, LinearRows<Out>(down, y, T), T);
+  MultiplyPacked(pool, gated(pool, Pack(pool, x, T, gate_up.E), gate_up, T), down, y, T);
   return true;
 }
 }  // namespace

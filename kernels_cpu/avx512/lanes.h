@@ -213,11 +213,9 @@ inline void LoadLanes(const Row& row, __m512i (&x)[4]) {
   }
 }
 
-// Calls put(j, the word j of each of 16 rows) for the four words that begin at row(0) to row(15): a quarter of 16 x 16 words.
-template <typename Row, typename Put>
-inline void TransposeQuarter(const Row& row, const Put& put) {
-  __m512i x[4];
-  LoadLanes(row, x);
+// Calls put(j, the word j of each of 16 rows) for the four words of a row that LoadLanes loads: a quarter of 16 x 16 words.
+template <typename Put>
+inline void TransposeLanes(const __m512i (&x)[4], const Put& put) {
   __m512i a = _mm512_unpacklo_epi32(x[0], x[1]), b = _mm512_unpackhi_epi32(x[0], x[1]);
   __m512i c = _mm512_unpacklo_epi32(x[2], x[3]), d = _mm512_unpackhi_epi32(x[2], x[3]);
   put(0, _mm512_unpacklo_epi64(a, c)), put(1, _mm512_unpackhi_epi64(a, c));
