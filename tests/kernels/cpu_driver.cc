@@ -654,7 +654,7 @@ void QuantizedProducts(ffi::ThreadPool& pool) {
 
 // Numbers so small that products and sums of some are denormal: levels that make zeros of these do so for any number of rows.
 void SmallProducts(ffi::ThreadPool& pool) {
-  constexpr int64_t T = 20, N = 50, E = 160;
+  constexpr int64_t T = 20, N = 300, E = 160;  // so many outputs that an item of work has several groups of them
   Random random(E);
   auto x = random.Bf16s(T * E, 0x1p-127f);
   std::vector<int8_t> values(N * E);
