@@ -20,7 +20,7 @@
 namespace jpaged::amx {
 
 constexpr int64_t kPair = 2 * kSide;         // query rows, slots or dimensions of two tiles
-constexpr int64_t kAheadBytes = 512 * 1024;  // of slots that are brought into the L2 cache ahead, at most
+constexpr int64_t kAheadBytes = 256 * 1024;  // of slots that are brought into the L2 cache ahead, at most
 constexpr float kLog2E = 1.44269504f;
 
 // Returns 2^x to 3e-6 of it, before it is rounded to bf16; NaN of NaN. For x far below 0 it is 0.
