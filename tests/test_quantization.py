@@ -132,9 +132,9 @@ def test_experts_in_bf16(form: Any, native: bool, monkeypatch: pytest.MonkeyPatc
     plain, asked = answers(served(rounded(params, form))), list[tuple[int, ...]]()
     multiply = quantized.linear
 
-    def watched(x: Any, values: Any, *rest: Any) -> Any:
+    def watched(x: Any, values: Any, *rest: Any, interleaved: bool) -> Any:
         asked.append(values.shape)
-        return multiply(x, values, *rest)
+        return multiply(x, values, *rest, interleaved=interleaved)
 
     monkeypatch.setattr(quantized, "linear", watched)
     if not native:

@@ -49,9 +49,9 @@ template <int kRows>
     for (int r = 0; r < kRows; ++r) even[r] = odd[r] = _mm512_setzero_ps();
 #pragma GCC unroll 2
     for (int64_t half = 0; half < kDepth; half += kDepth / 2) {
-      __m512i words[4];
-      auto put = [&](int64_t i, __m512i word) { words[i] = word; };
-      avx512::TransposeQuarter([&](int64_t i) { return rows[i] + e + half; }, put);
+      __m512i lanes[4], words[4];
+      avx512::LoadLanes([&](int64_t i) { return rows[i] + e + half; }, lanes);
+      avx512::TransposeLanes(lanes, [&](int64_t i, __m512i word) { words[i] = word; });
 #pragma GCC unroll 4
       for (int64_t i = 0; i < 4; ++i, next += kCacheLine) {
         PrefetchL2(next);
