@@ -32,8 +32,8 @@ loaded = time.time()
 warm = llm.warmup(use_tqdm=False) if sys.argv[4] == "warmup" else 0.0
 asked = time.time()
 tokens = int(sys.argv[5])
-how = jpaged.SamplingParams(max_tokens=tokens, ignore_eos=True)
-out = llm.generate([list(range(10, 60))], how, use_tqdm=False)
+params = jpaged.SamplingParams(max_tokens=tokens, ignore_eos=True)
+out = llm.generate([list(range(10, 60))], params, use_tqdm=False)
 ended = time.time()
 assert len(out[0].outputs[0].token_ids) == tokens
 import json

@@ -379,7 +379,7 @@ def _zeros(shape: tuple[int, ...], dtype: jnp.dtype, placement: Sharding, num_la
 
 def zeros(shape: tuple[int, ...], dtype: Any, placement: Sharding, *, num_layers: int = 1) -> Array:
     """Return a fresh array, made on the device: nothing is sent up, no share is copied from
-    another's. num_layers: that have equal parts of it, one after another.
+    another's. num_layers: how many layers have equal parts of it, one after another.
 
     A pool begins as zeros, not garbage: whole pages are read and 0 * NaN would poison a row.
     """

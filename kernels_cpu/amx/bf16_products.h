@@ -305,24 +305,24 @@ void MultiplyBlock(const bf16* x, int64_t first, int64_t last, int64_t E, int64_
   for (int64_t i = 0; i < before.count * pieces; ++i) write(i);
 }
 
-// How x is cut into blocks that stay in the L2 cache while the weight passes: of whole steps of so many tiles, and of so many bytes.
+// How x is cut into blocks that stay in the L2 cache while the weight passes: of whole steps, and of so many bytes.
 struct Blocking {
-  int64_t together, bytes;
+  int64_t bytes;
 
   // Into how many blocks T rows are cut.
   int64_t Count(int64_t T, int64_t E) const {
-    int64_t most = std::max<int64_t>(together, bytes / static_cast<int64_t>(kSide * E * sizeof(bf16)));
+    int64_t most = std::max<int64_t>(kTogether, bytes / static_cast<int64_t>(kSide * E * sizeof(bf16)));
     return (TilesOf(T) + most - 1) / most;
   }
   // The first tile of a block.
   int64_t First(int64_t block, int64_t T, int64_t E) const {
     int64_t tiles = TilesOf(T), blocks = Count(T, E);
-    return block == blocks ? tiles : tiles * block / blocks / together * together;
+    return block == blocks ? tiles : tiles * block / blocks / kTogether * kTogether;
   }
 };
 
 // More than half of the cache is left for the weight and the results, and for the other thread of a core.
-constexpr Blocking kBlocking{kTogether, kCacheBytes * 3 / 8};
+constexpr Blocking kBlocking{kCacheBytes * 3 / 8};
 
 // Divides a product between threads: calls body(first, last, begin, end) for tiles of x and groups of the weight.
 template <typename Body>

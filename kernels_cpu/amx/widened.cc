@@ -20,7 +20,7 @@ constexpr int64_t kChunkSize = kGroup * kChunk;  // its numbers
 constexpr int64_t kTileSize = kSide * kDepth;
 constexpr int64_t kLeastGroups = 2;  // of an item for more than 32 rows of x
 // Each block of x has the weight widened anew, so blocks are larger than those beside weights of bf16.
-constexpr Blocking kWidenedBlocking{kTogether, kCacheBytes * 9 / 16};
+constexpr Blocking kWidenedBlocking{kCacheBytes * 9 / 16};
 
 inline int64_t ChunksOf(int64_t E) { return (E + kChunk - 1) / kChunk; }
 
