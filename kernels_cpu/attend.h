@@ -59,7 +59,8 @@ inline void Locate(const Problem& p, const Item& item, int64_t head, int64_t fir
 // Returns e^x to 2 units in the last place; 0 below -87, NaN of NaN.
 template <typename L>
 inline typename L::Floats Exp(typename L::Floats x) {
-  typename L::Floats n = L::Nearest(L::Mul(x, L::Set(1.44269504f)));
+  const typename L::Floats magic = L::Set(12582912.0f);  // 1.5 * 2^23: the last bits of what is near it are whole numbers
+  typename L::Floats moved = L::Fma(x, L::Set(1.44269504f), magic), n = L::Sub(moved, magic);
   typename L::Floats r = L::Fnma(n, L::Set(0.693359375f), x);
   r = L::Fnma(n, L::Set(-2.12194440e-4f), r);
   typename L::Floats y = L::Set(1.9875691500e-4f);
@@ -67,7 +68,7 @@ inline typename L::Floats Exp(typename L::Floats x) {
     y = L::Fma(y, r, L::Set(c));
   }
   y = L::Fma(y, L::Mul(r, r), L::Add(r, L::Set(1.0f)));
-  return L::TimesPower(L::NotBelow(x, L::Set(-87.0f)), y, n);
+  return L::TimesPower(L::NotBelow(x, L::Set(-87.0f)), y, moved);
 }
 
 // Of a query row's scores against a tile takes the scaled ones, kMasked where the query does not see the slot: slots [low, high)

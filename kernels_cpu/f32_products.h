@@ -114,7 +114,7 @@ class F32ManyRows {
   using P = F32Panels<L>;
 
  public:
-  static constexpr int64_t kLeast = 64;        // rows of x that are worth it, by whole steps (docs/speed.md)
+  static constexpr int64_t kLeast = 32;        // rows of x that are worth it, by whole steps (docs/speed.md)
   static constexpr int64_t kCols = P::kCols;  // rows of w in a group
 
   // How many floats T rows of x are in panels.
@@ -174,6 +174,7 @@ class F32ManyRows {
 
  private:
   using Words = typename L::Words;
+  using Floats = typename L::Floats;
   static constexpr int64_t kSums = L::kCount;        // of an element
   static constexpr int64_t kLevels = 3;              // of sums that wait: of one, of two, and of four
   static constexpr int64_t kPanels = 16;             // of x that meet a panel of w while it is in the L1 cache
@@ -255,16 +256,15 @@ class F32ManyRows {
     }
   }
 
-  // Writes `count` numbers of a row of a tile. The usual number of them is one that the compiler knows.
+  // Writes `count` numbers of a row of a tile.
   template <typename Out>
   static void Write(const float* sums, int64_t count, Out* to) {
-    if (count == kCols) {
-      for (int64_t j = 0; j < kCols; ++j) Put(to + j, sums[j]);
-    } else {
-      for (int64_t j = 0; j < count; ++j) Put(to + j, sums[j]);
-    }
+    if (count == kCols) return PutInOrder(to, L::Load(sums), L::Load(sums + L::kCount));
+    for (int64_t j = 0; j < count; ++j) Put(to + j, sums[j]);
   }
 
+  static void PutInOrder(float* to, Floats first, Floats second) { L::Store(to, first), L::Store(to + L::kCount, second); }
+  static void PutInOrder(bf16* to, Floats first, Floats second) { L::PutInOrder(to, first, second); }
   static void Put(float* to, float x) { *to = x; }
   static void Put(bf16* to, float x) { *to = ToBf16(x); }
 };

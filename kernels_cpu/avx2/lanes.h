@@ -28,12 +28,9 @@ struct Lanes {
   static Floats Fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }    // a * b + c
   static Floats Fnma(Floats a, Floats b, Floats c) { return _mm256_fnmadd_ps(a, b, c); }  // c - a * b
 
-  // To the nearest whole number, the even one of two.
-  static Floats Nearest(Floats x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-
-  // y * 2^n where the mask is set, else 0.
-  static Floats TimesPower(Mask mask, Floats y, Floats n) {
-    __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+  // y * 2^n where the mask is set, else 0; moved: n plus 1.5 * 2^23.
+  static Floats TimesPower(Mask mask, Floats y, Floats moved) {
+    __m256i power = _mm256_add_epi32(_mm256_slli_epi32(_mm256_castps_si256(moved), 23), _mm256_set1_epi32(127 << 23));
     return _mm256_and_ps(mask, _mm256_mul_ps(y, _mm256_castsi256_ps(power)));
   }
 
@@ -132,6 +129,12 @@ struct Lanes {
   static void PutEvenOdd(bf16* to, Floats even, Floats odd) {
     __m256i words = _mm256_blend_epi16(_mm256_srli_epi32(Rounded(even), 16), Rounded(odd), 0xaa);
     _mm256_storeu_si256((__m256i*)to, words);
+  }
+
+  // The same of 16 in their own order.
+  static void PutInOrder(bf16* to, Floats first, Floats second) {
+    __m256i words = _mm256_packus_epi32(_mm256_srli_epi32(Rounded(first), 16), _mm256_srli_epi32(Rounded(second), 16));
+    _mm256_storeu_si256((__m256i*)to, _mm256_permute4x64_epi64(words, 0xd8));
   }
 
   // 8 in their own order.

@@ -25,11 +25,10 @@ struct Lanes {
   static Floats Fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }    // a * b + c
   static Floats Fnma(Floats a, Floats b, Floats c) { return _mm512_fnmadd_ps(a, b, c); }  // c - a * b
 
-  // To the nearest whole number, the even one of two.
-  static Floats Nearest(Floats x) { return _mm512_roundscale_ps(x, 0); }
-
-  // y * 2^n where the mask is set, else 0.
-  static Floats TimesPower(Mask mask, Floats y, Floats n) { return _mm512_maskz_scalef_ps(mask, y, n); }
+  // y * 2^n where the mask is set, else 0; moved: n plus 1.5 * 2^23.
+  static Floats TimesPower(Mask mask, Floats y, Floats moved) {
+    return _mm512_maskz_scalef_ps(mask, y, _mm512_sub_ps(moved, _mm512_set1_ps(12582912.0f)));
+  }
 
   // Where x is not below y, or is NaN.
   static Mask NotBelow(Floats x, Floats y) { return _mm512_cmp_ps_mask(x, y, _CMP_NLT_UQ); }

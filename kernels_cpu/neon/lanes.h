@@ -44,15 +44,12 @@ struct Lanes {
     return {vfmsq_f32(c.low, a.low, b.low), vfmsq_f32(c.high, a.high, b.high)};
   }
 
-  // To the nearest whole number, the even one of two.
-  static Floats Nearest(Floats x) { return {vrndnq_f32(x.low), vrndnq_f32(x.high)}; }
-
-  // y * 2^n where the mask is set, else 0.
-  static Floats TimesPower(Mask mask, Floats y, Floats n) {
-    auto power = [](float32x4_t n) {
-      return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtnq_s32_f32(n), vdupq_n_s32(127)), 23));
+  // y * 2^n where the mask is set, else 0; moved: n plus 1.5 * 2^23.
+  static Floats TimesPower(Mask mask, Floats y, Floats moved) {
+    auto power = [](float32x4_t moved) {
+      return vreinterpretq_f32_s32(vaddq_s32(vshlq_n_s32(vreinterpretq_s32_f32(moved), 23), vdupq_n_s32(127 << 23)));
     };
-    return OrZero(mask, Mul(y, {power(n.low), power(n.high)}));
+    return OrZero(mask, Mul(y, {power(moved.low), power(moved.high)}));
   }
 
   // Where x is not below y, or is NaN.
@@ -174,6 +171,14 @@ struct Lanes {
       return vtrn2q_u16(vreinterpretq_u16_u32(Rounded(even)), vreinterpretq_u16_u32(Rounded(odd)));
     };
     vst1q_u16(to, both(even.low, odd.low)), vst1q_u16(to + 8, both(even.high, odd.high));
+  }
+
+  // The same of 16 in their own order.
+  static void PutInOrder(bf16* to, Floats first, Floats second) {
+    auto both = [](Floats x) {
+      return vuzp2q_u16(vreinterpretq_u16_u32(Rounded(x.low)), vreinterpretq_u16_u32(Rounded(x.high)));
+    };
+    vst1q_u16(to, both(first)), vst1q_u16(to + 8, both(second));
   }
 
   // 8 in their own order.
