@@ -25,6 +25,7 @@ struct F32Panels {
   [[gnu::always_inline]] static void Accumulate(const float* a, const float* b, int64_t b_step, int64_t K,
                                                 typename L::Floats (&acc)[R][2]) {
     using Floats = typename L::Floats;
+#pragma GCC unroll 2
     for (int64_t k = 0; k < K; ++k, a += kStep, b += b_step) {
       Floats low = L::Load(b), high = L::Load(b + L::kCount);
 #pragma GCC unroll 12

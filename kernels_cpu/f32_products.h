@@ -117,6 +117,9 @@ class F32ManyRows {
   static constexpr int64_t kLeast = 32;        // rows of x that are worth it, by whole steps (docs/speed.md)
   static constexpr int64_t kCols = P::kCols;  // rows of w in a group
 
+  // Into how many items of work to cut groups: many a thread, since those of one that is slower than others are waited for.
+  static int64_t SharesOf(ffi::ThreadPool& pool, int64_t groups) { return std::min(groups, 32 * NumThreads(pool)); }
+
   // How many floats T rows of x are in panels.
   static int64_t Packed(int64_t T, int64_t E) { return PanelsOf(T) * kSums * Apart(E); }
 
@@ -213,8 +216,9 @@ class F32ManyRows {
     float* sums = Scratch<float>(of_sums, kLevels * of_level);
     for (int64_t step = begin; step < end; ++step) {
       for (int i = 0; i < kTogether; ++i) PackWeight(w, N, E, first_of(step, i), apart, packed + i * kSums * apart);
-      // What is packed next comes into the cache meanwhile, a few lines with each tile: the processor would wait for many at once.
-      int64_t of_group = kCols * E / kLineInputs, lines = step + 1 < end ? kTogether * of_group : 0, fetched = 0;
+      // What is packed next, by this item or the one after it, comes into the cache meanwhile, a few lines with each tile: the
+      // processor would wait for many at once.
+      int64_t of_group = kCols * E / kLineInputs, lines = first_of(step + 1, kTogether - 1) < N ? kTogether * of_group : 0, fetched = 0;
       int64_t tiles = panels * kSums * kTogether, done = 0;
       for (int64_t first = 0; first < panels; first += most) {
         int64_t last = std::min(panels, first + most);
@@ -273,7 +277,7 @@ class F32ManyRows {
 template <typename L, typename Out>
 void MultiplyPacked(ffi::ThreadPool& pool, const float* x, const bf16* w, Out* y, int64_t T, int64_t N, int64_t E) {
   using M = F32ManyRows<L>;
-  int64_t groups = (N + M::kCols - 1) / M::kCols, items = SharesOf(pool, groups, 1);
+  int64_t groups = (N + M::kCols - 1) / M::kCols, items = M::SharesOf(pool, groups);
   ParallelFor(pool, items, [&](int64_t item) {
     auto to = [&](int64_t t) { return y + t * N; };
     M::MultiplyGroups(x, to, T, w, N, E, groups * item / items, groups * (item + 1) / items);
@@ -308,7 +312,7 @@ bool MlpInF32(ffi::ThreadPool& pool, Activation kind, const bf16* x, const bf16*
   static thread_local Memory of_x, of_h;
   float *packed = Scratch<float>(of_x, M::Packed(T, E)), *h = Scratch<float>(of_h, M::Packed(T, F));
   M::PackRows(pool, [&](int64_t t) { return x + t * E; }, T, E, packed);
-  int64_t groups = F / M::kCols, items = SharesOf(pool, groups, 1);
+  int64_t groups = F / M::kCols, items = M::SharesOf(pool, groups);
   auto gate = [&](auto gated) {
     ParallelFor(pool, items, [&](int64_t item) {
       M::MultiplyGated(packed, h, T, gate_up, F, E, groups * item / items, groups * (item + 1) / items, gated);
