@@ -420,8 +420,7 @@ void Int8Products::Weigh(int64_t head, int64_t block, int64_t d, int64_t begin, 
 
 void AttendInt8(const Problem& p, const Item& item, const Item* after) {
   Tiles tiles_of_this_thread;
-  static thread_local Int8Products products;
-  products.Attend(p, item, after);
+  ThreadLocal<Int8Products>().Attend(p, item, after);
 }
 
 }  // namespace jpaged::amx
