@@ -383,7 +383,8 @@ __m512 Int8Products::Score(int64_t group, int64_t block, const Seen& seen) {
   __m512 tops[2] = {_mm512_set1_ps(kMasked), _mm512_set1_ps(kMasked)};  // a maximum is waited for
   auto multiply = [&](int64_t slot, auto is_odd) {
     if (slot >= seen.end) return;
-    MultiplyKeys<is_odd>(key_tiles_[0] + slot / kSide, GroupHeads(group), q, DTiles(), slot == seen.begin, [&] { ahead_.Fetch(2); });
+    auto fetch = [&] { ahead_.Fetch(2); };
+    MultiplyKeys<is_odd>(key_tiles_[0] + slot / kSide, GroupHeads(group), q, DTiles(), slot == seen.begin, fetch);
   };
   auto score_by = [&](int64_t slot, const int32_t* upper, const auto& mask) {
     float* scores = scores_ + slot * kSide;
