@@ -172,7 +172,7 @@ template <typename Tiles>
 void AttendBy(const Problem& p, const Item& item, const Item* after) {
   using L = typename Tiles::Lanes;
   using Slot = typename Tiles::Slot;
-  static thread_local ItemState<Tiles> state;
+  ItemState<Tiles>& state = ThreadLocal<ItemState<Tiles>>();
   int64_t of_head = item.count * p.G, rows = item.heads * of_head, V = p.V;
   state.Reset(rows, V, item.heads * p.Width());
   Tiles tiles(p, item);

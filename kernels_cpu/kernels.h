@@ -59,6 +59,16 @@ T* Scratch(Memory& memory, int64_t count) {
   return reinterpret_cast<T*>(memory.data());
 }
 
+// Returns this thread's object of a type. Compilers that see a variable to be the thread's own look up its address wherever they
+// use it, in the innermost loops too; here they do not see it.
+template <typename T>
+T& ThreadLocal() {
+  static thread_local T object;
+  T* address = &object;
+  asm("" : "+r"(address));
+  return *address;
+}
+
 // Of XLA's pool: how many threads it has, and task(data) for one of them to call.
 int64_t NumThreads(ffi::ThreadPool& pool);
 void Schedule(ffi::ThreadPool& pool, void (*task)(void* data), void* data);

@@ -365,8 +365,7 @@ void Bf16Products::AddWeighed(int64_t head, int64_t block, int64_t d, const floa
 
 void Attend(const Problem& p, const Item& item, const Item* after) {
   Tiles tiles_of_this_thread;
-  static thread_local Bf16Products products;
-  products.Attend(p, item, after);
+  ThreadLocal<Bf16Products>().Attend(p, item, after);
 }
 
 }  // namespace jpaged::amx

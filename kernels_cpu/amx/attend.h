@@ -130,6 +130,7 @@ inline __m512 Largest(const Seen& seen, const float* scores) {
 //   Begin(): takes memory for an item; PackQueries(group)
 //   Shares(heads): how often memory is fetched while so many heads of 32 slots are at work
 //   AttendSpan(group, first): the totals and sums of a span
+//   Write(group): writes its results, unless the one here does
 //   Put(to, low, high): 32 dimensions of a result, from the order in which o_ has them
 template <typename Products, typename Slot>
 class SpanAttention {
@@ -169,6 +170,11 @@ class SpanAttention {
   void CapScores(float* scores, int64_t begin, int64_t end) const;
   void TakeTotals(int64_t group, int64_t block, Totals totals);
   void AddSums(int64_t group, int64_t block, int64_t row, int64_t d, __m512 low, __m512 high);
+  void Write(int64_t group);
+  // The sums of 32 dimensions of a query row, from d on.
+  float* Sums(int64_t group, int64_t row, int64_t d) const {
+    return o_ + ((group * blocks_ + row / kSide) * p_.V + d) * kSide + row % kSide * kPair;
+  }
 
   int64_t GroupHeads(int64_t group) const { return std::min(shared_, item_.heads - group * shared_); }
   int64_t GroupRows(int64_t group) const { return GroupHeads(group) * head_rows_; }
@@ -208,12 +214,7 @@ class SpanAttention {
   void FetchAhead(const Item& item, int64_t first, int64_t head, int64_t heads, bool is_next, int64_t shares);
   Factors AddTotals(int64_t block, Totals span);
   void AddSpans();
-  void Write(int64_t group);
 
-  // The sums of 32 dimensions of a query row, from d on.
-  float* Sums(int64_t group, int64_t row, int64_t d) const {
-    return o_ + ((group * blocks_ + row / kSide) * p_.V + d) * kSide + row % kSide * kPair;
-  }
   // What a query row has in a span that is an item: top, total, o.
   float* SpanSums(int64_t span, int64_t group, int64_t row) const {
     return item_.spans->sums + ((span * item_.heads + group * shared_) * head_rows_ + row) * (kSumsBefore + p_.V);
@@ -267,7 +268,7 @@ void SpanAttention<Products, Slot>::Attend(const Problem& p, const Item& item, c
     if (item.spans->left.fetch_sub(1, std::memory_order_acq_rel) > 1) return;
     BeginSums(), AddSpans();
   }
-  for (int64_t group = 0; group < groups_; ++group) Write(group);
+  for (int64_t group = 0; group < groups_; ++group) Self().Write(group);
 }
 
 template <typename Products, typename Slot>

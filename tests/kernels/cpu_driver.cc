@@ -858,7 +858,7 @@ void AttentionCases() {
                                  {150, 1, 16, 10, 2, 96, 64, 0, 0, false, true}, {90, 3, 16, 10, 2, 96, 64, 0, 0, false, true},
                                  {130, 1, 16, 5, 5, 64, 64, 0, 0, false},    {300, 1, 16, 7, 1, 256, 256, 0, 0, false},
                                  {75, 1, 16, 16, 2, 32, 32, 60, 0, true},    {9, 1, 8, 6, 2, 32, 64, 0, 0, false},
-                                 {620, 45, 8, 4, 2, 64, 64, 300, 4, true}};
+                                 {620, 45, 8, 4, 2, 64, 64, 300, 4, true},  {600, 1, 16, 24, 1, 64, 64, 0, 0, false}};
   for (const AttentionCase& c : cases) {
     for (bool decode : {false, true}) {
       if (decode && c.queries > 1) continue;

@@ -30,7 +30,7 @@ EMULATION = Path(__file__).with_name("amx_emulation.h")
 EMULATED = ("-include", str(EMULATION))
 TILES = {"amx_tile", "amx_bf16", "amx_int8"}
 SANITIZE = ("-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-CASES = 428
+CASES = 434
 
 
 def compiler_of(name: str) -> str:
@@ -298,13 +298,28 @@ FAULTS_OF_AMX: list[Fault] = [
     (("amx/attend.h", "rows.all_end - first)", "rows.end - first)"), "FAILED attention"),
     (("amx/attend.h", "span.total, now)", "span.total, before)"), "FAILED attention"),
     (("amx/attend.h", "(1u << end) - (1u << row) : 0", "0xffffu : 0"), "FAILED attention"),
-    (("amx/attend_int8.cc", "_tile_dpbsud(3", "_tile_dpbssd(3"), "FAILED attention int8"),
+    (("amx/attend_int8.cc", "_tile_dpbsud(3, 5", "_tile_dpbssd(3, 5"), "FAILED attention int8"),
+    (("amx/attend_int8.cc", "_tile_dpbsud(3, 7", "_tile_dpbssd(3, 7"), "FAILED attention int8"),
     (("amx/attend_int8.cc", "most *= 2) steps", "most *= 4) steps"), "FAILED attention int8"),
     (("amx/attend_int8.cc", "% shared_) + part", "% shared_)"), "FAILED attention"),
-    (("amx/attend_int8.cc", "[block * kSide + row]);", "[row]);"), "FAILED attention int8"),
+    (("amx/attend_int8.cc", "[block * kSide + row]);", "[row]);"), "FAILED attention in spans"),
+    (("amx/attend_int8.cc", "steps_ + block * kSide);", "steps_);"), "FAILED attention"),
     (("amx/attend_int8.cc", "_mm512_maskz_mov_ps(mask, P", "(P"), "FAILED attention int8"),
     (("amx/attend_int8.cc", ": 0xffffffff;", ": 0xffff;"), "FAILED attention int8"),
-    (("amx/attend_int8.cc", "word(slot + 2), 16", "word(slot + 1), 16"), "FAILED attention int8"),
+    (("amx/attend_int8.cc", "word(first + 2)", "word(first + 1)"), "FAILED attention int8"),
+    (
+        ("amx/attend_int8.cc", "scores_ + end * kSide", "scores_ + seen.end * kSide"),
+        "FAILED attention int8",
+    ),
+    (("amx/attend_int8.cc", "is_first |= heads * tiles > 1;", ""), "FAILED attention int8"),
+    (
+        (
+            "amx/attend_int8.cc",
+            "has_second ? _mm512_loadu_si512(q + kDepth)",
+            "has_second ? _mm512_loadu_si512(q)",
+        ),
+        "FAILED attention int8",
+    ),
     (("amx/attend.cc", "unpacked[(i + 1) % 2]", "unpacked[i % 2]"), "FAILED attention"),
     (("amx/bf16_products.h", "x + tile * kSide * E, count", "x, count"), "FAILED linear"),
     (("amx/bf16_products.h", "{group, tile, count}", "{group, 0, count}"), "FAILED linear"),
