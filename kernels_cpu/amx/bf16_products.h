@@ -26,14 +26,23 @@ inline int64_t TilesOf(int64_t T) { return (T + kSide - 1) / kSide; }
 // How many numbers T packed rows of x are.
 inline int64_t Packed(int64_t T, int64_t E) { return TilesOf(T) * kSide * E; }
 
+// In which order the inputs of a sum meet, pair by pair. kOfInt4: of the four quarters of each 16 inputs the second and the third one
+// change places, as they do where a row of int4 is widened.
+enum class PairOrder { kNatural, kOfInt4 };
+
+// The place of a pair among those of 16 inputs; it is the other way round the same.
+inline int64_t PlaceOf(int64_t pair, PairOrder order) {
+  return order == PairOrder::kNatural ? pair : (pair & ~6) | (pair & 2) << 1 | (pair & 4) >> 1;
+}
+
 // Packs the rows [16 i, 16 i + 16) of x as [E/2][16 rows][2]; past the last one that one again. row(t) is where row t begins.
 template <typename Row>
-void PackRows(const Row& row, int64_t T, int64_t E, int64_t i, bf16* packed) {
+void PackRows(const Row& row, int64_t T, int64_t E, int64_t i, PairOrder order, bf16* packed) {
   const bf16* from[kSide];
   for (int64_t t = 0; t < kSide; ++t) from[t] = row(std::min(kSide * i + t, T - 1));
   packed += kSide * i * E;
   for (int64_t e = 0; e < E; e += 2 * kQuarter) {
-    auto put = [&](int64_t pair, __m512i words) { _mm512_storeu_si512(packed + e * kSide + pair * kDepth, words); };
+    auto put = [&](int64_t pair, __m512i words) { _mm512_storeu_si512(packed + PlaceOf(e / 2 + pair, order) * kDepth, words); };
     __m512i x[4];
     avx512::LoadLanes([&](int64_t t) { return from[t] + e; }, x);
     avx512::TransposeLanes(x, put);
@@ -41,10 +50,10 @@ void PackRows(const Row& row, int64_t T, int64_t E, int64_t i, bf16* packed) {
 }
 
 // x packed, in memory of this thread until it packs another.
-inline const bf16* Pack(ffi::ThreadPool& pool, const bf16* x, int64_t T, int64_t E) {
+inline const bf16* Pack(ffi::ThreadPool& pool, const bf16* x, int64_t T, int64_t E, PairOrder order = PairOrder::kNatural) {
   static thread_local Memory memory;
   bf16* packed = Scratch<bf16>(memory, Packed(T, E));
-  ParallelFor(pool, TilesOf(T), [&](int64_t i) { PackRows([&](int64_t t) { return x + t * E; }, T, E, i, packed); });
+  ParallelFor(pool, TilesOf(T), [&](int64_t i) { PackRows([&](int64_t t) { return x + t * E; }, T, E, i, order, packed); });
   return packed;
 }
 
@@ -158,8 +167,8 @@ class GatedWriter {
  public:
   static constexpr int64_t Pieces() { return kSide / 2; }
 
-  GatedWriter(bf16* h, int64_t T, int64_t F, const float* scales)
-      : h_(h), F_(F), scales_(scales), past_cache_(GoesPastCache(h, kCacheLine, Packed(T, F) * sizeof(bf16))) {}
+  GatedWriter(bf16* h, int64_t T, int64_t F, const float* scales, PairOrder order)
+      : h_(h), F_(F), scales_(scales), order_(order), past_cache_(GoesPastCache(h, kCacheLine, Packed(T, F) * sizeof(bf16))) {}
 
   void Write(int64_t group, int64_t tile, int64_t piece, const Sums& sums) const {
     // Words of 16 bits in turn from the first half and from the second one.
@@ -168,7 +177,7 @@ class GatedWriter {
     __m512 even = Row(group, 2 * piece, sums), odd = Row(group, 2 * piece + 1, sums);
     // Numbers that are denormal become zeros here; a tile would take them for zeros.
     __m512i pairs = _mm512_permutexvar_epi16(zipped, (__m512i)_mm512_cvtne2ps_pbh(odd, even));
-    PutLine(h_ + tile * kSide * F_ + (group * Pieces() + piece) * 2 * kSide, pairs, past_cache_);
+    PutLine(h_ + tile * kSide * F_ + (group * Pieces() + PlaceOf(piece, order_)) * 2 * kSide, pairs, past_cache_);
   }
 
  private:
@@ -184,6 +193,7 @@ class GatedWriter {
   bf16* h_;
   int64_t F_;
   const float* scales_;
+  PairOrder order_;
   bool past_cache_;
 };
 

@@ -85,17 +85,21 @@ class ChunkWidener {
       return _mm512_mul_ps(units, _mm512_set1_ps(scales[scale_of[i]]));
     };
     __m512i table = (__m512i)_mm512_cvtne2ps_pbh(scaled(1), scaled(0));
-    const __m512i number = _mm512_set1_epi16(15), half = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
-    __m512i bytes = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi64(is_pair ? 0xf : 0x3, from));
-    __m512i lower = _mm512_ternarylogic_epi32(bytes, number, half, 0xea);  // (bytes & number) | half
-    __m512i upper = _mm512_or_si512(_mm512_srli_epi16(bytes, 4), half);
-    lower = _mm512_permutexvar_epi16(lower, table), upper = _mm512_permutexvar_epi16(upper, table);
-    auto put = [](bf16* block, __m256i first, __m256i second) {
-      _mm256_storeu_si256((__m256i*)block, first);
-      _mm256_storeu_si256((__m256i*)(block + kDepth / 2), second);
-    };
-    put(to, _mm512_castsi512_si256(lower), _mm512_castsi512_si256(upper));
-    if (is_pair) put(to + 2 * kTileSize, _mm512_extracti64x4_epi64(lower, 1), _mm512_extracti64x4_epi64(upper, 1));
+    LookUp(from, table, 0, to);
+    if (is_pair) LookUp(from + kPacked / 2, table, 1, to + 2 * kTileSize);
+  }
+
+  // Puts the entries of a half of a table in the places of 32 numbers, in PairOrder::kOfInt4. A permutation of bytes is one operation
+  // where that of words is two; its indices are both bytes of an entry.
+  static void LookUp(const uint8_t* from, __m512i table, int half, bf16* to) {
+    // Of each 64 bits, eight from each of these on, of which those from the second one on are a number: the lower ones of four bytes,
+    // then of the four after them, then the upper ones.
+    const __m512i bits = _mm512_set_epi64(0x3b3b33332b2b2323, 0x3b3b33332b2b2323, 0x1b1b13130b0b0303, 0x1b1b13130b0b0303,  //
+                                          0x37372f2f27271f1f, 0x37372f2f27271f1f, 0x17170f0f07073f3f, 0x17170f0f07073f3f);
+    const __m512i number = _mm512_set1_epi8(0x1e), place = _mm512_set1_epi16(half == 0 ? 0x0100 : 0x2120);
+    __m512i bytes = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)from));
+    __m512i indices = _mm512_ternarylogic_epi32(_mm512_multishift_epi64_epi8(bits, bytes), number, place, 0xea);  // (bits & number) | place
+    _mm512_storeu_si512(to, _mm512_permutexvar_epi8(indices, table));
   }
 
   // Makes 32 inputs of a row of bytes.
@@ -210,6 +214,9 @@ class Written : public Result {
   Writer writer_;
 };
 
+// The order in which x meets a weight.
+PairOrder OrderOf(const Quantized& w) { return w.form == Form::kInt4 ? PairOrder::kOfInt4 : PairOrder::kNatural; }
+
 const float* RowScales(const Quantized& w) { return w.Kind() == Scales::kRow ? w.scales : nullptr; }
 
 // The products of up to kTogether tiles of packed x from `tile` on and the groups [begin, end) of w, whose rows lie together. Few rows
@@ -264,10 +271,10 @@ void MultiplyPacked(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, co
 }
 
 template <Activation kind>
-const bf16* MultiplyGated(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, int64_t T) {
+const bf16* MultiplyGated(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, PairOrder order, int64_t T) {
   static thread_local Memory memory;
   bf16* h = Scratch<bf16>(memory, Packed(T, w.N / 2));
-  Written result({kSide, w.N / 2}, GatedWriter<kind>(h, T, w.N / 2, RowScales(w)));
+  Written result({kSide, w.N / 2}, GatedWriter<kind>(h, T, w.N / 2, RowScales(w), order));
   MultiplyPacked(pool, x, w, result, T);
   return h;
 }
@@ -281,7 +288,7 @@ void MultiplyPacked(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, Ou
 template <typename Out>
 void MultiplyTo(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, Out* y, int64_t T) {
   if (0 < T && T <= MostFewRows(w)) return MultiplyFewRows(pool, x, w, y, T);
-  if (T > 0) MultiplyPacked(pool, Pack(pool, x, T, w.E), w, y, T);
+  if (T > 0) MultiplyPacked(pool, Pack(pool, x, T, w.E, OrderOf(w)), w, y, T);
 }
 
 template <typename Out>
@@ -289,7 +296,7 @@ bool MlpTo(ffi::ThreadPool& pool, Activation kind, const bf16* x, const Quantize
   // For fewer rows most of what a tile of x has activated would be padding.
   if (TilesOf(T) < kTogether || gate_up.N % kGroup != 0) return false;
   auto gated = kind == Activation::kSilu ? &MultiplyGated<Activation::kSilu> : &MultiplyGated<Activation::kGeluTanh>;
-  MultiplyPacked(pool, gated(pool, Pack(pool, x, T, gate_up.E), gate_up, T), down, y, T);
+  MultiplyPacked(pool, gated(pool, Pack(pool, x, T, gate_up.E, OrderOf(gate_up)), gate_up, OrderOf(down), T), down, y, T);
   return true;
 }
 }  // namespace
