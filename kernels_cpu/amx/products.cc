@@ -106,7 +106,7 @@ void MultiplyExperts(ffi::ThreadPool& pool, const Pairs& pairs, const std::vecto
   ParallelFor(pool, experts.size(), [&](int64_t i) {
     auto from = [&](int64_t t) { return pairs.x[experts[i].first + t]; };
     for (int64_t tile = 0; tile < tiles[i + 1] - tiles[i]; ++tile) {
-      PackRows(from, experts[i].count, E, tile, PairOrder::kNatural, packed + tiles[i] * kSide * E);
+      PackRows(from, experts[i].count, E, tile, PairOrder::kNatural, kSide, packed + tiles[i] * kSide * E);
     }
   });
   int64_t groups = (N + kGroup - 1) / kGroup, of_strip = std::max<int64_t>(1, kStripBytes / (2 * kGroup * E));
