@@ -35,8 +35,8 @@ inline int64_t PlaceOf(int64_t pair, PairOrder order) {
   return order == PairOrder::kNatural ? pair : (pair & ~6) | (pair & 2) << 1 | (pair & 4) >> 1;
 }
 
-// Packs the rows [16 i, 16 i + 16) of x as [E/2][16 rows][2]; past the last one that one again. row(t) is where row t begins. columns:
-// 16, or how many rows are packed of the only ones there are.
+// Packs the rows [16 i, 16 i + 16) of x as [E/2][columns][2]; past the last one that one again. row(t) is where row t begins. columns:
+// 16, or T where that is less.
 template <typename Row>
 void PackRows(const Row& row, int64_t T, int64_t E, int64_t i, PairOrder order, int64_t columns, bf16* packed) {
   const bf16* from[kSide];
@@ -54,10 +54,12 @@ void PackRows(const Row& row, int64_t T, int64_t E, int64_t i, PairOrder order, 
 }
 
 // x packed, in memory of this thread until it packs another. columns: 16, or T where that is less.
-inline const bf16* Pack(ffi::ThreadPool& pool, const bf16* x, int64_t T, int64_t E, PairOrder order = PairOrder::kNatural, int64_t columns = kSide) {
+inline const bf16* Pack(ffi::ThreadPool& pool, const bf16* x, int64_t T, int64_t E, PairOrder order = PairOrder::kNatural,
+                        int64_t columns = kSide) {
   static thread_local Memory memory;
   bf16* packed = Scratch<bf16>(memory, Packed(T, E));
-  ParallelFor(pool, TilesOf(T), [&](int64_t i) { PackRows([&](int64_t t) { return x + t * E; }, T, E, i, order, columns, packed); });
+  auto row = [&](int64_t t) { return x + t * E; };
+  ParallelFor(pool, TilesOf(T), [&](int64_t i) { PackRows(row, T, E, i, order, columns, packed); });
   return packed;
 }
 

@@ -308,7 +308,10 @@ FAULTS_OF_AMX: list[Fault] = [
     (("amx/attend.cc", "unpacked[(i + 1) % 2]", "unpacked[i % 2]"), "FAILED attention"),
     (("amx/bf16_products.h", "x + tile * kSide * E, count", "x, count"), "FAILED linear"),
     (("amx/bf16_products.h", "{group, tile, count}", "{group, 0, count}"), "FAILED linear"),
-    (("amx/bf16_products.h", "e * kSide + pair * kDepth", "pair * kDepth"), "FAILED linear"),
+    (
+        ("amx/bf16_products.h", "PlaceOf(e / 2 + pair, order)", "PlaceOf(pair, order)"),
+        "FAILED linear",
+    ),
     (
         ("amx/bf16_products.h", "put(t, column + kSide, row)", "put(t, column, row)"),
         "FAILED linear",
@@ -327,7 +330,10 @@ FAULTS_OF_AMX: list[Fault] = [
     (("amx/products.cc", "[i] * kSide * E, first", "[0] * kSide * E, first"), "FAILED experts"),
     (("amx/bf16_products.h", "(pair & 4) >> 1", "(pair & 4)"), "FAILED quantized plain int4"),
     (("amx/bf16_products.h", "PlaceOf(piece, order_)", "piece"), "FAILED mlp int4"),
-    (("amx/bf16_products.h", "(x, columns * 4", "(x, 64"), "FAILED quantized plain"),
+    (
+        ("amx/bf16_products.h", "_tile_loadd(6, x, columns * 4)", "_tile_loadd(6, x, 64)"),
+        "FAILED quantized plain",
+    ),
     (("amx/widened.cc", "std::swap(now, next)", "next = now"), "FAILED quantized plain"),
     (("amx/widened.cc", "group + is_last, is", "group, is"), "has other bits among"),
     (("amx/widened.cc", "? kGroup : row + kRows", "? row + kRows : kGroup"), "has other bits"),
@@ -337,7 +343,10 @@ FAULTS_OF_AMX: list[Fault] = [
     (("amx/widened.cc", "? 0 : steps_ - 1", "? 0 : 0"), "FAILED quantized plain"),
     (("amx/widened.cc", "to + b * 2 * kTileSize", "to + b * kTileSize"), "FAILED quantized plain"),
     (("amx/widened.cc", "? 0x0100 : 0x2120", "? 0x0100 : 0x0100"), "FAILED quantized plain int4"),
-    (("amx/widened.cc", "0x17170f0f07073f3f)", "0x17170f0f07071f1f)"), "FAILED quantized plain int4"),
+    (
+        ("amx/widened.cc", "0x17170f0f07073f3f)", "0x17170f0f07071f1f)"),
+        "FAILED quantized plain int4",
+    ),
     (("amx/few_rows.cc", "before_ | kFlush | kAreZeros", "before_"), "FAILED quantized plain"),
     (("amx/few_rows.cc", "sums + (group - begin) * T)", "sums)"), "has other bits among"),
     (
