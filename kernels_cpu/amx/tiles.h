@@ -11,9 +11,9 @@ namespace jpaged::amx {
 constexpr int64_t kSide = 16;   // rows of a tile, and columns of f32
 constexpr int64_t kDepth = 32;  // bf16 in a tile's row, and in a cache line
 
-// What every tile of this thread is while in scope: 16 rows of 64 bytes, or in kColumns of them, which hold sums or a second operand,
-// fewer. The descriptions are constants: compilers know of the first bytes alone that the instruction reads them, and would leave out
-// what writes the others.
+// What every tile of this thread is while in scope: 16 rows of 64 bytes. The tiles that hold sums and second operands may have fewer
+// columns, of four bytes each; 4 and 5 are first operands. The descriptions are constants: compilers know of the first bytes alone that
+// the instruction reads them, and would leave out what writes the others.
 struct Tiles {
   struct alignas(64) Description {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
