@@ -80,8 +80,8 @@ AVX2_FILES = ("avx2/attend_8_bits.cc", "avx2/int16.cc", "avx2/low_rank.cc")
 LEVELS = (  # the best first
     Level(
         name="amx",
-        needs=AVX512 | {"amx_tile", "amx_bf16", "amx_int8"},
-        flags=(*AVX512_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+        needs=AVX512 | {"avx512vbmi", "amx_tile", "amx_bf16", "amx_int8"},
+        flags=(*AVX512_FLAGS, "-mavx512vbmi", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
         activations="plain",
         uses=(*AVX512_FILES, *AVX2_FILES),
         interleaved=("int8", "int16"),

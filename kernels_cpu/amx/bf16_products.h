@@ -26,25 +26,40 @@ inline int64_t TilesOf(int64_t T) { return (T + kSide - 1) / kSide; }
 // How many numbers T packed rows of x are.
 inline int64_t Packed(int64_t T, int64_t E) { return TilesOf(T) * kSide * E; }
 
-// Packs the rows [16 i, 16 i + 16) of x as [E/2][16 rows][2]; past the last one that one again. row(t) is where row t begins.
+// In which order a sum takes its inputs, pair by pair. kOfInt4: of the four quarters of each 16 inputs the second one and the third
+// one change places, as they do where a row of int4 is widened.
+enum class PairOrder { kNatural, kOfInt4 };
+
+// Returns the place of a pair of inputs.
+inline int64_t PlaceOf(int64_t pair, PairOrder order) {
+  return order == PairOrder::kNatural ? pair : (pair & ~6) | (pair & 2) << 1 | (pair & 4) >> 1;
+}
+
+// Packs the rows [16 i, 16 i + 16) of x as [E/2][columns][2]; past the last one that one again. row(t) is where row t begins. columns:
+// 16, or T where that is less.
 template <typename Row>
-void PackRows(const Row& row, int64_t T, int64_t E, int64_t i, bf16* packed) {
+void PackRows(const Row& row, int64_t T, int64_t E, int64_t i, PairOrder order, int64_t columns, bf16* packed) {
   const bf16* from[kSide];
   for (int64_t t = 0; t < kSide; ++t) from[t] = row(std::min(kSide * i + t, T - 1));
   packed += kSide * i * E;
+  __mmask16 mask = (1u << columns) - 1;
   for (int64_t e = 0; e < E; e += 2 * kQuarter) {
-    auto put = [&](int64_t pair, __m512i words) { _mm512_storeu_si512(packed + e * kSide + pair * kDepth, words); };
+    auto put = [&](int64_t pair, __m512i words) {
+      _mm512_mask_storeu_epi32(packed + PlaceOf(e / 2 + pair, order) * 2 * columns, mask, words);
+    };
     __m512i x[4];
     avx512::LoadLanes([&](int64_t t) { return from[t] + e; }, x);
     avx512::TransposeLanes(x, put);
   }
 }
 
-// x packed, in memory of this thread until it packs another.
-inline const bf16* Pack(ffi::ThreadPool& pool, const bf16* x, int64_t T, int64_t E) {
+// x packed, in memory of this thread until it packs another. columns: 16, or T where that is less.
+inline const bf16* Pack(ffi::ThreadPool& pool, const bf16* x, int64_t T, int64_t E, PairOrder order = PairOrder::kNatural,
+                        int64_t columns = kSide) {
   static thread_local Memory memory;
   bf16* packed = Scratch<bf16>(memory, Packed(T, E));
-  ParallelFor(pool, TilesOf(T), [&](int64_t i) { PackRows([&](int64_t t) { return x + t * E; }, T, E, i, packed); });
+  auto row = [&](int64_t t) { return x + t * E; };
+  ParallelFor(pool, TilesOf(T), [&](int64_t i) { PackRows(row, T, E, i, order, columns, packed); });
   return packed;
 }
 
@@ -152,14 +167,14 @@ RowWriter<RowsOf<Out>> WriterOf(Out* y, int64_t T, int64_t N, const float* scale
 }
 
 // Activates the sums of 16 rows of gates and of the 16 rows that these let up, and writes them as packed rows [T, F] of bf16 are, two of
-// the F at a time. scales: of the gates' F rows and of the others', or null.
+// the F at a time, in the order of the weight that they meet. scales: of the gates' F rows and of the others', or null.
 template <Activation kind>
 class GatedWriter {
  public:
   static constexpr int64_t Pieces() { return kSide / 2; }
 
-  GatedWriter(bf16* h, int64_t T, int64_t F, const float* scales)
-      : h_(h), F_(F), scales_(scales), past_cache_(GoesPastCache(h, kCacheLine, Packed(T, F) * sizeof(bf16))) {}
+  GatedWriter(bf16* h, int64_t T, int64_t F, const float* scales, PairOrder order)
+      : h_(h), F_(F), scales_(scales), order_(order), past_cache_(GoesPastCache(h, kCacheLine, Packed(T, F) * sizeof(bf16))) {}
 
   void Write(int64_t group, int64_t tile, int64_t piece, const Sums& sums) const {
     // Words of 16 bits in turn from the first half and from the second one.
@@ -168,7 +183,7 @@ class GatedWriter {
     __m512 even = Row(group, 2 * piece, sums), odd = Row(group, 2 * piece + 1, sums);
     // Numbers that are denormal become zeros here; a tile would take them for zeros.
     __m512i pairs = _mm512_permutexvar_epi16(zipped, (__m512i)_mm512_cvtne2ps_pbh(odd, even));
-    PutLine(h_ + tile * kSide * F_ + (group * Pieces() + piece) * 2 * kSide, pairs, past_cache_);
+    PutLine(h_ + tile * kSide * F_ + (group * Pieces() + PlaceOf(piece, order_)) * 2 * kSide, pairs, past_cache_);
   }
 
  private:
@@ -184,6 +199,7 @@ class GatedWriter {
   bf16* h_;
   int64_t F_;
   const float* scales_;
+  PairOrder order_;
   bool past_cache_;
 };
 
@@ -225,39 +241,61 @@ class GroupRows {
   Evenly fetched_;
 };
 
-// Adds up the products of kCount tiles of packed x and a group of a weight, of which w.Tile(half, e) has 16 rows of 32 inputs from
-// e on. Calls aside() before each 32 inputs.
-//
-// A core has few tile registers beside the 8 that have names, and its two threads share them. A tile that is loaded or multiplied
-// takes one until it is done, so the fewer hold sums and operands, the more loads are under way. Hence two tiles of x take 7
-// of the 8, and each operand is loaded once.
-template <int kCount, typename W, typename Aside>
-void MultiplyTiles(const bf16* x, const W& w, int64_t E, const Aside& aside, Sums* sums) {
-  const bf16* x1 = x + kSide * E;
+// The sums of a group and kCount tiles of packed x are in the tiles 0 to 3.
+template <int kCount>
+void ZeroSums() {
   _tile_zero(0);
   _tile_zero(1);
   if constexpr (kCount > 1) {
     _tile_zero(2);
     _tile_zero(3);
   }
-  for (int64_t e = 0; e < E; e += kDepth) {
-    aside();
-    WriteBeforeTiles();
-    _tile_stream_loadd(6, x + e * kSide, 64);
-    if constexpr (kCount > 1) _tile_stream_loadd(7, x1 + e * kSide, 64);
-    _tile_loadd(4, w.Tile(0, e), w.stride);
-    _tile_dpbf16ps(0, 4, 6);
-    if constexpr (kCount > 1) _tile_dpbf16ps(2, 4, 7);
-    _tile_loadd(4, w.Tile(1, e), w.stride);
-    _tile_dpbf16ps(1, 4, 6);
-    if constexpr (kCount > 1) _tile_dpbf16ps(3, 4, 7);
-  }
+}
+
+template <int kCount>
+void StoreSums(Sums* sums) {
   _tile_stored(0, sums[0][0], 64);
   _tile_stored(1, sums[0][1], 64);
   if constexpr (kCount > 1) {
     _tile_stored(2, sums[1][0], 64);
     _tile_stored(3, sums[1][1], 64);
   }
+}
+
+// Adds up the products of 32 inputs: of the rows of a group, 16 from w0 on and 16 from w1 on, so many bytes apart, and of kCount tiles
+// of packed x, of which the second one is at x1. kIsNear: x stays in the L1 cache, past which it goes else.
+//
+// A core has few tile registers beside the 8 that have names, and its two threads share them. A tile that is loaded or multiplied
+// takes one until it is done, so the fewer hold sums and operands, the more loads are under way. Hence two tiles of x take 7
+// of the 8, and each operand is loaded once.
+template <int kCount, bool kIsNear>
+void AddProducts(const bf16* w0, const bf16* w1, int64_t stride, const bf16* x, const bf16* x1, int64_t columns) {
+  WriteBeforeTiles();
+  if constexpr (kIsNear) {
+    _tile_loadd(6, x, columns * 4);
+  } else {
+    _tile_stream_loadd(6, x, columns * 4);
+  }
+  if constexpr (kCount > 1) _tile_stream_loadd(7, x1, 64);
+  _tile_loadd(4, w0, stride);
+  _tile_dpbf16ps(0, 4, 6);
+  if constexpr (kCount > 1) _tile_dpbf16ps(2, 4, 7);
+  _tile_loadd(4, w1, stride);
+  _tile_dpbf16ps(1, 4, 6);
+  if constexpr (kCount > 1) _tile_dpbf16ps(3, 4, 7);
+}
+
+// Adds up the products of kCount tiles of packed x and a group of a weight, of which w.Tile(half, e) has 16 rows of 32 inputs from
+// e on. Calls aside() before each 32 inputs.
+template <int kCount, typename W, typename Aside>
+void MultiplyTiles(const bf16* x, const W& w, int64_t E, const Aside& aside, Sums* sums) {
+  const bf16* x1 = x + kSide * E;
+  ZeroSums<kCount>();
+  for (int64_t e = 0; e < E; e += kDepth) {
+    aside();
+    AddProducts<kCount, false>(w.Tile(0, e), w.Tile(1, e), w.stride, x + e * kSide, x1 + e * kSide, kSide);
+  }
+  StoreSums<kCount>(sums);
 }
 
 // The same of one tile of x or two.

@@ -63,7 +63,7 @@ template <Activation kind>
 const bf16* MultiplyGated(ffi::ThreadPool& pool, const bf16* packed, const bf16* w, int64_t T, int64_t F, int64_t E) {
   static thread_local Memory memory;
   bf16* h = Scratch<bf16>(memory, Packed(T, F));
-  GatedWriter<kind> writer(h, T, F, nullptr);
+  GatedWriter<kind> writer(h, T, F, nullptr, PairOrder::kNatural);
   ForBlocks(pool, kBlocking, T, E, F / kSide, [&](int64_t first, int64_t last, int64_t begin, int64_t end) {
     MultiplyBlock(packed, first, last, E, begin, end, GateUp(w, F, E), writer);
   });
@@ -106,7 +106,7 @@ void MultiplyExperts(ffi::ThreadPool& pool, const Pairs& pairs, const std::vecto
   ParallelFor(pool, experts.size(), [&](int64_t i) {
     auto from = [&](int64_t t) { return pairs.x[experts[i].first + t]; };
     for (int64_t tile = 0; tile < tiles[i + 1] - tiles[i]; ++tile) {
-      PackRows(from, experts[i].count, E, tile, packed + tiles[i] * kSide * E);
+      PackRows(from, experts[i].count, E, tile, PairOrder::kNatural, kSide, packed + tiles[i] * kSide * E);
     }
   });
   int64_t groups = (N + kGroup - 1) / kGroup, of_strip = std::max<int64_t>(1, kStripBytes / (2 * kGroup * E));

@@ -2,7 +2,8 @@
 //
 // A group of 32 rows of the weight becomes bf16 in chunks of 128 inputs, in the order in which tiles are read, while the chunk before
 // is multiplied: a few rows between the instructions that multiply. Where up to 32 rows of x meet the weight, two chunks take turns in
-// the L1 cache. For more rows of x a group is kept, and its chunks are made beside the first 32 rows of a block.
+// the L1 cache, and tiles of x have no more columns than there are rows, so that x stays there too. For more rows of x a group is kept,
+// and its chunks are made beside the first 32 rows of a block.
 #include "../bf16_weights.h"
 #include "../mlp.h"
 #include "bf16_products.h"
@@ -18,6 +19,7 @@ constexpr int64_t kBlocks = 4;                   // of 32 inputs in a chunk
 constexpr int64_t kChunk = kBlocks * kDepth;     // its inputs
 constexpr int64_t kChunkSize = kGroup * kChunk;  // its numbers
 constexpr int64_t kTileSize = kSide * kDepth;
+constexpr int64_t kRowBytes = kDepth * sizeof(bf16);  // of a tile
 constexpr int64_t kLeastGroups = 2;  // of an item for more than 32 rows of x
 // Each block of x has the weight widened anew, so blocks are larger than those beside weights of bf16.
 constexpr Blocking kWidenedBlocking{kCacheBytes * 9 / 16};
@@ -35,11 +37,19 @@ class ChunkWidener {
   static constexpr Form form = form_;
   static constexpr Scales kind = kind_;
 
-  // Rows are `step` apart in the weight from those of the next group.
-  ChunkWidener(const Quantized& w, int64_t step) : w_(w), step_(step), of_scale_(w.Group()) {}
+  // A group has `step` rows that lie together, a power of two, and those of the next group come after them.
+  ChunkWidener(const Quantized& w, int64_t step) : w_(w), step_(step) {
+    if (kind == Scales::kRow) return;
+    static thread_local Memory memory;
+    scale_of_ = Scratch<int64_t>(memory, w.E / kDepth);
+    for (int64_t block = 0, scale = 0; block < w.E / kDepth; ++block) {
+      scale_of_[block] = scale;
+      scale += (block + 1) * kDepth == (scale + 1) * w.Group();
+    }
+  }
 
-  // Makes the chunk from input `first` on of `count` rows from row n on. What lies as far on in the next group's rows comes towards
-  // the cache.
+  // Makes the chunk from input `first` on of `count` rows from row n on. The next group's rows come towards the cache meanwhile, in the
+  // order in which they lie: lines that are wanted here and there take longer.
   void Widen(int64_t n, int64_t count, int64_t first, bf16* to) const {
     if (first + kChunk <= w_.E) {
       WidenRows(n, count, first, std::integral_constant<int64_t, kBlocks>(), to);
@@ -53,16 +63,19 @@ class ChunkWidener {
   void WidenRows(int64_t n, int64_t count, int64_t first, Blocks blocks, bf16* to) const {
     const Quantized& w = w_;
     int64_t scale_of[kBlocks] = {}, bytes = w.RowBytes(), S = w.S, step = step_;
-    if (kind != Scales::kRow) {
-      int64_t scale = first / of_scale_;
-      for (int64_t b = 0; b < blocks; ++b) scale_of[b] = scale += first + b * kDepth == (scale + 1) * of_scale_;
-    }
+    if (kind != Scales::kRow) std::copy_n(scale_of_ + first / kDepth, +blocks, scale_of);
+    int64_t row = n & (step - 1), next = n - row + step, turn = first / kChunk * step + row;  // each row's part of a chunk is a turn
+    const uint8_t* values_ahead = w.Row(next) + turn * kValuesAhead;
+    const float* scales_ahead = w.scales + next * S + turn * kBlocks;
+    const float* zeros_ahead = kind == Scales::kZeros ? w.zeros + next * S + turn * kBlocks : nullptr;
     // A row's addresses come from those of the row before: a compiler cannot know that w stays as it is while tiles are written.
     const uint8_t* from = w.Row(n) + Bytes(form, first);
     const float *scales = w.scales + n * S, *zeros = kind == Scales::kZeros ? w.zeros + n * S : nullptr;
     for (; count > 0; --count, to += kDepth, from += bytes, scales += S) {
-      for (int64_t byte = 0; byte < Bytes(form, kChunk); byte += kCacheLine) PrefetchL2(from + step * bytes + byte);
-      if (kind != Scales::kRow) PrefetchL2(scales + step * S + scale_of[0]);
+      for (int64_t byte = 0; byte < kValuesAhead; byte += kCacheLine) PrefetchL2(values_ahead + byte);
+      values_ahead += kValuesAhead;
+      if (kind != Scales::kRow) PrefetchL2(scales_ahead), scales_ahead += kBlocks;
+      if (kind == Scales::kZeros) PrefetchL2(zeros_ahead), zeros_ahead += kBlocks;
       for (int64_t b = 0; b < blocks; b += 2) {
         bf16* tile = to + b * 2 * kTileSize;
         if constexpr (form == Form::kInt4) {
@@ -85,17 +98,22 @@ class ChunkWidener {
       return _mm512_mul_ps(units, _mm512_set1_ps(scales[scale_of[i]]));
     };
     __m512i table = (__m512i)_mm512_cvtne2ps_pbh(scaled(1), scaled(0));
-    const __m512i number = _mm512_set1_epi16(15), half = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
-    __m512i bytes = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi64(is_pair ? 0xf : 0x3, from));
-    __m512i lower = _mm512_ternarylogic_epi32(bytes, number, half, 0xea);  // (bytes & number) | half
-    __m512i upper = _mm512_or_si512(_mm512_srli_epi16(bytes, 4), half);
-    lower = _mm512_permutexvar_epi16(lower, table), upper = _mm512_permutexvar_epi16(upper, table);
-    auto put = [](bf16* block, __m256i first, __m256i second) {
-      _mm256_storeu_si256((__m256i*)block, first);
-      _mm256_storeu_si256((__m256i*)(block + kDepth / 2), second);
-    };
-    put(to, _mm512_castsi512_si256(lower), _mm512_castsi512_si256(upper));
-    if (is_pair) put(to + 2 * kTileSize, _mm512_extracti64x4_epi64(lower, 1), _mm512_extracti64x4_epi64(upper, 1));
+    LookUp(from, table, 0, to);
+    if (is_pair) LookUp(from + kPacked / 2, table, 1, to + 2 * kTileSize);
+  }
+
+  // Writes 32 numbers as entries of one half of a table, in PairOrder::kOfInt4. A permutation of bytes is one operation where that of
+  // words is two; both bytes of an entry have an index, which is twice the number, and one more.
+  static void LookUp(const uint8_t* from, __m512i table, int half, bf16* to) {
+    // Where a byte begins that has a number in the bits 1 to 4, twice: of the lower ones of the first four bytes and of the last four of
+    // eight, then of the upper ones. Register and row have eight bytes each in turn.
+    const __m512i starts = _mm512_set_epi64(0x3b3b33332b2b2323, 0x3b3b33332b2b2323, 0x1b1b13130b0b0303, 0x1b1b13130b0b0303,  //
+                                            0x37372f2f27271f1f, 0x37372f2f27271f1f, 0x17170f0f07073f3f, 0x17170f0f07073f3f);
+    const __m512i number = _mm512_set1_epi8(0x1e), place = _mm512_set1_epi16(half == 0 ? 0x0100 : 0x2120);
+    __m512i bytes = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)from));
+    __m512i shifted = _mm512_multishift_epi64_epi8(starts, bytes);
+    __m512i indices = _mm512_ternarylogic_epi32(shifted, number, place, 0xea);  // (shifted & number) | place
+    _mm512_store_si512(to, _mm512_permutexvar_epi8(indices, table));
   }
 
   // Makes 32 inputs of a row of bytes.
@@ -108,8 +126,10 @@ class ChunkWidener {
     }
   }
 
+  static constexpr int64_t kValuesAhead = Bytes(form, kChunk);  // come towards the cache in a turn, and kBlocks scales
+
   const Quantized& w_;
-  int64_t step_, of_scale_;
+  int64_t step_, *scale_of_ = nullptr;  // which of a row's scales each 32 inputs have
 };
 
 template <typename Chunks>
@@ -168,7 +188,7 @@ class Chunks {
 template <typename Chunks>
 class WidenedGroup {
  public:
-  static constexpr int64_t stride = kDepth * sizeof(bf16);  // bytes from row to row
+  static constexpr int64_t stride = kRowBytes;
 
   // first: its first chunk.
   WidenedGroup(const Chunks& chunks, int64_t E, int64_t first, int64_t steps) : chunks_(chunks), E_(E), first_(first), steps_(steps) {}
@@ -187,6 +207,9 @@ class WidenedGroup {
   const Chunks& chunks_;
   int64_t E_, first_, steps_;
 };
+
+// The order in which x meets a weight.
+PairOrder OrderOf(const Quantized& w) { return w.form == Form::kInt4 ? PairOrder::kOfInt4 : PairOrder::kNatural; }
 
 // What becomes of the sums of a group, which has these rows of the weight, and a tile of x: written in so many pieces.
 struct Result {
@@ -212,49 +235,74 @@ class Written : public Result {
 
 const float* RowScales(const Quantized& w) { return w.Kind() == Scales::kRow ? w.scales : nullptr; }
 
-// The products of up to kTogether tiles of packed x from `tile` on and the groups [begin, end) of w, whose rows lie together. Few rows
-// leave little time beside each row of the weight, so nothing is asked for that only more rows need.
-template <typename ChunkWidener>
-void MultiplyFew(const bf16* x, const Quantized& w, const Result& result, int64_t tile, int64_t count, int64_t begin, int64_t end) {
-  int64_t of_group = ChunksOf(w.E), pieces = result.Pieces();
-  Chunks<ChunkWidener> chunks(w, result.rows, begin, end, 2);
-  alignas(kCacheLine) Sums sums[kTogether];
+// The products of kCount tiles of packed x, which have so many columns, and the groups [begin, end) of w, whose rows lie together. Few
+// rows of x leave little time beside each row of the weight, so nothing is asked for that only more rows need.
+template <typename Widener, int kCount>
+void MultiplyFew(const bf16* x, int64_t columns, const Quantized& w, const Result& result, int64_t begin, int64_t end) {
+  // Beside a single tile of x, int4 costs less where widening and tiles take fewer turns, and bytes cost more.
+  constexpr int64_t kRows = kCount == 1 && Widener::form == Form::kInt4 ? kGroup / 2 : kGroup / kBlocks;  // of the weight in a turn
+  static thread_local Memory memory;
+  bf16 *now = Scratch<bf16>(memory, 2 * kChunkSize), *next = now + kChunkSize;
+  Widener widener(w, kGroup);
+  // Makes the rows [row, after) of a group's chunk. Rows past the weight's last one have no output.
+  auto widen = [&](int64_t group, int64_t first, int64_t row, int64_t after, bf16* to) {
+    int64_t n = group * kGroup + row;
+    widener.Widen(n, std::min(after - row, w.N - n), first, to + row * kDepth);
+  };
+  widen(begin, 0, 0, kGroup, now);
+  alignas(kCacheLine) Sums sums[kCount];
   for (int64_t group = begin; group < end; ++group) {
-    int64_t e = 0;
-    auto aside = [&] {
-      int64_t chunk = e / kChunk, part = e % kChunk / kDepth, blocks = std::min(kChunk, w.E - chunk * kChunk) / kDepth;
-      e += kDepth;
-      // Beside a single tile of x, int4 costs less the fewer turns widening and tiles take, and bytes cost more.
-      int64_t parts = count == 1 && ChunkWidener::form == Form::kInt4 ? 1 : blocks;
-      int64_t next = (group - begin) * of_group + chunk + 1;
-      if (part < parts) chunks.WidenSpan(next, kGroup * part / parts, kGroup * (part + 1) / parts, 0);
-    };
-    MultiplyTogether(x + tile * kSide * w.E, count, chunks.Group(group, 1), w.E, aside, sums);
-    for (int64_t i = 0; i < count * pieces; ++i) result.Write(group, tile + i / pieces, i % pieces, sums[i / pieces]);
+    ZeroSums<kCount>();
+    for (int64_t first = 0; first < w.E; first += kChunk) {
+      bool is_last = first + kChunk >= w.E;
+      int64_t blocks = is_last ? (w.E - first) / kDepth : kBlocks;
+      int64_t row = is_last && group + 1 == end ? kGroup : 0;  // of the next chunk
+      for (int64_t block = 0; block < blocks; ++block) {
+        if (row < kGroup) {
+          int64_t after = block + 1 == blocks ? kGroup : row + kRows;
+          widen(group + is_last, is_last ? 0 : first + kChunk, row, after, next);
+          row = after;
+        }
+        const bf16 *tiles = now + block * 2 * kTileSize, *of_x = x + (first + block * kDepth) * columns;
+        AddProducts<kCount, kCount == 1>(tiles, tiles + kTileSize, kRowBytes, of_x, of_x + kSide * w.E, columns);
+      }
+      std::swap(now, next);
+    }
+    StoreSums<kCount>(sums);
+    for (int64_t tile = 0; tile < kCount; ++tile) {
+      for (int64_t piece = 0; piece < result.Pieces(); ++piece) result.Write(group, tile, piece, sums[tile]);
+    }
   }
 }
 
 // The products of the tiles [first, last) of packed x and the groups [begin, end) of w.
 template <typename ChunkWidener>
 void MultiplyGroups(const bf16* x, const Quantized& w, const Result& result, int64_t first, int64_t last, int64_t begin, int64_t end) {
-  if (last - first <= kTogether && result.rows.apart == kSide) {
-    return MultiplyFew<ChunkWidener>(x, w, result, first, last - first, begin, end);
-  }
   int64_t kept = last - first <= kTogether ? 2 : std::max<int64_t>(2, ChunksOf(w.E));
   Chunks<ChunkWidener> chunks(w, result.rows, begin, end, kept);
   MultiplyBlock(x, first, last, w.E, begin, end, chunks, result);
 }
 
+template <Form form, Scales kind>
+struct Kind {
+  using Widener = ChunkWidener<form, kind>;
+};
+
+// Calls body with what widens a weight, as a type.
+template <typename Body>
+void WithWidener(const Quantized& w, const Body& body) {
+  if (w.Kind() == Scales::kZeros) return body(Kind<Form::kInt4, Scales::kZeros>());
+  if (w.form == Form::kInt4) return body(Kind<Form::kInt4, Scales::kGroups>());
+  if (w.form == Form::kInt8 && w.Kind() == Scales::kRow) return body(Kind<Form::kInt8, Scales::kRow>());
+  if (w.form == Form::kInt8) return body(Kind<Form::kInt8, Scales::kGroups>());
+  if (w.Kind() == Scales::kRow) return body(Kind<Form::kE4m3, Scales::kRow>());
+  body(Kind<Form::kE4m3, Scales::kGroups>());
+}
+
 // The products of packed x and all groups of w.
 void MultiplyPacked(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, const Result& result, int64_t T) {
-  auto multiply = &MultiplyGroups<ChunkWidener<Form::kInt4, Scales::kGroups>>;
-  if (w.Kind() == Scales::kZeros) multiply = &MultiplyGroups<ChunkWidener<Form::kInt4, Scales::kZeros>>;
-  if (w.form == Form::kInt8) multiply = &MultiplyGroups<ChunkWidener<Form::kInt8, Scales::kGroups>>;
-  if (w.form == Form::kE4m3) multiply = &MultiplyGroups<ChunkWidener<Form::kE4m3, Scales::kGroups>>;
-  if (w.Kind() == Scales::kRow) {
-    multiply = &MultiplyGroups<ChunkWidener<Form::kE4m3, Scales::kRow>>;
-    if (w.form == Form::kInt8) multiply = &MultiplyGroups<ChunkWidener<Form::kInt8, Scales::kRow>>;
-  }
+  void (*multiply)(const bf16*, const Quantized&, const Result&, int64_t, int64_t, int64_t, int64_t);
+  WithWidener(w, [&](auto kind) { multiply = &MultiplyGroups<typename decltype(kind)::Widener>; });
   int64_t groups = (w.N + kGroup - 1) / kGroup;
   // What is made before the first products of an item begin has nothing beside it, so for many rows of x an item has several groups.
   int64_t least = TilesOf(T) > kTogether ? kLeastGroups : 1;
@@ -263,11 +311,29 @@ void MultiplyPacked(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, co
   });
 }
 
+// y of up to kTogether tiles of x.
+template <typename Out>
+void MultiplyFew(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, Out* y, int64_t T) {
+  void (*multiply)(const bf16*, int64_t, const Quantized&, const Result&, int64_t, int64_t);
+  WithWidener(w, [&](auto kind) {
+    using Widener = typename decltype(kind)::Widener;
+    multiply = T <= kSide ? &MultiplyFew<Widener, 1> : &MultiplyFew<Widener, kTogether>;
+  });
+  int64_t columns = std::min(T, kSide), groups = (w.N + kGroup - 1) / kGroup, items = SharesOf(pool, groups, 1);
+  const bf16* packed = Pack(pool, x, T, w.E, OrderOf(w), columns);
+  Written result({kGroup, kSide}, WriterOf(y, T, w.N, RowScales(w)));
+  ParallelFor(pool, items, [&](int64_t item) {
+    Tiles tiles_of_this_thread(columns);
+    multiply(packed, columns, w, result, groups * item / items, groups * (item + 1) / items);
+    _mm_sfence();  // what went past the cache is there for other threads
+  });
+}
+
 template <Activation kind>
-const bf16* MultiplyGated(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, int64_t T) {
+const bf16* MultiplyGated(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, PairOrder order, int64_t T) {
   static thread_local Memory memory;
   bf16* h = Scratch<bf16>(memory, Packed(T, w.N / 2));
-  Written result({kSide, w.N / 2}, GatedWriter<kind>(h, T, w.N / 2, RowScales(w)));
+  Written result({kSide, w.N / 2}, GatedWriter<kind>(h, T, w.N / 2, RowScales(w), order));
   MultiplyPacked(pool, x, w, result, T);
   return h;
 }
@@ -281,7 +347,8 @@ void MultiplyPacked(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, Ou
 template <typename Out>
 void MultiplyTo(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, Out* y, int64_t T) {
   if (0 < T && T <= MostFewRows(w)) return MultiplyFewRows(pool, x, w, y, T);
-  if (T > 0) MultiplyPacked(pool, Pack(pool, x, T, w.E), w, y, T);
+  if (0 < T && TilesOf(T) <= kTogether) return MultiplyFew(pool, x, w, y, T);
+  if (T > 0) MultiplyPacked(pool, Pack(pool, x, T, w.E, OrderOf(w)), w, y, T);
 }
 
 template <typename Out>
@@ -289,7 +356,7 @@ bool MlpTo(ffi::ThreadPool& pool, Activation kind, const bf16* x, const Quantize
   // For fewer rows most of what a tile of x has activated would be padding.
   if (TilesOf(T) < kTogether || gate_up.N % kGroup != 0) return false;
   auto gated = kind == Activation::kSilu ? &MultiplyGated<Activation::kSilu> : &MultiplyGated<Activation::kGeluTanh>;
-  MultiplyPacked(pool, gated(pool, Pack(pool, x, T, gate_up.E), gate_up, T), down, y, T);
+  MultiplyPacked(pool, gated(pool, Pack(pool, x, T, gate_up.E, OrderOf(gate_up)), gate_up, OrderOf(down), T), down, y, T);
   return true;
 }
 }  // namespace

@@ -20,6 +20,7 @@ struct Tile {
 
 struct State {
   Tile tiles[8] = {};
+  int64_t bytes[8] = {};  // of a tile's row
   bool is_configured = false;
 };
 
@@ -32,30 +33,39 @@ inline Tile& At(int tile) {
 
 inline void LoadConfig(const void* config) {
   const uint8_t* bytes = static_cast<const uint8_t*>(config);
-  bool is_whole = bytes[0] == 1;
-  for (int i = 0; i < 8; ++i) is_whole = is_whole && bytes[16 + 2 * i] == 64 && bytes[48 + i] == 16;
-  if (!is_whole) __builtin_trap();  // the kernels use whole tiles alone
+  bool is_taken = bytes[0] == 1;
   state = State();
+  for (int i = 0; i < 8; ++i) {
+    state.bytes[i] = bytes[16 + 2 * i];
+    is_taken = is_taken && bytes[48 + i] == 16 && 0 < state.bytes[i] && state.bytes[i] <= 64 && state.bytes[i] % 4 == 0;
+  }
+  if (!is_taken) __builtin_trap();  // the kernels use tiles of 16 rows alone
   state.is_configured = true;
 }
 
 inline void Release() { state.is_configured = false; }
 
+inline void Zero(int tile) { std::memset(&At(tile), 0, sizeof(Tile)); }
+
 inline void Load(int tile, const void* base, int64_t stride) {
-  for (int row = 0; row < 16; ++row) std::memcpy(At(tile).bytes[row], static_cast<const char*>(base) + row * stride, 64);
+  Zero(tile);
+  for (int row = 0; row < 16; ++row) std::memcpy(At(tile).bytes[row], static_cast<const char*>(base) + row * stride, state.bytes[tile]);
 }
 
 inline void Store(int tile, void* base, int64_t stride) {
-  for (int row = 0; row < 16; ++row) std::memcpy(static_cast<char*>(base) + row * stride, At(tile).bytes[row], 64);
+  for (int row = 0; row < 16; ++row) std::memcpy(static_cast<char*>(base) + row * stride, At(tile).bytes[row], state.bytes[tile]);
 }
-
-inline void Zero(int tile) { std::memset(&At(tile), 0, sizeof(Tile)); }
 
 inline float Widened(uint16_t bits) {
   uint32_t word = static_cast<uint32_t>(bits) << 16;
   float value;
   std::memcpy(&value, &word, sizeof(value));
   return value;
+}
+
+// The shapes of tiles that are multiplied fit, as the processor demands.
+inline void CheckShapes(int sums, int left, int right) {
+  if (state.bytes[left] != 64 || state.bytes[right] != state.bytes[sums]) __builtin_trap();
 }
 
 using Bf16Tile = uint16_t[16][32];
@@ -76,6 +86,7 @@ using F32Tile = float[16][16];
 }
 
 inline void MultiplyBf16(int sums, int left, int right) {
+  CheckShapes(sums, left, right);
   constexpr unsigned kDenormalsAreZeros = 0x8040;  // as operands and as results
   F32Tile c;
   Bf16Tile a, b;
@@ -90,6 +101,7 @@ inline void MultiplyBf16(int sums, int left, int right) {
 // TDPBSSD, TDPBSUD and TDPBUSD: the sums of 64 products of bytes, each with a sign (int8_t) or without one (uint8_t).
 template <typename Left, typename Right>
 inline void MultiplyBytes(int sums, int left, int right) {
+  CheckShapes(sums, left, right);
   uint32_t c[16][16];
   Left a[16][64];
   Right b[16][64];

@@ -580,12 +580,13 @@ std::vector<double> Rounded(const std::vector<bf16>& x, int64_t E, int64_t block
 
 const char* const kNames[] = {"plain", "int8", "int16"};  // of activations
 
-// Up to four rows of x have the bits in a product that they have among all, y.
+// Few rows of x have the bits in a product that they have among all, y.
 void CheckFewRows(ffi::ThreadPool& pool, const std::vector<bf16>& x, const Quantized& w, Activations activations,
                   const std::vector<float>& y) {
   int64_t T = y.size() / w.N;
   for (int64_t t : {int64_t{0}, T / 2, T - 1}) {
-    for (int64_t rows = 1; rows <= std::min<int64_t>(4, T - t); ++rows) {
+    for (int64_t rows : {1, 2, 3, 4, 15, 16, 17, 32}) {
+      if (rows > T - t) break;
       std::vector<float> few(rows * w.N);
       Multiply(pool, &x[t * w.E], w, activations, few.data(), rows);
       if (std::memcmp(few.data(), &y[t * w.N], few.size() * sizeof(float)) != 0 && ++failures < 20) {
@@ -666,6 +667,22 @@ void SmallProducts(ffi::ThreadPool& pool) {
   Multiply(pool, x.data(), w, Activations::kPlain, y.data(), T);
   Check("quantized plain int8 small", y, exact.y, std::vector<double>(y.size(), 4 * E * 0x1p-126));
   CheckFewRows(pool, x, w, Activations::kPlain, y);
+}
+
+// Rows of x that are few beside so many outputs that an item of work has several groups of them then too.
+void WideProducts(ffi::ThreadPool& pool) {
+  constexpr int64_t T = 33, N = 1100, E = 160;
+  for (Form form : {Form::kInt8, Form::kInt4}) {
+    Random random(N);
+    auto x = random.Bf16s(T * E);
+    std::vector<uint8_t> values(Bytes(form, N * E));
+    for (uint8_t& value : values) value = random.Bits();
+    auto scales = random.Floats(N * E / kPacked, 0.01f, 0.1f);
+    Quantized w{form, values.data(), scales.data(), nullptr, N, E, E / kPacked};
+    std::vector<float> y(T * N);
+    Multiply(pool, x.data(), w, Activations::kPlain, y.data(), T);
+    CheckFewRows(pool, x, w, Activations::kPlain, y);
+  }
 }
 
 // What Order::kInterleaved makes of [N, E] values and [N, S] numbers.
@@ -883,7 +900,7 @@ int main() {
   {
     xla::ffi::ThreadPool pool;
     jpaged::LinearCases(pool), jpaged::Panels(pool), jpaged::GroupCases(pool);
-    jpaged::QuantizedProducts(pool), jpaged::SmallProducts(pool), jpaged::InterleavedProducts(pool), jpaged::ActivationCases(pool), jpaged::MlpCases(pool);
+    jpaged::QuantizedProducts(pool), jpaged::SmallProducts(pool), jpaged::WideProducts(pool), jpaged::InterleavedProducts(pool), jpaged::ActivationCases(pool), jpaged::MlpCases(pool);
   }
   jpaged::QuantizedWeights<jpaged::bf16>("bf16"), jpaged::QuantizedWeights<float>("f32");
   jpaged::LowRank(), jpaged::HeadWrites(), jpaged::GatedDelta(), jpaged::Mamba2(), jpaged::AttentionCases();
