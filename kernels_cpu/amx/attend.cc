@@ -165,7 +165,7 @@ class Bf16Products : public SpanAttention<Bf16Products, bf16> {
     int64_t softmaxes = (heads + shared_ - 1) / shared_ * blocks_ * 4;
     return heads * p_.V / kPair * (blocks_ == 1 ? 4 : 1 + 2 * ((blocks_ + 1) / 2)) + softmaxes;
   }
-  void PackKeys(int64_t head, int64_t begin, int64_t end);
+  void PackKeys(int64_t head, const SlotRange& slots, int64_t begin, int64_t end);
   void PackValues(int64_t head, int64_t d, int64_t begin, int64_t end);
   void Score(int64_t group, int64_t block, int64_t begin, int64_t end);
   void ScoreColumn(int64_t group, int64_t block, int64_t column, float* scores);
@@ -233,7 +233,7 @@ void Bf16Products::AttendHeads(int64_t begin, int64_t end, int64_t first, const 
     }
     for (int64_t i = 0; i < groups; ++i) {
       int64_t head = (group + i) * shared_;
-      for (int64_t h = head; h < head + GroupHeads(group + i); ++h) PackKeys(h, column, past);
+      for (int64_t h = head; h < head + GroupHeads(group + i); ++h) PackKeys(h, slots, column / kSide, past / kSide);
       ScoreColumn(group + i, 0, column, scores_ + i * kSpan * kSide);
     }
     if (!is_last) ahead_.FetchRest();
@@ -244,7 +244,7 @@ void Bf16Products::AttendHeads(int64_t begin, int64_t end, int64_t first, const 
 void Bf16Products::AttendSpan(int64_t group, int64_t first) {
   SlotRange slots = InSpan(item_, first);
   int64_t begin = slots.begin, end = slots.end, head = group * shared_, last = head + GroupHeads(group);
-  for (int64_t h = head; h < last; ++h) PackKeys(h, begin / kColumn * kColumn, (end + kColumn - 1) / kColumn * kColumn);
+  for (int64_t h = head; h < last; ++h) PackKeys(h, slots, begin / kColumn * kColumn / kSide, (end + kColumn - 1) / kColumn * kColumn / kSide);
   if (blocks_ == 1) {
     EachPair(first, [&](int64_t block, int64_t low, int64_t high) { Score(group, block, low, high); });
     return WeighOnly(group, first, scores_);
@@ -266,20 +266,23 @@ void Bf16Products::AttendSpan(int64_t group, int64_t first) {
   }
 }
 
-// Copies keys of slots that do not lie evenly apart, and all where several products read them.
-void Bf16Products::PackKeys(int64_t head, int64_t begin, int64_t end) {
+// Copies keys of tiles [begin, end) of a span whose slots are not in one block of the pool, and all where several products read
+// them. Others are read as they lie, also where some of their slots are not seen: whatever is there, their scores are not used.
+void Bf16Products::PackKeys(int64_t head, const SlotRange& slots, int64_t begin, int64_t end) {
   int64_t offset = head * p_.Apart(), in_group = head % shared_;
-  for (int64_t tile = begin / kSide; tile < end / kSide; ++tile) {
-    const bf16* const* slots = slots_ + tile * kSide;
-    if (evenly_apart_[tile] && blocks_ <= 2) {
-      key_tiles_[in_group][tile] = {slots[0] + offset, p_.Stride() * int64_t{sizeof(bf16)}, kDepth};
+  for (int64_t tile = begin; tile < end; ++tile) {
+    int64_t first = tile * kSide, seen = std::max(first, slots.begin);
+    if (p_.P % kSide == 0 && blocks_ <= 2) {
+      bool is_seen = seen < std::min(first + kSide, slots.end);
+      const bf16* keys = is_seen ? slots_[seen] - (seen - first) * p_.Stride() + offset : zeros_;
+      key_tiles_[in_group][tile] = {keys, is_seen ? p_.Stride() * int64_t{sizeof(bf16)} : 0, kDepth};
       continue;
     }
     bf16* to = keys_ + (in_group * kSpan + tile * kSide) * p_.D;
     key_tiles_[in_group][tile] = Packed(to);
     for (int64_t slot = 0; slot < kSide; ++slot, to += kDepth) {
       for (int64_t d = 0; d < p_.D; d += kDepth) {
-        _mm512_store_si512(to + d * kSide, _mm512_loadu_si512(slots[slot] + offset + d));
+        _mm512_store_si512(to + d * kSide, _mm512_loadu_si512(slots_[first + slot] + offset + d));
       }
     }
   }
