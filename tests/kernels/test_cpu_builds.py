@@ -292,9 +292,18 @@ FAULTS: list[Fault] = [
     (("f32_group_attention.h", "if (!sees_all) Mask", "if (false) Mask"), "FAILED groups"),
 ]
 FAULTS_OF_AMX: list[Fault] = [
-    (("amx/attend.cc", "slots_[first + slot] + offset", "slots_[first] + offset"), "FAILED attention"),
-    (("amx/attend.cc", "is_seen ? p_.Stride() * int64_t{sizeof(bf16)} : 0", "0"), "FAILED attention"),
-    (("amx/attend.cc", "first, scores_ + i * kSpan * kSide);", "first, scores_);"), "FAILED attention"),
+    (
+        ("amx/attend.cc", "slots_[first + slot] + offset", "slots_[first] + offset"),
+        "FAILED attention",
+    ),
+    (
+        ("amx/attend.cc", "is_seen ? p_.Stride() * int64_t{sizeof(bf16)} : 0", "0"),
+        "FAILED attention",
+    ),
+    (
+        ("amx/attend.cc", "first, scores_ + i * kSpan * kSide);", "first, scores_);"),
+        "FAILED attention",
+    ),
     (("amx/attend.cc", "weights + row, begin", "weights, begin"), "FAILED attention"),
     (("amx/attend.cc", "add(odd, slot + 1)", "add(even, slot + 1)"), "of a query alone"),
     (("amx/attend.cc", "    FlushDenormals in_this_thread;", ""), "of a query alone"),
