@@ -1,6 +1,6 @@
 // Paged attention of one item with AMX, for every kind of pool that has tiles of its own; see paged_attention.h. A span's scores
 // are computed for all of its slots, then their weights, then the sum of its values: nothing is rescaled within a span. Prefill
-// and decode are one code.
+// and decode have one arithmetic.
 //
 // Query rows are taken in blocks of 16. Scores are computed transposed, [slots][16 rows]: products of keys, as they lie in the
 // pool, and of queries, which are packed once an item. A maximum, a sum, an exponential and a mask are then one instruction for
@@ -145,10 +145,10 @@ class SpanAttention {
  protected:
   static constexpr bool kIsScaled = sizeof(Slot) == 1;
 
-  // Of how many bytes of a span heads are at work together: memory is fetched between them.
+  // How many bytes of a span the heads have that are at work together. Memory is fetched in pieces of so many heads.
   int64_t TogetherBytes() const { return kAheadBytes; }
-  // Attends heads [begin, end) of a span. fetch_next(most, shares) has what comes after them fetched in so many shares, its slots
-  // before the next multiple of `most`.
+  // Attends heads [begin, end) of a span. fetch_next(most, shares) has what comes after them fetched in so many shares: its slots
+  // up to the next multiple of `most`.
   template <typename FetchNext>
   void AttendHeads(int64_t begin, int64_t end, int64_t first, const FetchNext& fetch_next) {
     fetch_next(kSpan, Self().Shares(end - begin) * StepsOf(InSpan(item_, first)));
