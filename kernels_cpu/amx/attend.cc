@@ -1,5 +1,13 @@
 // Paged attention over a pool of bf16 with AMX; see attend.h. Two slots of values are unpacked at a time.
 //
+// Decode reads memory in order. Scores are computed for 64 slots of several heads at a time, while the next 64 are fetched, keys
+// and values: a span's values are in the L2 cache when its weights are known.
+//
+// With one or two query rows to a head, values are added up by f32 multiply-adds, with the bits of tiles: TDPBF16PS sums the even ones
+// of 32 slots apart from the odd ones, one after another from zero on; both sums are added, and then to what the tile held.
+// It rounds to the nearest, and takes and makes zeros for denormal numbers. Tiles need values to be unpacked in memory first, and
+// loads of tiles wait for what is written: beside fetches that takes longer.
+//
 // Where heads share a block, a key that is infinite or NaN makes NaN of its query's other heads as well.
 #include "attend.h"
 #include "level.h"
@@ -11,6 +19,7 @@ using avx512::Transpose;
 
 constexpr int64_t kColumn = 4 * kSide;         // slots of four tiles
 constexpr int64_t kTileSize = kSide * kDepth;  // bf16 in a tile
+constexpr int64_t kFewRows = 2;                // query rows of a head, up to which values are added up without tiles
 
 static_assert(kPair == kDepth && kSpan % kColumn == 0);
 
@@ -141,36 +150,53 @@ class Bf16Products : public SpanAttention<Bf16Products, bf16> {
 
   void Begin();
   void PackQueries(int64_t group);
-  int64_t Shares(int64_t heads) const {
-    int64_t pairs = (blocks_ + 1) / 2, softmaxes = (heads + shared_ - 1) / shared_ * blocks_ * 4;
-    return heads * (pairs * p_.D / kDepth * 2 + p_.V / kPair * (blocks_ == 1 ? 4 : 1 + 2 * pairs)) + softmaxes;
-  }
+  int64_t Shares(int64_t heads) const { return SharesOfScores(heads) + SharesOfValues(heads); }
+  int64_t TogetherBytes() const { return IsByColumns() ? 2 * kAheadBytes : kAheadBytes; }
+  template <typename FetchNext>
+  void AttendHeads(int64_t begin, int64_t end, int64_t first, const FetchNext& fetch_next);
   void AttendSpan(int64_t group, int64_t first);
   static void Put(bf16* to, __m512 low, __m512 high) { avx512::PutUnpacked(to, low, high); }
 
  private:
-  void PackKeys(int64_t head, int64_t begin, int64_t end);
+  // Whether scores are computed for some slots of all heads that are at work together, and not head by head.
+  bool IsByColumns() const { return p_.decode && !p_.latent && head_rows_ <= kSide; }
+  int64_t SharesOfScores(int64_t heads) const { return heads * ((blocks_ + 1) / 2) * p_.D / kDepth * 2; }
+  int64_t SharesOfValues(int64_t heads) const {
+    int64_t softmaxes = (heads + shared_ - 1) / shared_ * blocks_ * 4;
+    return heads * p_.V / kPair * (blocks_ == 1 ? 4 : 1 + 2 * ((blocks_ + 1) / 2)) + softmaxes;
+  }
+  void PackKeys(int64_t head, const SlotRange& slots, int64_t begin, int64_t end);
   void PackValues(int64_t head, int64_t d, int64_t begin, int64_t end);
   void Score(int64_t group, int64_t block, int64_t begin, int64_t end);
-  Totals Softmax(const Seen& seen, float* scores, bf16* weights);
+  void ScoreColumn(int64_t group, int64_t block, int64_t column, float* scores);
+  template <typename Weight>
+  Totals Softmax(const Seen& seen, float* scores, Weight* weights);
   void Weigh(int64_t head, int64_t block, int64_t d, int64_t begin, int64_t end);
+  void WeighOnly(int64_t group, int64_t first, float* scores);
   template <int N>
   void WeighAlone(int64_t head, int64_t d, int64_t begin, int64_t end);
   void AddWeighed(int64_t head, int64_t block, int64_t d, const float* sums);
+  template <int kRows>
+  void WeighFew(int64_t head, const float* weights, int64_t begin, int64_t end);
+  template <int kRows, int N>
+  void SumFew(int64_t head, int64_t d, const float* weights, int64_t begin, int64_t end);
+  template <int kRows, int N>
+  void SumValues(int64_t offset, const float* weights, int64_t begin, int64_t end, float (*sums)[N][kSide]);
 
   Operand key_tiles_[kSide][kSpan / kSide];  // of a group's heads
   bf16* q_;                                  // [groups][shared heads][blocks][D / 2][16 rows][2]
   bf16* keys_;     // [shared heads][kSpan / 16][D / 32][16 slots][32], those that are not used as they lie
   bf16* values_;   // [2][kSpan / 32][16 pairs of slots][16 dimensions][2], of 32 those that unpacking puts first first
   bf16* weights_;  // [blocks][kSpan / 32][16 rows][32 slots]
-  float* scores_;  // [2][kSpan][16 rows]
+  float* scores_;  // [2, or groups that are at work together][kSpan][16 rows]
   Memory memory_[5];
 };
 
 void Bf16Products::Begin() {
   q_ = Scratch<bf16>(memory_[0], groups_ * shared_ * blocks_ * kSide * p_.D);
   keys_ = Scratch<bf16>(memory_[1], shared_ * kSpan * p_.D), values_ = Scratch<bf16>(memory_[2], kSpan * kPair);
-  weights_ = Scratch<bf16>(memory_[3], blocks_ * kSpan * kSide), scores_ = Scratch<float>(memory_[4], kPair * kSpan);
+  weights_ = Scratch<bf16>(memory_[3], blocks_ * kSpan * kSide);
+  scores_ = Scratch<float>(memory_[4], std::max<int64_t>(2, together_ / shared_) * kSpan * kSide);
 }
 
 // Packs the query rows of a group's heads, each head's with zeros in the rows of others.
@@ -191,10 +217,38 @@ void Bf16Products::PackQueries(int64_t group) {
   }
 }
 
+template <typename FetchNext>
+void Bf16Products::AttendHeads(int64_t begin, int64_t end, int64_t first, const FetchNext& fetch_next) {
+  if (!IsByColumns()) return SpanAttention::AttendHeads(begin, end, first, fetch_next);
+  SlotRange slots = InSpan(item_, first);
+  int64_t heads = end - begin, group = begin / shared_, groups = (heads + shared_ - 1) / shared_;
+  int64_t shares = kColumn / kDepth * SharesOfScores(heads);  // of a column
+  for (int64_t column = slots.begin / kColumn * kColumn, past; column < slots.end; column = past) {
+    past = column + kColumn;
+    bool is_last = past >= slots.end;
+    if (is_last) {
+      fetch_next(kColumn, shares + SharesOfValues(heads) * StepsOf(slots));
+    } else {
+      FetchAhead(false, {past, std::min(past + kColumn, slots.end)}, begin, heads, shares);
+    }
+    for (int64_t i = 0; i < groups; ++i) {
+      int64_t head = (group + i) * shared_;
+      for (int64_t h = head; h < head + GroupHeads(group + i); ++h) PackKeys(h, slots, column / kSide, past / kSide);
+      ScoreColumn(group + i, 0, column, scores_ + i * kSpan * kSide);
+    }
+    if (!is_last) ahead_.FetchRest();
+  }
+  for (int64_t i = 0; i < groups; ++i) WeighOnly(group + i, first, scores_ + i * kSpan * kSide);
+}
+
 void Bf16Products::AttendSpan(int64_t group, int64_t first) {
-  int64_t begin = std::max(first, item_.begin) - first, end = std::min(first + kSpan, item_.end) - first;
-  int64_t head = group * shared_, last = head + GroupHeads(group);
-  for (int64_t h = head; h < last; ++h) PackKeys(h, begin / kColumn * kColumn, (end + kColumn - 1) / kColumn * kColumn);
+  SlotRange slots = InSpan(item_, first);
+  int64_t begin = slots.begin, end = slots.end, head = group * shared_, last = head + GroupHeads(group);
+  for (int64_t h = head; h < last; ++h) PackKeys(h, slots, begin / kColumn * kColumn / kSide, (end + kColumn - 1) / kColumn * kColumn / kSide);
+  if (blocks_ == 1) {
+    EachPair(first, [&](int64_t block, int64_t low, int64_t high) { Score(group, block, low, high); });
+    return WeighOnly(group, first, scores_);
+  }
   EachPair(first, [&](int64_t pair, int64_t low, int64_t high) {
     Score(group, pair, low, high);
     for (int64_t half = 0; half < 1 + HasSecond(pair); ++half) {
@@ -205,14 +259,6 @@ void Bf16Products::AttendSpan(int64_t group, int64_t first) {
     }
   });
   for (; head < last; ++head) {
-    if (blocks_ == 1) {
-      EachPair(first, [&](int64_t, int64_t low, int64_t high) {
-        int64_t d = 0;
-        for (; d + 2 * kPair <= p_.V; d += 2 * kPair) WeighAlone<4>(head, d, low, high);
-        if (d < p_.V) WeighAlone<2>(head, d, low, high);
-      });
-      continue;
-    }
     for (int64_t d = 0; d < p_.V; d += kPair) {
       PackValues(head, d, begin / kDepth * kDepth, (end + kDepth - 1) / kDepth * kDepth);
       EachPair(first, [&](int64_t pair, int64_t low, int64_t high) { Weigh(head, pair, d, low, high); });
@@ -220,20 +266,23 @@ void Bf16Products::AttendSpan(int64_t group, int64_t first) {
   }
 }
 
-// Copies keys of slots that do not lie evenly apart, and all where several products read them.
-void Bf16Products::PackKeys(int64_t head, int64_t begin, int64_t end) {
+// Copies keys of tiles [begin, end) of a span whose slots are not in one block of the pool, and all where several products read
+// them. Others are read as they lie, also where some of their slots are not seen: whatever is there, their scores are not used.
+void Bf16Products::PackKeys(int64_t head, const SlotRange& slots, int64_t begin, int64_t end) {
   int64_t offset = head * p_.Apart(), in_group = head % shared_;
-  for (int64_t tile = begin / kSide; tile < end / kSide; ++tile) {
-    const bf16* const* slots = slots_ + tile * kSide;
-    if (evenly_apart_[tile] && blocks_ <= 2) {
-      key_tiles_[in_group][tile] = {slots[0] + offset, p_.Stride() * int64_t{sizeof(bf16)}, kDepth};
+  for (int64_t tile = begin; tile < end; ++tile) {
+    int64_t first = tile * kSide, seen = std::max(first, slots.begin);
+    if (p_.P % kSide == 0 && blocks_ <= 2) {
+      bool is_seen = seen < std::min(first + kSide, slots.end);
+      const bf16* keys = is_seen ? slots_[seen] - (seen - first) * p_.Stride() + offset : zeros_;
+      key_tiles_[in_group][tile] = {keys, is_seen ? p_.Stride() * int64_t{sizeof(bf16)} : 0, kDepth};
       continue;
     }
     bf16* to = keys_ + (in_group * kSpan + tile * kSide) * p_.D;
     key_tiles_[in_group][tile] = Packed(to);
     for (int64_t slot = 0; slot < kSide; ++slot, to += kDepth) {
       for (int64_t d = 0; d < p_.D; d += kDepth) {
-        _mm512_store_si512(to + d * kSide, _mm512_loadu_si512(slots[slot] + offset + d));
+        _mm512_store_si512(to + d * kSide, _mm512_loadu_si512(slots_[first + slot] + offset + d));
       }
     }
   }
@@ -264,25 +313,30 @@ void Bf16Products::PackValues(int64_t head, int64_t d, int64_t begin, int64_t en
 
 // The products of a pair of blocks, or of the last block, with the keys of slots [begin, end).
 void Bf16Products::Score(int64_t group, int64_t block, int64_t begin, int64_t end) {
-  auto fetch = [&] { ahead_.Fetch(HasSecond(block) ? 2 : 1); };
-  const bf16* q = q_ + (group * shared_ * blocks_ + block) * kSide * p_.D;
-  int64_t tiles = p_.D / kDepth;
   if (!HasSecond(block)) {
-    for (int64_t slot = begin / kColumn * kColumn; slot < end; slot += kColumn) {
-      MultiplyColumn(key_tiles_[0] + slot / kSide, GroupHeads(group), q, tiles, scores_ + slot * kSide, fetch);
-    }
+    for (int64_t column = begin / kColumn * kColumn; column < end; column += kColumn) ScoreColumn(group, block, column, scores_);
     return;
   }
+  const bf16* q = q_ + (group * shared_ * blocks_ + block) * kSide * p_.D;
   for (int64_t slot = begin; slot < end; slot += kPair) {
     const Operand* keys = key_tiles_[0] + slot / kSide;
     float *left = scores_ + slot * kSide, *right = left + kSpan * kSide;
-    MultiplyPairs(keys[0], keys[1], q, q + kSide * p_.D, tiles,
-                  {{left, right}, {left + kSide * kSide, right + kSide * kSide}}, fetch);
+    MultiplyPairs(keys[0], keys[1], q, q + kSide * p_.D, p_.D / kDepth,
+                  {{left, right}, {left + kSide * kSide, right + kSide * kSide}}, [&] { ahead_.Fetch(2); });
   }
 }
 
-// Makes weights, relative to a row's largest score, of the scores of slots; 0 where a row does not see the slot.
-Totals Bf16Products::Softmax(const Seen& seen, float* scores, bf16* weights) {
+// The products of one block with the keys of four tiles of slots. scores: [kSpan][16 rows].
+void Bf16Products::ScoreColumn(int64_t group, int64_t block, int64_t column, float* scores) {
+  const bf16* q = q_ + (group * shared_ * blocks_ + block) * kSide * p_.D;
+  MultiplyColumn(key_tiles_[0] + column / kSide, GroupHeads(group), q, p_.D / kDepth, scores + column * kSide,
+                 [&] { ahead_.Fetch(1); });
+}
+
+// Makes weights, relative to a row's largest score, of the scores of slots; 0 where a row does not see the slot. They are rounded to
+// bf16. weights: as weights_ has them, or in f32 as scores are, perhaps in their place.
+template <typename Weight>
+Totals Bf16Products::Softmax(const Seen& seen, float* scores, Weight* weights) {
   if (p_.soft_cap > 0) CapScores(scores, seen.begin, seen.end);
   float scale = p_.soft_cap > 0 ? 1.0f : p_.scale;
   __m512 top = _mm512_mul_ps(Largest(seen, scores), _mm512_set1_ps(scale));
@@ -292,12 +346,19 @@ Totals Bf16Products::Softmax(const Seen& seen, float* scores, bf16* weights) {
   auto weight = [&](int64_t slot) { return PowerOfTwo(_mm512_fmsub_ps(score(slot), factor, base)); };
   const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   const __m512i order = _mm512_or_si512(lanes, _mm512_slli_epi32(_mm512_add_epi32(lanes, _mm512_set1_epi32(kSide)), 16));
-  // Rounds the weights of two slots, in pairs. Sums are those of rounded weights.
-  auto pair_of = [&](__m512 x, __m512 y) {
+  // Takes the weights of two slots, rounded, and returns them in pairs. Sums are those of rounded weights.
+  auto take = [&](int64_t slot, __m512 x, __m512 y) {
     __m512i pairs = _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(y, x));
-    even = _mm512_add_ps(even, _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)));
-    odd = _mm512_add_ps(odd, _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(0xffff0000))));
+    __m512 first = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+    __m512 second = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(0xffff0000)));
+    even = _mm512_add_ps(even, first), odd = _mm512_add_ps(odd, second);
+    if constexpr (std::is_same_v<Weight, float>) {
+      _mm512_store_ps(weights + slot * kSide, first), _mm512_store_ps(weights + (slot + 1) * kSide, second);
+    }
     return pairs;
+  };
+  auto transpose = [&](__m512i (&pairs)[kSide], int64_t slot) {
+    if constexpr (std::is_same_v<Weight, bf16>) Transpose(pairs, weights + slot * kSide, kDepth);
   };
   __m512i pairs[kSide];
   seen.InTurn(
@@ -305,18 +366,18 @@ Totals Bf16Products::Softmax(const Seen& seen, float* scores, bf16* weights) {
         for (; slot < to; slot += kDepth) {
           auto masked = [&](int64_t at) { return _mm512_maskz_mov_ps(seen(at), weight(at)); };
 #pragma GCC unroll 16
-          for (int i = 0; i < kSide; ++i) pairs[i] = pair_of(masked(slot + 2 * i), masked(slot + 2 * i + 1));
-          Transpose(pairs, weights + slot * kSide, kDepth), ahead_.Fetch(4);
+          for (int i = 0; i < kSide; ++i) pairs[i] = take(slot + 2 * i, masked(slot + 2 * i), masked(slot + 2 * i + 1));
+          transpose(pairs, slot), ahead_.Fetch(4);
         }
       },
       [&](int64_t slot, int64_t to) {
         for (; slot < to; slot += kDepth) {
 #pragma GCC unroll 16
           for (int i = 0; i < kSide; ++i) {
-            pairs[i] = pair_of(weight(slot + 2 * i), weight(slot + 2 * i + 1));
+            pairs[i] = take(slot + 2 * i, weight(slot + 2 * i), weight(slot + 2 * i + 1));
             if (i % 4 == 3) ahead_.Fetch(1);
           }
-          Transpose(pairs, weights + slot * kSide, kDepth);
+          transpose(pairs, slot);
         }
       });
   return {top, _mm512_add_ps(even, odd)};
@@ -339,7 +400,27 @@ void Bf16Products::Weigh(int64_t head, int64_t block, int64_t d, int64_t begin, 
   AddWeighed(head, block, d, sums[0][0][0]);
 }
 
-// The same of the only block and of 16 N dimensions. Values are unpacked right before their product.
+// Makes the weights of a group's only block of its scores, and adds up the values of its heads by them.
+void Bf16Products::WeighOnly(int64_t group, int64_t first, float* scores) {
+  EachPair(first, [&](int64_t block, int64_t begin, int64_t end) {
+    Seen seen = SeenBy(pairs_[0], 0, first, begin, end);
+    bool is_few = head_rows_ <= kFewRows;
+    TakeTotals(group, block, is_few ? Softmax(seen, scores, scores) : Softmax(seen, scores, weights_));
+    for (int64_t head = group * shared_, last = head + GroupHeads(group); head < last; ++head) {
+      if (is_few) {
+        auto weigh = head_rows_ == 1 ? &Bf16Products::WeighFew<1> : &Bf16Products::WeighFew<2>;
+        (this->*weigh)(head, scores, begin, end);
+        continue;
+      }
+      int64_t d = 0;
+      for (; d + 2 * kPair <= p_.V; d += 2 * kPair) WeighAlone<4>(head, d, begin, end);
+      if (d < p_.V) WeighAlone<2>(head, d, begin, end);
+    }
+  });
+}
+
+// Adds up the values of slots [begin, end) by the weights of the only block, 16 N dimensions. Values are unpacked right before
+// their product.
 template <int N>
 void Bf16Products::WeighAlone(int64_t head, int64_t d, int64_t begin, int64_t end) {
   alignas(64) float sums[N][kSide][kSide];
@@ -359,6 +440,74 @@ void Bf16Products::AddWeighed(int64_t head, int64_t block, int64_t d, const floa
   for (sums += row * kSide; row < end; ++row, sums += kSide) {
     AddSums(GroupOf(head), block, row, d, _mm512_load_ps(sums), _mm512_load_ps(sums + kSide * kSide));
   }
+}
+
+// Adds up the values of slots [begin, end) for the few rows of a head, by weights in f32: [kSpan][16 rows].
+template <int kRows>
+void Bf16Products::WeighFew(int64_t head, const float* weights, int64_t begin, int64_t end) {
+  constexpr int kParts = 8 / kRows;  // registers of 16 dimensions, of which a row has three each
+  int64_t d = 0;
+  for (; d + kParts * kSide <= p_.V; d += kParts * kSide) SumFew<kRows, kParts>(head, d, weights, begin, end);
+  for (; d < p_.V; d += kPair) SumFew<kRows, 2>(head, d, weights, begin, end);
+}
+
+// The same of 16 N dimensions.
+template <int kRows, int N>
+void Bf16Products::SumFew(int64_t head, int64_t d, const float* weights, int64_t begin, int64_t end) {
+  alignas(64) float sums[kRows][N][kSide];
+  int64_t row, past;
+  RowsOf(head, 0, &row, &past);
+  {
+    FlushDenormals in_this_thread;
+    SumValues<kRows, N>(head * p_.Apart() + p_.ValueAt() + d, weights + row, begin, end, sums);
+  }
+  for (int r = 0; r < kRows; ++r) {
+    for (int64_t i = 0; i < N; i += 2) {
+      AddSums(GroupOf(head), 0, row + r, d + i * kSide, _mm512_load_ps(sums[r][i]), _mm512_load_ps(sums[r][i + 1]));
+    }
+  }
+}
+
+// sums[r] = the values of slots [begin, end), from `offset` on in a slot, times the weights of row r: 16 N dimensions, in the order
+// in which unpacking puts them.
+template <int kRows, int N>
+[[gnu::noinline]] void Bf16Products::SumValues(int64_t offset, const float* weights, int64_t begin, int64_t end,
+                                               float (*sums)[N][kSide]) {
+  __m512 totals[kRows][N];
+#pragma GCC unroll 8
+  for (int i = 0; i < kRows * N; ++i) totals[i / N][i % N] = _mm512_setzero_ps();
+  for (int64_t tile = begin; tile < end; tile += kDepth) {
+    __m512 even[kRows][N], odd[kRows][N];
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows * N; ++i) even[i / N][i % N] = odd[i / N][i % N] = _mm512_setzero_ps();
+    auto add = [&](__m512 (&to)[kRows][N], int64_t slot) {
+      const bf16* value = slots_[slot] + offset;
+      __m512 weight[kRows];
+#pragma GCC unroll 2
+      for (int r = 0; r < kRows; ++r) weight[r] = _mm512_set1_ps(weights[slot * kSide + r]);
+#pragma GCC unroll 4
+      for (int i = 0; i < N; i += 2) {
+        __m512i x = _mm512_loadu_si512(value + i * kSide);
+        __m512 low = _mm512_castsi512_ps(_mm512_unpacklo_epi16(_mm512_setzero_si512(), x));
+        __m512 high = _mm512_castsi512_ps(_mm512_unpackhi_epi16(_mm512_setzero_si512(), x));
+#pragma GCC unroll 2
+        for (int r = 0; r < kRows; ++r) {
+          to[r][i] = _mm512_fmadd_ps(weight[r], low, to[r][i]), to[r][i + 1] = _mm512_fmadd_ps(weight[r], high, to[r][i + 1]);
+        }
+      }
+    };
+    for (int64_t part = tile; part < tile + kDepth; part += 8, ahead_.Fetch(N / 2)) {
+#pragma GCC unroll 4
+      for (int64_t slot = part; slot < part + 8; slot += 2) add(even, slot), add(odd, slot + 1);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows * N; ++i) {
+      __m512& total = totals[i / N][i % N];
+      total = _mm512_add_ps(total, _mm512_add_ps(even[i / N][i % N], odd[i / N][i % N]));
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < kRows * N; ++i) _mm512_store_ps(sums[i / N][i % N], totals[i / N][i % N]);
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
 // Paged attention of one item with AMX, for every kind of pool that has tiles of its own; see paged_attention.h. A span's scores
 // are computed for all of its slots, then their weights, then the sum of its values: nothing is rescaled within a span. Prefill
-// and decode are one code.
+// and decode have one arithmetic.
 //
 // Query rows are taken in blocks of 16. Scores are computed transposed, [slots][16 rows]: products of keys, as they lie in the
 // pool, and of queries, which are packed once an item. A maximum, a sum, an exponential and a mask are then one instruction for
@@ -91,6 +91,11 @@ struct alignas(64) Factors {
   }
 };
 
+// Slots [begin, end) of a span.
+struct SlotRange {
+  int64_t begin, end;
+};
+
 // Which slots of a span the rows of a block see: of [begin, end) all rows see [all_begin, all_end), whole steps all of them.
 struct Seen {
   int64_t begin, all_begin, all_end, end;
@@ -131,6 +136,7 @@ inline __m512 Largest(const Seen& seen, const float* scores) {
 //   Shares(heads): how often memory is fetched while so many heads of 32 slots are at work
 //   AttendSpan(group, first): the totals and sums of a span
 //   Write(group): writes its results, unless the one here does
+//   TogetherBytes() and AttendHeads(), if those here do not serve it
 //   Put(to, low, high): 32 dimensions of a result, from the order in which o_ has them
 template <typename Products, typename Slot>
 class SpanAttention {
@@ -140,14 +146,29 @@ class SpanAttention {
  protected:
   static constexpr bool kIsScaled = sizeof(Slot) == 1;
 
+  // How many bytes of a span the heads have that are at work together. Memory is fetched in pieces of so many heads.
+  int64_t TogetherBytes() const { return kAheadBytes; }
+  // Attends heads [begin, end) of a span. fetch_next(most, shares) has what comes after them fetched in so many shares: its slots
+  // up to the next multiple of `most`.
+  template <typename FetchNext>
+  void AttendHeads(int64_t begin, int64_t end, int64_t first, const FetchNext& fetch_next) {
+    fetch_next(kSpan, Self().Shares(end - begin) * StepsOf(InSpan(item_, first)));
+    for (int64_t head = begin; head < end; head += shared_) Self().AttendSpan(head / shared_, first);
+  }
+
+  // The slots of a span that an item sees, and of how many steps of 32 slots they are.
+  static SlotRange InSpan(const Item& item, int64_t first) {
+    return {std::max(first, item.begin) - first, std::min(first + kSpan, item.end) - first};
+  }
+  static int64_t StepsOf(const SlotRange& slots) { return (slots.end - slots.begin + kDepth - 1) / kDepth; }
   // Calls body(pair, begin, end) for each pair of blocks, with the slots of a span that any of its rows sees, in whole steps.
   template <typename Body>
   void EachPair(int64_t first, const Body& body) const {
-    int64_t begin = std::max(first, item_.begin) - first, end = std::min(first + kSpan, item_.end) - first;
+    SlotRange slots = InSpan(item_, first);
     for (int64_t block = 0; block < blocks_; block += 2) {
       const BlockPair& rows = pairs_[block / 2];
-      int64_t low = std::max(rows.begin - first, begin) / Products::kStep * Products::kStep;
-      int64_t high = (std::min(rows.end - first, end) + Products::kStep - 1) / Products::kStep * Products::kStep;
+      int64_t low = std::max(rows.begin - first, slots.begin) / Products::kStep * Products::kStep;
+      int64_t high = (std::min(rows.end - first, slots.end) + Products::kStep - 1) / Products::kStep * Products::kStep;
       if (low < high) body(block, low, high);
     }
   }
@@ -166,6 +187,7 @@ class SpanAttention {
       }
     }
   }
+  void FetchAhead(bool is_next, const SlotRange& slots, int64_t head, int64_t heads, int64_t shares);
   Seen SeenBy(const BlockPair& rows, int64_t half, int64_t first, int64_t begin, int64_t end) const;
   void CapScores(float* scores, int64_t begin, int64_t end) const;
   void TakeTotals(int64_t group, int64_t block, Totals totals);
@@ -196,6 +218,7 @@ class SpanAttention {
   Problem p_;
   Item item_;
   int64_t shared_, groups_;                   // heads that share blocks, and groups of such heads
+  int64_t together_;                          // heads between which memory is fetched
   int64_t head_rows_, blocks_;                // query rows of a head, and blocks of those of a group
   const Slot *slots_[kSpan], *next_[kSpan];   // of this span, and of the next one
   const float *scales_[kSpan], *next_scales_[kSpan];  // of the item's first head; null where a slot is not seen
@@ -211,7 +234,6 @@ class SpanAttention {
   void BeginItem();
   void BeginSums();
   void LocateSpan(const Item& item, int64_t first, const Slot* (&slots)[kSpan], const float* (&scales)[kSpan]) const;
-  void FetchAhead(const Item& item, int64_t first, int64_t head, int64_t heads, bool is_next, int64_t shares);
   Factors AddTotals(int64_t block, Totals span);
   void AddSpans();
 
@@ -229,9 +251,9 @@ void SpanAttention<Products, Slot>::Attend(const Problem& p, const Item& item, c
   p_ = p, item_ = item;
   head_rows_ = item.count * p.G;
   int64_t head_bytes = kSpan * p.Width() * sizeof(Slot);
-  int64_t together = std::clamp<int64_t>(kAheadBytes / head_bytes, 1, item.heads);  // heads between which memory is fetched
-  shared_ = std::clamp<int64_t>(kSide / head_rows_, 1, std::min(Products::kMostShared, together));
-  together = together / shared_ * shared_;
+  together_ = std::clamp<int64_t>(Self().TogetherBytes() / head_bytes, 1, item.heads);
+  shared_ = std::clamp<int64_t>(kSide / head_rows_, 1, std::min(Products::kMostShared, together_));
+  together_ = together_ / shared_ * shared_;
   BeginItem();
   if (item.spans == nullptr) BeginSums();
   int64_t first = item.begin / kSpan * kSpan;
@@ -248,17 +270,18 @@ void SpanAttention<Products, Slot>::Attend(const Problem& p, const Item& item, c
     const Item* next = first + kSpan < item.end ? &item : after;
     int64_t next_first = next == &item ? first + kSpan : next != nullptr ? next->begin / kSpan * kSpan : 0;
     if (next != nullptr) LocateSpan(*next, next_first, next_, next_scales_);
-    for (int64_t begin = 0; begin < item.heads; begin += together) {
-      int64_t end = std::min(begin + together, item.heads);
-      int64_t slots = std::min(first + kSpan, item.end) - std::max(first, item.begin);
-      int64_t shares = Self().Shares(end - begin) * ((slots + kDepth - 1) / kDepth);
+    for (int64_t begin = 0; begin < item.heads; begin += together_) {
+      int64_t end = std::min(begin + together_, item.heads);
+      auto fetch_next = [&](int64_t most, int64_t shares) {
+        bool is_next = end == item.heads;
+        if (is_next && next == nullptr) return;
+        SlotRange slots = is_next ? InSpan(*next, next_first) : InSpan(item, first);
+        slots.end = std::min(slots.end, slots.begin / most * most + most);
+        int64_t head = is_next ? 0 : end;
+        FetchAhead(is_next, slots, head, std::min(together_, (is_next ? next : &item)->heads - head), shares);
+      };
       ahead_ = {};
-      if (end < item.heads) {
-        FetchAhead(item, first, end, std::min(together, item.heads - end), false, shares);
-      } else if (next != nullptr) {
-        FetchAhead(*next, next_first, 0, std::min(together, next->heads), true, shares);
-      }
-      for (int64_t head = begin; head < end; head += shared_) Self().AttendSpan(head / shared_, first);
+      Self().AttendHeads(begin, end, first, fetch_next);
       ahead_.FetchRest();
     }
     std::memcpy(slots_, next_, sizeof(slots_));
@@ -324,16 +347,16 @@ void SpanAttention<Products, Slot>::BeginSums() {
   }
 }
 
-// Has some heads of an item's slots, of the span from `first` on, fetched in so many shares. is_next: they are those of next_.
+// Has so many heads, from `head` on, of these slots fetched in so many shares. is_next: they are those of next_.
 template <typename Products, typename Slot>
-void SpanAttention<Products, Slot>::FetchAhead(const Item& item, int64_t first, int64_t head, int64_t heads, bool is_next,
-                                                int64_t shares) {
-  int64_t begin = std::max(first, item.begin) - first, end = std::min(first + kSpan, item.end) - first;
+void SpanAttention<Products, Slot>::FetchAhead(bool is_next, const SlotRange& slots, int64_t head, int64_t heads, int64_t shares) {
   int64_t bytes = heads * p_.Width() * sizeof(Slot);
-  const Slot* const* slots = is_next ? next_ : slots_;
-  int64_t lines = (end - begin) * bytes / kCacheLine;
-  ahead_ = {slots + begin, slots + end, head * p_.Apart(), bytes, lines * Ahead<Slot>::kUnit / shares + 1};
-  if constexpr (kIsScaled) ahead_.scales = (is_next ? next_scales_ : scales_) + begin, ahead_.scale_bytes = 2 * item.heads * sizeof(float);
+  const Slot* const* from = is_next ? next_ : slots_;
+  int64_t lines = (slots.end - slots.begin) * bytes / kCacheLine;
+  ahead_ = {from + slots.begin, from + slots.end, head * p_.Apart(), bytes, lines * Ahead<Slot>::kUnit / shares + 1};
+  if constexpr (kIsScaled) {
+    ahead_.scales = (is_next ? next_scales_ : scales_) + slots.begin, ahead_.scale_bytes = 2 * item_.heads * sizeof(float);
+  }
 }
 
 // Scales scores, and bends them by the soft cap: cap * tanh(x / cap).

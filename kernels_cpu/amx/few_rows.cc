@@ -16,18 +16,6 @@ namespace {
 
 constexpr int64_t kMostRows = 3;  // for more of them tiles are as fast
 
-// Denormal numbers are zeros in this thread while in scope. What is computed then is in functions that are not inlined: compilers
-// do not know that arithmetic depends on it.
-class FlushDenormals {
- public:
-  FlushDenormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | kFlush | kAreZeros); }
-  ~FlushDenormals() { _mm_setcsr(before_); }
-
- private:
-  static constexpr uint32_t kFlush = 0x8000, kAreZeros = 0x40;
-  uint32_t before_;
-};
-
 // A signed byte of words as f32. The instruction adds up the products of four bytes, of which all but one are with zero: shifting
 // takes one more.
 inline __m512 FromByte(__m512i words, int byte) {

@@ -1,4 +1,4 @@
-// The tile registers of AMX, as every kernel of this level has them.
+// The tile registers of AMX, as every kernel of this level has them, and what other instructions need to compute as they do.
 #pragma once
 
 #include <immintrin.h>
@@ -33,6 +33,18 @@ struct Tiles {
     _tile_loadconfig(&kDescriptions[columns - 1]);
   }
   ~Tiles() { _tile_release(); }
+};
+
+// Denormal numbers are zeros in this thread while in scope, as they are to tiles. What is computed then is in functions that are not
+// inlined: compilers do not know that arithmetic depends on it.
+class FlushDenormals {
+ public:
+  FlushDenormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | kFlush | kAreZeros); }
+  ~FlushDenormals() { _mm_setcsr(before_); }
+
+ private:
+  static constexpr uint32_t kFlush = 0x8000, kAreZeros = 0x40;
+  uint32_t before_;
 };
 
 // Has what was written before in the order of the program be in memory for tiles that are loaded after: compilers do not know that

@@ -763,6 +763,7 @@ struct AttentionCase {
   float soft_cap;
   bool sinks, latent = false;  // latent: K parts of the query heads
   bool largest = false;        // queries and keys of int8 whose products are as large as can be, of one sign in a slot
+  bool tiny = false;           // values of bf16 that make denormal numbers of most products with weights
 };
 
 template <typename Slot>
@@ -786,6 +787,11 @@ void Attention(const char* pool_name, const AttentionCase& c, bool decode) {
     for (int64_t slot = 0; slot < N * c.P * c.K; ++slot) {
       uint8_t bits = random.Bits() % 2 ? 0x80 : 0x7f;
       std::memset(&pool[slot * head_size], bits, c.D);
+    }
+  }
+  if constexpr (std::is_same_v<Slot, bf16>) {
+    for (int64_t i = 0; c.tiny && i < N * c.P * row; ++i) {
+      if (i % head_size >= c.D) pool[i] = ToBf16(FromBf16(pool[i]) * 0x1p-122f);
     }
   }
   auto value = [&](int64_t index) -> double {  // of an element of the pool
@@ -875,13 +881,16 @@ void AttentionCases() {
                                  {150, 1, 16, 10, 2, 96, 64, 0, 0, false, true}, {90, 3, 16, 10, 2, 96, 64, 0, 0, false, true},
                                  {130, 1, 16, 5, 5, 64, 64, 0, 0, false},    {300, 1, 16, 7, 1, 256, 256, 0, 0, false},
                                  {75, 1, 16, 16, 2, 32, 32, 60, 0, true},    {9, 1, 8, 6, 2, 32, 64, 0, 0, false},
-                                 {620, 45, 8, 4, 2, 64, 64, 300, 4, true},  {600, 1, 16, 24, 1, 64, 64, 0, 0, false}};
+                                 {620, 45, 8, 4, 2, 64, 64, 300, 4, true},  {600, 1, 16, 24, 1, 64, 64, 0, 0, false},
+                                 {330, 1, 16, 32, 4, 64, 64, 0, 0, true},
+                                 {330, 1, 16, 18, 9, 128, 128, 200, 0, false}};
   for (const AttentionCase& c : cases) {
     for (bool decode : {false, true}) {
       if (decode && c.queries > 1) continue;
       Attention<bf16>("bf16", c, decode), Attention<int8_t>("int8", c, decode), Attention<E4m3>("fp8", c, decode);
     }
   }
+  for (int64_t G : {1, 2, 3}) Attention<bf16>("bf16 tiny", {90, 9, 16, G, 1, 64, 160, 0, 0, false, false, false, true}, false);
   // Sums of products that fill 32 bits, and head dimensions whose would overflow them.
   for (int64_t D : {512, 544, 1056}) {
     for (bool decode : {false, true}) Attention<int8_t>("int8", {70, 1, 16, 3, 1, D, 32, 0, 0, false, false, true}, decode);

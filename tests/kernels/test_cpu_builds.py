@@ -30,7 +30,7 @@ EMULATION = Path(__file__).with_name("amx_emulation.h")
 EMULATED = ("-include", str(EMULATION))
 TILES = {"amx_tile", "amx_bf16", "amx_int8"}
 SANITIZE = ("-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-CASES = 434
+CASES = 449
 
 
 def compiler_of(name: str) -> str:
@@ -292,7 +292,21 @@ FAULTS: list[Fault] = [
     (("f32_group_attention.h", "if (!sees_all) Mask", "if (false) Mask"), "FAILED groups"),
 ]
 FAULTS_OF_AMX: list[Fault] = [
-    (("amx/attend.cc", "slots[slot] + offset + d", "slots[0] + offset + d"), "FAILED attention"),
+    (
+        ("amx/attend.cc", "slots_[first + slot] + offset", "slots_[first] + offset"),
+        "FAILED attention",
+    ),
+    (
+        ("amx/attend.cc", "is_seen ? p_.Stride() * int64_t{sizeof(bf16)} : 0", "0"),
+        "FAILED attention",
+    ),
+    (
+        ("amx/attend.cc", "first, scores_ + i * kSpan * kSide);", "first, scores_);"),
+        "FAILED attention",
+    ),
+    (("amx/attend.cc", "weights + row, begin", "weights, begin"), "FAILED attention"),
+    (("amx/attend.cc", "add(odd, slot + 1)", "add(even, slot + 1)"), "of a query alone"),
+    (("amx/attend.cc", "    FlushDenormals in_this_thread;", ""), "of a query alone"),
     (("amx/attend.h", "_mm512_cmple_epi32_mask(low, at)", "0xffff"), "FAILED attention"),
     (("amx/attend.cc", "(block * kSpan + begin) * kSide", "block * kSpan * kSide"), "FAILED"),
     (("amx/attend.h", "rows.all_end - first)", "rows.end - first)"), "FAILED attention"),
@@ -362,7 +376,7 @@ FAULTS_OF_AMX: list[Fault] = [
         ("amx/widened.cc", "0x17170f0f07073f3f)", "0x17170f0f07071f1f)"),
         "FAILED quantized plain int4",
     ),
-    (("amx/few_rows.cc", "before_ | kFlush | kAreZeros", "before_"), "FAILED quantized plain"),
+    (("amx/tiles.h", "before_ | kFlush | kAreZeros", "before_"), "FAILED quantized plain"),
     (("amx/few_rows.cc", "sums + (group - begin) * T)", "sums)"), "has other bits among"),
     (
         (
