@@ -1,7 +1,7 @@
 // Products with interleaved weights of int8 and int4 (Order::kInterleaved) in integers of 16 bits (Activations::kInt16), on any
 // level whose Lanes hold 8 f32. A lane is an output: a register holds 4 bytes of each of 8, and words of two inputs each are cut
 // out of them, which meet the same two of a row of x in all lanes. So nothing is added up across lanes, weights come from memory
-// in one stream, and what is cut out serves 4 rows of x.
+// in one stream, and what is cut out serves 4 rows of x, or all where they are many.
 //
 // Bytes hold numbers in excess of what they stand for, so that cutting takes no sign: sums begin with what takes that away. Sums
 // of integers are exact (modulo 2^32, and what they come to fits: 2^15 * 2^7 * 256 is 2^30), those in f32 run in one order.
@@ -40,6 +40,7 @@ class InterleavedProducts {
   static constexpr int64_t kInputs = 8;                             // that are taken at a time
   static constexpr int64_t kBlock = 256;                            // inputs that share a scale of x
   static constexpr int64_t kPanelBytes = 256 * 1024;                // of x that stays in the L2 cache
+  static constexpr int64_t kManyRows = 16;                          // of x that are worth cutting numbers of int4 out before
   static constexpr int32_t kExcess = form == Form::kInt4 ? 8 : 128;  // of a byte's numbers
   static constexpr float kMost = 32767.0f;
 
@@ -109,27 +110,51 @@ class InterleavedProducts {
     }
   };
 
-  // Adds the products of 8 inputs of R rows of x, which lie together, and of 16 outputs to their sums.
-  template <int R>
-  static void AddInputs(const int16_t* x, const uint8_t* w, Integers (&sums)[R][kCols]) {
+  // The numbers of a pair of the four of 8 inputs, as words, of 8 outputs.
+  static Words NumbersOf(const uint8_t* w, int64_t pair, int64_t c) {
+    if constexpr (form == Form::kInt8) {  // a byte is a number: two lines of 4 inputs each
+      Words words = L::LoadWords(w + pair % 2 * kCacheLine + c * kCacheLine / kCols);
+      return pair < 2 ? L::And(words, L::SetWords(255)) : L::template ShiftRight<8>(words);
+    } else {  // a byte is the numbers i and 4 + i of 8
+      Words words = L::LoadWords(w + c * kCacheLine / kCols);
+      words = pair == 0   ? words
+              : pair == 1 ? L::template ShiftRight<4>(words)
+              : pair == 2 ? L::template ShiftRight<8>(words)
+                          : L::template ShiftRight<12>(words);
+      return pair < 3 ? L::And(words, L::SetWords(15)) : words;
+    }
+  }
+
+  // Where the numbers of 16 outputs come from: cut out as they are needed, or before, once for all rows of x.
+  struct AsTheyLie {
+    const uint8_t* weights;
+    Words Get(int64_t e, int64_t pair, int64_t c) const { return NumbersOf(weights + kInterleaved * Bytes(form, e), pair, c); }
+  };
+  struct CutOut {
+    const int16_t* words;  // [E / 8][4 pairs][2][8 outputs][2]
+    Words Get(int64_t e, int64_t pair, int64_t c) const {
+      return L::LoadWords(words + e * kInterleaved + (pair * kCols + c) * 2 * L::kCount);
+    }
+  };
+  static void CutOutAll(const uint8_t* weights, int64_t E, int16_t* to) {
+    AsTheyLie lie{weights};
+    for (int64_t e = 0; e < E; e += kInputs) {
+#pragma GCC unroll 4
+      for (int64_t pair = 0; pair < kInputs / 2; ++pair) {
+        for (int64_t c = 0; c < kCols; ++c, to += 2 * L::kCount) L::StoreWords(to, lie.Get(e, pair, c));
+      }
+    }
+  }
+
+  // Adds the products of the 8 inputs from e on of R rows of x, which lie together, and of 16 outputs to their sums.
+  template <int R, typename Weights>
+  static void AddInputs(const int16_t* x, const Weights& w, int64_t e, Integers (&sums)[R][kCols]) {
     constexpr int64_t kPairs = kInputs / 2;
 #pragma GCC unroll 4
     for (int64_t pair = 0; pair < kPairs; ++pair) {
       Words numbers[kCols];
 #pragma GCC unroll 2
-      for (int64_t c = 0; c < kCols; ++c) {
-        if constexpr (form == Form::kInt8) {  // a byte is a number: two lines of 4 inputs each
-          Words words = L::LoadWords(w + pair % 2 * kCacheLine + c * kCacheLine / kCols);
-          numbers[c] = pair < 2 ? L::And(words, L::SetWords(255)) : L::template ShiftRight<8>(words);
-        } else {  // a byte is the numbers i and 4 + i of 8
-          Words words = L::LoadWords(w + c * kCacheLine / kCols);
-          words = pair == 0   ? words
-                  : pair == 1 ? L::template ShiftRight<4>(words)
-                  : pair == 2 ? L::template ShiftRight<8>(words)
-                              : L::template ShiftRight<12>(words);
-          numbers[c] = pair < 3 ? L::And(words, L::SetWords(15)) : words;
-        }
-      }
+      for (int64_t c = 0; c < kCols; ++c) numbers[c] = w.Get(e, pair, c);
 #pragma GCC unroll 4
       for (int64_t r = 0; r < R; ++r) {
         Words two = L::SetPair(x + 2 * (pair * R + r));
@@ -143,9 +168,9 @@ class InterleavedProducts {
   }
 
   // The products of R rows of x and 16 outputs, from output n on.
-  template <int R>
-  static void MultiplyTile(const Rounded& x, const Quantized& w, int64_t n, int64_t segment, Ahead& ahead, float* y) {
-    const uint8_t* weights = w.Row(n);
+  template <int R, typename Weights>
+  static void MultiplyTile(const Rounded& x, const Quantized& w, const Weights& weights, int64_t n, int64_t segment, Ahead& ahead,
+                           float* y) {
     const float *scales = w.scales + n * w.S, *zeros = kind == Scales::kZeros ? w.zeros + n * w.S : nullptr;
     Floats totals[R][kCols];
 #pragma GCC unroll 4
@@ -166,7 +191,7 @@ class InterleavedProducts {
         ahead.Fetch();
 #pragma GCC unroll 1  // a loop of several of these finds no registers for its sums
         for (int64_t i = e; i < e + kPacked; i += kInputs) {
-          AddInputs<R>(x.values + i * R, weights + kInterleaved * Bytes(form, i), sums);
+          AddInputs<R>(x.values + i * R, weights, i, sums);
         }
       }
       const float* of_group = scales + first / group * kInterleaved;
@@ -201,7 +226,7 @@ class InterleavedProducts {
 
   // One thread's part: the groups [begin, end) of 16 outputs for all rows of x.
   static void MultiplyGroups(const Rounded& x, const Quantized& w, float* y, int64_t T, int64_t begin, int64_t end) {
-    constexpr decltype(&MultiplyTile<1>) kBySize[] = {&MultiplyTile<1>, &MultiplyTile<2>, &MultiplyTile<3>, &MultiplyTile<4>};
+    static thread_local Memory memory;
     int64_t panel = std::max(kRows, kPanelBytes / (2 * w.E) / kRows * kRows), segment = SegmentOf(w);
     for (int64_t first = 0; first < T; first += panel) {
       int64_t last = std::min(T, first + panel), lines = kInterleaved * w.RowBytes() / kCacheLine;
@@ -209,9 +234,22 @@ class InterleavedProducts {
       for (int64_t g = begin; g < end; ++g) {
         int64_t n = g * kInterleaved;
         Ahead ahead{w.Row(n + kInterleaved), lines, Cut(lines, steps)};
-        for (int64_t t = first; t < last; t += kRows) {
-          kBySize[std::min(kRows, last - t) - 1](x.From(t), w, n, segment, ahead, y + t * w.N);
+        auto multiply = [&](auto weights) {
+          using Weights = decltype(weights);
+          constexpr decltype(&MultiplyTile<1, Weights>) kBySize[] = {&MultiplyTile<1, Weights>, &MultiplyTile<2, Weights>,
+                                                                     &MultiplyTile<3, Weights>, &MultiplyTile<4, Weights>};
+          for (int64_t t = first; t < last; t += kRows) {
+            kBySize[std::min(kRows, last - t) - 1](x.From(t), w, weights, n, segment, ahead, y + t * w.N);
+          }
+        };
+        if constexpr (form == Form::kInt4) {
+          if (last - first >= kManyRows) {
+            int16_t* words = Scratch<int16_t>(memory, w.E * kInterleaved);
+            CutOutAll(w.Row(n), w.E, words), multiply(CutOut{words});
+            continue;
+          }
         }
+        multiply(AsTheyLie{w.Row(n)});
       }
     }
   }

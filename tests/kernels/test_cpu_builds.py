@@ -275,6 +275,10 @@ FAULTS: list[Fault] = [
         "FAILED quantized int16 interleaved",
     ),
     (
+        ("interleaved_products.h", "(pair * kCols + c) * 2", "pair * kCols * 2"),
+        "FAILED quantized int16 interleaved int4",
+    ),
+    (
         ("interleaved_products.h", "-kExcess * total", "kExcess * total"),
         "FAILED quantized int16 interleaved",
     ),
