@@ -114,11 +114,9 @@ class F32ManyRows {
   using P = F32Panels<L>;
 
  public:
-  static constexpr int64_t kLeast = 32;        // rows of x that are worth it, by whole steps (docs/speed.md)
+  static constexpr int64_t kLeast = 32;       // rows of x that are worth it, by whole steps (docs/speed.md)
   static constexpr int64_t kCols = P::kCols;  // rows of w in a group
-
-  // Into how many items of work to cut groups: many a thread, since those of one that is slower than others are waited for.
-  static int64_t SharesOf(ffi::ThreadPool& pool, int64_t groups) { return std::min(groups, 32 * NumThreads(pool)); }
+  static constexpr int64_t kShares = 32;      // of a product, a thread
 
   // How many floats T rows of x are in panels.
   static int64_t Packed(int64_t T, int64_t E) { return PanelsOf(T) * kSums * Apart(E); }
@@ -218,7 +216,8 @@ class F32ManyRows {
       for (int i = 0; i < kTogether; ++i) PackWeight(w, N, E, first_of(step, i), apart, packed + i * kSums * apart);
       // What is packed next, by this item or the one after it, comes into the cache meanwhile, a few lines with each tile: the
       // processor would wait for many at once.
-      int64_t of_group = kCols * E / kLineInputs, lines = first_of(step + 1, kTogether - 1) < N ? kTogether * of_group : 0, fetched = 0;
+      bool is_last = first_of(step + 1, kTogether - 1) >= N;
+      int64_t of_group = kCols * E / kLineInputs, lines = is_last ? 0 : kTogether * of_group, fetched = 0;
       int64_t tiles = panels * kSums * kTogether, done = 0;
       for (int64_t first = 0; first < panels; first += most) {
         int64_t last = std::min(panels, first + most);
@@ -277,7 +276,7 @@ class F32ManyRows {
 template <typename L, typename Out>
 void MultiplyPacked(ffi::ThreadPool& pool, const float* x, const bf16* w, Out* y, int64_t T, int64_t N, int64_t E) {
   using M = F32ManyRows<L>;
-  int64_t groups = (N + M::kCols - 1) / M::kCols, items = M::SharesOf(pool, groups);
+  int64_t groups = (N + M::kCols - 1) / M::kCols, items = SharesOf(pool, groups, 1, M::kShares);
   ParallelFor(pool, items, [&](int64_t item) {
     auto to = [&](int64_t t) { return y + t * N; };
     M::MultiplyGroups(x, to, T, w, N, E, groups * item / items, groups * (item + 1) / items);
@@ -312,7 +311,7 @@ bool MlpInF32(ffi::ThreadPool& pool, Activation kind, const bf16* x, const bf16*
   static thread_local Memory of_x, of_h;
   float *packed = Scratch<float>(of_x, M::Packed(T, E)), *h = Scratch<float>(of_h, M::Packed(T, F));
   M::PackRows(pool, [&](int64_t t) { return x + t * E; }, T, E, packed);
-  int64_t groups = F / M::kCols, items = M::SharesOf(pool, groups);
+  int64_t groups = F / M::kCols, items = SharesOf(pool, groups, 1, M::kShares);
   auto gate = [&](auto gated) {
     ParallelFor(pool, items, [&](int64_t item) {
       M::MultiplyGated(packed, h, T, gate_up, F, E, groups * item / items, groups * (item + 1) / items, gated);

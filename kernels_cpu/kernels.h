@@ -84,9 +84,9 @@ void ParallelFor(ffi::ThreadPool& pool, int64_t items, const Body& body) {
 }
 
 // Returns into how many items of work to cut `units`, of at least `least` each: several a thread, so that one that begins
-// late is not waited for long.
-inline int64_t SharesOf(ffi::ThreadPool& pool, int64_t units, int64_t least) {
-  return std::clamp<int64_t>(8 * NumThreads(pool), 1, (units + least - 1) / least);
+// late, or is slower, is not waited for long.
+inline int64_t SharesOf(ffi::ThreadPool& pool, int64_t units, int64_t least, int64_t a_thread = 8) {
+  return std::clamp<int64_t>(a_thread * NumThreads(pool), 1, (units + least - 1) / least);
 }
 
 }  // namespace jpaged
