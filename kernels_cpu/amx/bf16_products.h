@@ -80,8 +80,8 @@ inline bool GoesPastCache(const void* to, int64_t row_bytes, int64_t bytes) {
 }
 
 // Writes sums as rows of a product's result [T, N], of which y(t) is where row t begins: of a group of the weight, four rows at a time.
-// scales: of the N rows of the weight, or null.
-template <typename Y>
+// kScaled: times scales of the N rows of the weight.
+template <typename Y, bool kScaled>
 class RowWriter {
   using Out = std::remove_pointer_t<std::invoke_result_t<Y, int64_t>>;
   static constexpr int64_t kWidth = kCacheLine / sizeof(Out);
@@ -93,23 +93,34 @@ class RowWriter {
       : T_(T), N_(N), y_(y), scales_(scales), past_cache_(past_cache) {}
 
   void Write(int64_t group, int64_t tile, int64_t piece, const Sums& sums) const {
-    int64_t first = tile * kSide + piece * kQuarter, rows = T_ - first, column = group * kGroup;
-    if (rows <= 0) return;
-    auto put = [&](int64_t t, int64_t n, __m512i row) {
-      if (t < rows) Put(y_(first + t) + n, row, N_ - n);
-    };
+    int64_t first = tile * kSide + piece * kQuarter, column = group * kGroup;
+    __m512i lines[kQuarter][kLines];
+    Transpose(column, piece, sums, lines);
+    if (first + kQuarter <= T_ && column + kGroup <= N_) {
+      PutWhole(first, column, lines);
+    } else {
+      PutPart(first, column, lines);
+    }
+  }
+
+ private:
+  static constexpr int64_t kLines = kGroup / kWidth;  // of a row
+
+  // A row's sums of a group, for four rows of x.
+  void Transpose(int64_t column, int64_t piece, const Sums& sums, __m512i (&lines)[kQuarter][kLines]) const {
     __m512i halves[2][4];
 #pragma GCC unroll 2
     for (int64_t half = 0; half < 2; ++half) {
       avx512::LoadLanes([&](int64_t n) { return &sums[half][n][piece * kQuarter]; }, halves[half]);
-      if (scales_ != nullptr) Scale(column + half * kSide, halves[half]);
+      if constexpr (kScaled) Scale(column + half * kSide, halves[half]);
     }
-    if constexpr (kWidth == kSide) {
-      avx512::TransposeLanes(halves[0], [&](int64_t t, __m512i row) { put(t, column, row); });
-      avx512::TransposeLanes(halves[1], [&](int64_t t, __m512i row) { put(t, column + kSide, row); });
+    if constexpr (kLines == 2) {
+      avx512::TransposeLanes(halves[0], [&](int64_t t, __m512i row) { lines[t][0] = row; });
+      avx512::TransposeLanes(halves[1], [&](int64_t t, __m512i row) { lines[t][1] = row; });
     } else {
       __m512i x[4];
       // Lane l of x[i] has four sums of row 8 l + i of the group, then of row 8 l + 4 + i.
+#pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) {
         x[i] = (__m512i)_mm512_cvtne2ps_pbh(_mm512_castsi512_ps(halves[1][i]), _mm512_castsi512_ps(halves[0][i]));
       }
@@ -117,12 +128,11 @@ class RowWriter {
       __m512i c = _mm512_unpacklo_epi16(x[2], x[3]), d = _mm512_unpackhi_epi16(x[2], x[3]);
       __m512i e = _mm512_unpacklo_epi32(a, c), f = _mm512_unpacklo_epi32(b, d);
       __m512i g = _mm512_unpackhi_epi32(a, c), h = _mm512_unpackhi_epi32(b, d);
-      put(0, column, _mm512_unpacklo_epi64(e, f)), put(1, column, _mm512_unpackhi_epi64(e, f));
-      put(2, column, _mm512_unpacklo_epi64(g, h)), put(3, column, _mm512_unpackhi_epi64(g, h));
+      lines[0][0] = _mm512_unpacklo_epi64(e, f), lines[1][0] = _mm512_unpackhi_epi64(e, f);
+      lines[2][0] = _mm512_unpacklo_epi64(g, h), lines[3][0] = _mm512_unpackhi_epi64(g, h);
     }
   }
 
- private:
   // Lane l of x[i] has sums of row n + 4 l + i of the weight.
   void Scale(int64_t n, __m512i (&x)[4]) const {
     __mmask16 mask = (1u << std::clamp<int64_t>(N_ - n, 0, kSide)) - 1;
@@ -135,13 +145,27 @@ class RowWriter {
     }
   }
 
-  void Put(Out* to, __m512i row, int64_t count) const {
-    if (count >= kWidth) {
-      PutLine(to, row, past_cache_);
-    } else if constexpr (kWidth == kGroup) {
-      _mm512_mask_storeu_epi16(to, (1u << count) - 1, row);
-    } else if (count > 0) {
-      _mm512_mask_storeu_epi32(to, (1u << count) - 1, row);
+  void PutWhole(int64_t first, int64_t column, const __m512i (&lines)[kQuarter][kLines]) const {
+#pragma GCC unroll 4
+    for (int64_t t = 0; t < kQuarter; ++t) {
+      Out* to = y_(first + t) + column;
+#pragma GCC unroll 2
+      for (int64_t i = 0; i < kLines; ++i) PutLine(to + i * kWidth, lines[t][i], past_cache_);
+    }
+  }
+
+  // Only rows below T and columns below N.
+  void PutPart(int64_t first, int64_t column, const __m512i (&lines)[kQuarter][kLines]) const {
+    for (int64_t t = 0; t < std::min(kQuarter, T_ - first); ++t) {
+      for (int64_t i = 0; i < kLines; ++i) {
+        int64_t n = column + i * kWidth, count = std::clamp<int64_t>(N_ - n, 0, kWidth);
+        Out* to = y_(first + t) + n;
+        if constexpr (kWidth == kGroup) {
+          _mm512_mask_storeu_epi16(to, (1ull << count) - 1, lines[t][i]);
+        } else {
+          _mm512_mask_storeu_epi32(to, (1u << count) - 1, lines[t][i]);
+        }
+      }
     }
   }
 
@@ -160,9 +184,9 @@ struct RowsOf {
   Out* operator()(int64_t t) const { return first + t * N; }
 };
 
-// A writer of a result [T, N].
-template <typename Out>
-RowWriter<RowsOf<Out>> WriterOf(Out* y, int64_t T, int64_t N, const float* scales = nullptr) {
+// A writer of a result [T, N]. scales: of the N rows of the weight, where it has them.
+template <bool kScaled = false, typename Out>
+RowWriter<RowsOf<Out>, kScaled> WriterOf(Out* y, int64_t T, int64_t N, const float* scales = nullptr) {
   return {T, N, {y, N}, scales, GoesPastCache(y, N * sizeof(Out), T * N * sizeof(Out))};
 }
 

@@ -116,7 +116,7 @@ void MultiplyExperts(ffi::ThreadPool& pool, const Pairs& pairs, const std::vecto
     int64_t i = item / strips, strip = item % strips, T = experts[i].count;
     auto to = [&](int64_t t) { return pairs.y[experts[i].first + t]; };
     Linear weight(experts[i].w, N, E);
-    RowWriter writer(T, N, to, nullptr, false);
+    RowWriter<decltype(to), false> writer(T, N, to, nullptr, false);
     for (int64_t block = 0; block < kBlocking.Count(T, E); ++block) {
       int64_t first = kBlocking.First(block, T, E), last = kBlocking.First(block + 1, T, E);
       int64_t begin = groups * strip / strips, end = groups * (strip + 1) / strips;

@@ -233,7 +233,16 @@ class Written : public Result {
   Writer writer_;
 };
 
-const float* RowScales(const Quantized& w) { return w.Kind() == Scales::kRow ? w.scales : nullptr; }
+// Calls body with what writes y [T, N], times the scales of a weight whose rows have one each.
+template <typename Out, typename Body>
+void WithWriter(const Quantized& w, Out* y, int64_t T, const Body& body) {
+  constexpr Rows kRows{kGroup, kSide};
+  if (w.Kind() == Scales::kRow) {
+    body(Written(kRows, WriterOf<true>(y, T, w.N, w.scales)));
+  } else {
+    body(Written(kRows, WriterOf(y, T, w.N)));
+  }
+}
 
 // The products of kCount tiles of packed x, which have so many columns, and the groups [begin, end) of w, whose rows lie together. Few
 // rows of x leave little time beside each row of the weight, so nothing is asked for that only more rows need.
@@ -321,11 +330,12 @@ void MultiplyFew(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, Out* 
   });
   int64_t columns = std::min(T, kSide), groups = (w.N + kGroup - 1) / kGroup, items = SharesOf(pool, groups, 1);
   const bf16* packed = Pack(pool, x, T, w.E, OrderOf(w), columns);
-  Written result({kGroup, kSide}, WriterOf(y, T, w.N, RowScales(w)));
-  ParallelFor(pool, items, [&](int64_t item) {
-    Tiles tiles_of_this_thread(columns);
-    multiply(packed, columns, w, result, groups * item / items, groups * (item + 1) / items);
-    _mm_sfence();  // what went past the cache is there for other threads
+  WithWriter(w, y, T, [&](const Result& result) {
+    ParallelFor(pool, items, [&](int64_t item) {
+      Tiles tiles_of_this_thread(columns);
+      multiply(packed, columns, w, result, groups * item / items, groups * (item + 1) / items);
+      _mm_sfence();  // what went past the cache is there for other threads
+    });
   });
 }
 
@@ -333,7 +343,7 @@ template <Activation kind>
 const bf16* MultiplyGated(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, PairOrder order, int64_t T) {
   static thread_local Memory memory;
   bf16* h = Scratch<bf16>(memory, Packed(T, w.N / 2));
-  Written result({kSide, w.N / 2}, GatedWriter<kind>(h, T, w.N / 2, RowScales(w), order));
+  Written result({kSide, w.N / 2}, GatedWriter<kind>(h, T, w.N / 2, w.Kind() == Scales::kRow ? w.scales : nullptr, order));
   MultiplyPacked(pool, x, w, result, T);
   return h;
 }
@@ -341,7 +351,7 @@ const bf16* MultiplyGated(ffi::ThreadPool& pool, const bf16* x, const Quantized&
 // y [T, N] of packed x.
 template <typename Out>
 void MultiplyPacked(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, Out* y, int64_t T) {
-  MultiplyPacked(pool, x, w, Written({kGroup, kSide}, WriterOf(y, T, w.N, RowScales(w))), T);
+  WithWriter(w, y, T, [&](const Result& result) { MultiplyPacked(pool, x, w, result, T); });
 }
 
 template <typename Out>
