@@ -376,7 +376,10 @@ FAULTS_OF_AMX: list[Fault] = [
     (("amx/widened.cc", "std::max<int64_t>(2, ", "std::max<int64_t>(1, "), "FAILED mlp int8"),
     (("amx/widened.cc", "rows_.apart - kSide)", "0)"), "FAILED mlp"),
     (("amx/widened.cc", "? 0 : steps_ - 1", "? 0 : 0"), "FAILED quantized plain"),
-    (("amx/widened.cc", "to_ + b * 2 * kTileSize", "to_ + b * kTileSize"), "FAILED quantized plain"),
+    (
+        ("amx/widened.cc", "to_ + b * 2 * kTileSize", "to_ + b * kTileSize"),
+        "FAILED quantized plain",
+    ),
     (("amx/widened.cc", "? 0x0100 : 0x2120", "? 0x0100 : 0x0100"), "FAILED quantized plain int4"),
     (
         ("amx/widened.cc", "0x17170f0f07073f3f)", "0x17170f0f07071f1f)"),
