@@ -14,7 +14,8 @@
 namespace jpaged::amx {
 namespace {
 
-constexpr int64_t kMostRows = 3;  // for more of them tiles are as fast
+constexpr int64_t kMostRows = 3;     // for more of them tiles are as fast
+constexpr int64_t kLeastGroups = 8;  // of 16 rows of the weight in an item
 
 // A signed byte of words as f32. The instruction adds up the products of four bytes, of which all but one are with zero: shifting
 // takes one more.
@@ -75,7 +76,7 @@ void MultiplyTo(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, Out* y
     __m256i from = _mm256_loadu_si256((const __m256i*)(x + i));
     _mm512_store_si512(values + i, _mm512_slli_epi32(_mm512_cvtepu16_epi32(from), 16));
   }
-  int64_t groups = (w.N + kSide - 1) / kSide, items = SharesOf(pool, groups, 1);
+  int64_t groups = (w.N + kSide - 1) / kSide, items = SharesOf(pool, groups, kLeastGroups);
   ParallelFor(pool, items, [&](int64_t item) {
     static thread_local Memory memory;
     int64_t begin = groups * item / items, end = groups * (item + 1) / items;

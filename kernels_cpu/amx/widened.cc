@@ -20,7 +20,8 @@ constexpr int64_t kChunk = kBlocks * kDepth;     // its inputs
 constexpr int64_t kChunkSize = kGroup * kChunk;  // its numbers
 constexpr int64_t kTileSize = kSide * kDepth;
 constexpr int64_t kRowBytes = kDepth * sizeof(bf16);  // of a tile
-constexpr int64_t kLeastGroups = 2;  // of an item for more than 32 rows of x
+constexpr int64_t kLeastGroups = 2;       // of an item for more than 32 rows of x
+constexpr int64_t kLeastGroupsOfFew = 4;  // of an item for fewer: its first chunk has no products beside it, and its last one no other
 // Each block of x has the weight widened anew, so blocks are larger than those beside weights of bf16.
 constexpr Blocking kWidenedBlocking{kCacheBytes * 9 / 16};
 
@@ -42,51 +43,80 @@ class ChunkWidener {
     if (kind == Scales::kRow) return;
     static thread_local Memory memory;
     scale_of_ = Scratch<int64_t>(memory, w.E / kDepth);
-    for (int64_t block = 0, scale = 0; block < w.E / kDepth; ++block) {
+    for (int64_t block = 0, scale = 0, group = w.Group(); block < w.E / kDepth; ++block) {
       scale_of_[block] = scale;
-      scale += (block + 1) * kDepth == (scale + 1) * w.Group();
+      scale += (block + 1) * kDepth == (scale + 1) * group;
     }
   }
 
-  // Makes the chunk from input `first` on of `count` rows from row n on. The next group's rows come towards the cache meanwhile, in the
-  // order in which they lie: lines that are wanted here and there take longer.
+  // Makes the rows of a chunk one after another: of kChunkBlocks blocks, or where that is 0, of as many as the chunk has. The next group's
+  // rows come towards the cache meanwhile, in the order in which they lie: lines that are wanted here and there take longer. A compiler
+  // keeps all of it in registers where functions are inlined; it cannot know that memory stays as it is while tiles are written.
+  template <int64_t kChunkBlocks>
+  class Rows {
+   public:
+    // From input `first` on, from row n on.
+    [[gnu::always_inline]] Rows(const ChunkWidener& widener, int64_t n, int64_t first, bf16* to) : to_(to) {
+      const Quantized& w = widener.w_;
+      int64_t step = widener.step_, row = n & (step - 1), next = n - row + step;
+      int64_t turn = first / kChunk * step + row;  // each row's part of a chunk is a turn
+      bytes_ = w.RowBytes(), S_ = w.S;
+      from_ = w.Row(n) + Bytes(form, first), values_ahead_ = w.Row(next) + turn * kValuesAhead;
+      scales_ = w.scales + n * S_, scales_ahead_ = w.scales + next * S_ + turn * kBlocks;
+      if (kind == Scales::kZeros) zeros_ = w.zeros + n * S_, zeros_ahead_ = w.zeros + next * S_ + turn * kBlocks;
+      blocks_ = kChunkBlocks > 0 ? kChunkBlocks : (w.E - first) / kDepth;
+#pragma GCC unroll 4
+      for (int64_t b = 0; kind != Scales::kRow && b < kBlocks; ++b) scale_of_[b] = b < blocks_ ? widener.scale_of_[first / kDepth + b] : 0;
+    }
+
+    // Makes two rows.
+    [[gnu::always_inline]] void WidenTwo() {
+      Widen();
+      Widen();
+    }
+
+    // Makes a row.
+    [[gnu::always_inline]] void Widen() {
+      const int64_t blocks = kChunkBlocks > 0 ? kChunkBlocks : blocks_;
+#pragma GCC unroll 2
+      for (int64_t byte = 0; byte < kValuesAhead; byte += kCacheLine) PrefetchL2(values_ahead_ + byte);
+      values_ahead_ += kValuesAhead;
+      if (kind != Scales::kRow) PrefetchL2(scales_ahead_), scales_ahead_ += kBlocks;
+      if (kind == Scales::kZeros) PrefetchL2(zeros_ahead_), zeros_ahead_ += kBlocks;
+#pragma GCC unroll 2
+      for (int64_t b = 0; b < blocks; b += 2) {
+        bf16* tile = to_ + b * 2 * kTileSize;
+        if constexpr (form == Form::kInt4) {
+          WidenPair(from_ + Bytes(form, b * kDepth), scales_, zeros_, scale_of_ + b, b + 1 < blocks, tile);
+        } else {
+          WidenBlock(from_ + b * kDepth, scales_[scale_of_[b]], tile);
+          if (b + 1 < blocks) WidenBlock(from_ + (b + 1) * kDepth, scales_[scale_of_[b + 1]], tile + 2 * kTileSize);
+        }
+      }
+      to_ += kDepth, from_ += bytes_, scales_ += S_;
+      if (kind == Scales::kZeros) zeros_ += S_;
+    }
+
+   private:
+    const uint8_t *from_, *values_ahead_;
+    const float *scales_, *scales_ahead_, *zeros_ = nullptr, *zeros_ahead_ = nullptr;
+    int64_t bytes_, S_, blocks_, scale_of_[kBlocks] = {};
+    bf16* to_;
+  };
+
+  // Makes the chunk from input `first` on of `count` rows from row n on.
   void Widen(int64_t n, int64_t count, int64_t first, bf16* to) const {
     if (first + kChunk <= w_.E) {
-      WidenRows(n, count, first, std::integral_constant<int64_t, kBlocks>(), to);
+      WidenRows(Rows<kBlocks>(*this, n, first, to), count);
     } else {
-      WidenRows(n, count, first, (w_.E - first) / kDepth, to);
+      WidenRows(Rows<0>(*this, n, first, to), count);
     }
   }
 
  private:
-  template <typename Blocks>
-  void WidenRows(int64_t n, int64_t count, int64_t first, Blocks blocks, bf16* to) const {
-    const Quantized& w = w_;
-    int64_t scale_of[kBlocks] = {}, bytes = w.RowBytes(), S = w.S, step = step_;
-    if (kind != Scales::kRow) std::copy_n(scale_of_ + first / kDepth, +blocks, scale_of);
-    int64_t row = n & (step - 1), next = n - row + step, turn = first / kChunk * step + row;  // each row's part of a chunk is a turn
-    const uint8_t* values_ahead = w.Row(next) + turn * kValuesAhead;
-    const float* scales_ahead = w.scales + next * S + turn * kBlocks;
-    const float* zeros_ahead = kind == Scales::kZeros ? w.zeros + next * S + turn * kBlocks : nullptr;
-    // A row's addresses come from those of the row before: a compiler cannot know that w stays as it is while tiles are written.
-    const uint8_t* from = w.Row(n) + Bytes(form, first);
-    const float *scales = w.scales + n * S, *zeros = kind == Scales::kZeros ? w.zeros + n * S : nullptr;
-    for (; count > 0; --count, to += kDepth, from += bytes, scales += S) {
-      for (int64_t byte = 0; byte < kValuesAhead; byte += kCacheLine) PrefetchL2(values_ahead + byte);
-      values_ahead += kValuesAhead;
-      if (kind != Scales::kRow) PrefetchL2(scales_ahead), scales_ahead += kBlocks;
-      if (kind == Scales::kZeros) PrefetchL2(zeros_ahead), zeros_ahead += kBlocks;
-      for (int64_t b = 0; b < blocks; b += 2) {
-        bf16* tile = to + b * 2 * kTileSize;
-        if constexpr (form == Form::kInt4) {
-          WidenPair(from + Bytes(form, b * kDepth), scales, zeros, scale_of + b, b + 1 < blocks, tile);
-        } else {
-          WidenBlock(from + b * kDepth, scales[scale_of[b]], tile);
-          if (b + 1 < blocks) WidenBlock(from + (b + 1) * kDepth, scales[scale_of[b + 1]], tile + 2 * kTileSize);
-        }
-      }
-      if (kind == Scales::kZeros) zeros += S;
-    }
+  template <typename Rows>
+  static void WidenRows(Rows rows, int64_t count) {
+    for (; count > 0; --count) rows.Widen();
   }
 
   // Makes 32 inputs of a row of int4 with the first scale, and the 32 after them, if there are any, with the second one. What the
@@ -211,6 +241,18 @@ class WidenedGroup {
 // The order in which x meets a weight.
 PairOrder OrderOf(const Quantized& w) { return w.form == Form::kInt4 ? PairOrder::kOfInt4 : PairOrder::kNatural; }
 
+// A row of x as Pack packs it alone: its pairs in their order.
+const bf16* PackRow(const bf16* x, int64_t E, PairOrder order) {
+  if (order == PairOrder::kNatural) return x;
+  static thread_local Memory memory;
+  bf16* packed = Scratch<bf16>(memory, E);
+  int32_t places[kSide];
+  for (int64_t pair = 0; pair < kSide; ++pair) places[PlaceOf(pair, order)] = pair;
+  const __m512i from = _mm512_loadu_si512(places);
+  for (int64_t e = 0; e < E; e += kDepth) _mm512_store_si512(packed + e, _mm512_permutexvar_epi32(from, _mm512_loadu_si512(x + e)));
+  return packed;
+}
+
 // What becomes of the sums of a group, which has these rows of the weight, and a tile of x: written in so many pieces.
 struct Result {
   const Rows rows;
@@ -244,36 +286,62 @@ void WithWriter(const Quantized& w, Out* y, int64_t T, const Body& body) {
   }
 }
 
+// Adds up the products of 32 inputs as AddProducts does, and makes eight rows of the next chunk between the instructions. Each tile that
+// is loaded or multiplied takes a tile register, and the other thread of a core may leave so few of them that it waits until the one
+// before is done. What has nothing to do with tiles goes on meanwhile.
+template <int kCount, typename Rows>
+[[gnu::always_inline]] inline void AddProductsBeside(const bf16* tiles, const bf16* x, const bf16* x1, int64_t columns, Rows& rows) {
+  WriteBeforeTiles();
+  if constexpr (kCount == 1) {
+    _tile_loadd(6, x, columns * 4);
+  } else {
+    _tile_stream_loadd(6, x, columns * 4);
+    _tile_stream_loadd(7, x1, 64);
+  }
+  rows.WidenTwo();
+  _tile_loadd(4, tiles, kRowBytes);
+  rows.WidenTwo();
+  _tile_dpbf16ps(0, 4, 6);
+  if constexpr (kCount > 1) _tile_dpbf16ps(2, 4, 7);
+  _tile_loadd(5, tiles + kTileSize, kRowBytes);
+  rows.WidenTwo();
+  _tile_dpbf16ps(1, 5, 6);
+  if constexpr (kCount > 1) _tile_dpbf16ps(3, 5, 7);
+  rows.WidenTwo();
+}
+
 // The products of kCount tiles of packed x, which have so many columns, and the groups [begin, end) of w, whose rows lie together. Few
 // rows of x leave little time beside each row of the weight, so nothing is asked for that only more rows need.
 template <typename Widener, int kCount>
 void MultiplyFew(const bf16* x, int64_t columns, const Quantized& w, const Result& result, int64_t begin, int64_t end) {
-  // Beside a single tile of x, int4 costs less where widening and tiles take fewer turns, and bytes cost more.
-  constexpr int64_t kRows = kCount == 1 && Widener::form == Form::kInt4 ? kGroup / 2 : kGroup / kBlocks;  // of the weight in a turn
   static thread_local Memory memory;
   bf16 *now = Scratch<bf16>(memory, 2 * kChunkSize), *next = now + kChunkSize;
-  Widener widener(w, kGroup);
-  // Makes the rows [row, after) of a group's chunk. Rows past the weight's last one have no output.
-  auto widen = [&](int64_t group, int64_t first, int64_t row, int64_t after, bf16* to) {
-    int64_t n = group * kGroup + row;
-    widener.Widen(n, std::min(after - row, w.N - n), first, to + row * kDepth);
+  const Widener widener(w, kGroup);
+  // Makes a group's chunk. Rows past the weight's last one have no output.
+  auto widen = [&](int64_t group, int64_t first, bf16* to) {
+    widener.Widen(group * kGroup, std::min(kGroup, w.N - group * kGroup), first, to);
   };
-  widen(begin, 0, 0, kGroup, now);
+  widen(begin, 0, now);
   alignas(kCacheLine) Sums sums[kCount];
   for (int64_t group = begin; group < end; ++group) {
     ZeroSums<kCount>();
     for (int64_t first = 0; first < w.E; first += kChunk) {
       bool is_last = first + kChunk >= w.E;
       int64_t blocks = is_last ? (w.E - first) / kDepth : kBlocks;
-      int64_t row = is_last && group + 1 == end ? kGroup : 0;  // of the next chunk
-      for (int64_t block = 0; block < blocks; ++block) {
-        if (row < kGroup) {
-          int64_t after = block + 1 == blocks ? kGroup : row + kRows;
-          widen(group + is_last, is_last ? 0 : first + kChunk, row, after, next);
-          row = after;
+      int64_t group_ahead = group + is_last, first_ahead = is_last ? 0 : first + kChunk;  // of the next chunk
+      bool is_ahead = group_ahead < end, is_whole = first_ahead + kChunk <= w.E && (group_ahead + 1) * kGroup <= w.N;
+      const bf16* of_x = x + first * columns;
+      if (is_ahead && is_whole && blocks == kBlocks) {
+        typename Widener::template Rows<kBlocks> rows(widener, group_ahead * kGroup, first_ahead, next);
+        for (int64_t block = 0; block < kBlocks; ++block, of_x += kDepth * columns) {
+          AddProductsBeside<kCount>(now + block * 2 * kTileSize, of_x, of_x + kSide * w.E, columns, rows);
         }
-        const bf16 *tiles = now + block * 2 * kTileSize, *of_x = x + (first + block * kDepth) * columns;
-        AddProducts<kCount, kCount == 1>(tiles, tiles + kTileSize, kRowBytes, of_x, of_x + kSide * w.E, columns);
+      } else {
+        if (is_ahead) widen(group_ahead, first_ahead, next);
+        for (int64_t block = 0; block < blocks; ++block, of_x += kDepth * columns) {
+          const bf16* tiles = now + block * 2 * kTileSize;
+          AddProducts<kCount, kCount == 1>(tiles, tiles + kTileSize, kRowBytes, of_x, of_x + kSide * w.E, columns);
+        }
       }
       std::swap(now, next);
     }
@@ -328,8 +396,8 @@ void MultiplyFew(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, Out* 
     using Widener = typename decltype(kind)::Widener;
     multiply = T <= kSide ? &MultiplyFew<Widener, 1> : &MultiplyFew<Widener, kTogether>;
   });
-  int64_t columns = std::min(T, kSide), groups = (w.N + kGroup - 1) / kGroup, items = SharesOf(pool, groups, 1);
-  const bf16* packed = Pack(pool, x, T, w.E, OrderOf(w), columns);
+  int64_t columns = std::min(T, kSide), groups = (w.N + kGroup - 1) / kGroup, items = SharesOf(pool, groups, kLeastGroupsOfFew);
+  const bf16* packed = T == 1 ? PackRow(x, w.E, OrderOf(w)) : Pack(pool, x, T, w.E, OrderOf(w), columns);
   WithWriter(w, y, T, [&](const Result& result) {
     ParallelFor(pool, items, [&](int64_t item) {
       Tiles tiles_of_this_thread(columns);

@@ -669,19 +669,23 @@ void SmallProducts(ffi::ThreadPool& pool) {
   CheckFewRows(pool, x, w, Activations::kPlain, y);
 }
 
-// Rows of x that are few beside so many outputs that an item of work has several groups of them then too.
+// Rows of x that are few beside so many outputs that an item of work has several groups of them then too; then ones with chunks of
+// inputs that are whole.
 void WideProducts(ffi::ThreadPool& pool) {
-  constexpr int64_t T = 33, N = 1100, E = 160;
-  for (Form form : {Form::kInt8, Form::kInt4}) {
-    Random random(N);
-    auto x = random.Bf16s(T * E);
-    std::vector<uint8_t> values(Bytes(form, N * E));
-    for (uint8_t& value : values) value = random.Bits();
-    auto scales = random.Floats(N * E / kPacked, 0.01f, 0.1f);
-    Quantized w{form, values.data(), scales.data(), nullptr, N, E, E / kPacked};
-    std::vector<float> y(T * N);
-    Multiply(pool, x.data(), w, Activations::kPlain, y.data(), T);
-    CheckFewRows(pool, x, w, Activations::kPlain, y);
+  constexpr int64_t T = 33;
+  for (auto [N, E] : {std::array<int64_t, 2>{1100, 160}, {300, 256}}) {
+    for (auto [form, kind] : {std::pair{Form::kInt8, Scales::kGroups}, {Form::kInt4, Scales::kGroups}, {Form::kInt4, Scales::kZeros},
+                              {Form::kE4m3, Scales::kRow}}) {
+      Random random(N);
+      auto x = random.Bf16s(T * E);
+      std::vector<uint8_t> values(Bytes(form, N * E));
+      for (uint8_t& value : values) value = random.Bits() & (form == Form::kE4m3 ? 0xf7 : 0xff);  // 0x7f is no number of fp8
+      auto scales = random.Floats(N * E / kPacked, 0.01f, 0.1f), zeros = random.Floats(N * E / kPacked, -7, 7);
+      Quantized w{form, values.data(), scales.data(), kind == Scales::kZeros ? zeros.data() : nullptr, N, E, kind == Scales::kRow ? 1 : E / kPacked};
+      std::vector<float> y(T * N);
+      Multiply(pool, x.data(), w, Activations::kPlain, y.data(), T);
+      CheckFewRows(pool, x, w, Activations::kPlain, y);
+    }
   }
 }
 
