@@ -94,6 +94,7 @@ class RowWriter {
 
   void Write(int64_t group, int64_t tile, int64_t piece, const Sums& sums) const {
     int64_t first = tile * kSide + piece * kQuarter, column = group * kGroup;
+    if (first >= T_) return;
     __m512i lines[kQuarter][kLines];
     Transpose(column, piece, sums, lines);
     if (first + kQuarter <= T_ && column + kGroup <= N_) {
