@@ -142,8 +142,12 @@ class F32ManyRows {
         }
       }
     };
-    if (T * E > kAlone) return ParallelFor(pool, all.panels.parts, pack);
-    for (int64_t panel = 0; panel < all.panels.parts; ++panel) pack(panel);
+    int64_t items = T * E > kAlone ? SharesOf(pool, all.panels.parts, 1) : 1;
+    auto work = [&](int64_t item) {
+      for (int64_t panel = all.panels.parts * item / items; panel < all.panels.parts * (item + 1) / items; ++panel) pack(panel);
+    };
+    if (items == 1) return work(0);
+    ParallelFor(pool, items, work);
   }
 
   // One item of work of a product: the blocks [first_block, end_block) of rows times the groups [first_group, end_group) of w.
