@@ -24,16 +24,13 @@ struct F32Panels {
   template <int R, int64_t kRow, int64_t kStep>
   [[gnu::always_inline]] static void Accumulate(const float* a, const float* b, int64_t b_step, int64_t K,
                                                 typename L::Floats (&acc)[R][2]) {
-    using Floats = typename L::Floats;
-#pragma GCC unroll 2
-    for (int64_t k = 0; k < K; ++k, a += kStep, b += b_step) {
-      Floats low = L::Load(b), high = L::Load(b + L::kCount);
-#pragma GCC unroll 12
-      for (int r = 0; r < R; ++r) {
-        Floats x = L::Set(a[r * kRow]);
-        acc[r][0] = L::Fma(x, low, acc[r][0]), acc[r][1] = L::Fma(x, high, acc[r][1]);
-      }
+    constexpr int64_t kUnrolled = 4;
+    int64_t k = 0;
+    for (; k + kUnrolled <= K; k += kUnrolled, a += kUnrolled * kStep, b += kUnrolled * b_step) {
+#pragma GCC unroll 4
+      for (int64_t i = 0; i < kUnrolled; ++i) AccumulateStep<R, kRow>(a + i * kStep, b + i * b_step, acc);
     }
+    for (; k < K; ++k, a += kStep, b += b_step) AccumulateStep<R, kRow>(a, b, acc);
   }
 
   // c[R][kCols] = a . b, or c + a . b.
@@ -72,36 +69,63 @@ struct F32Panels {
     }
   }
 
-  // c[rows][kCols] = c + (c' + (... + a . b)) over `waiting` tiles, 3 at most, of which each next one lies `apart` floats after the
-  // one before; a . b where none waits.
-  static void AddUp(int64_t rows, int64_t waiting, const float* a, const float* b, int64_t K, float* c, int64_t apart) {
-    constexpr auto tile = [](auto... r) {
-      return std::array<std::array<AddedUp, 4>, sizeof...(r)>{
-          {{&AddUpTile<r + 1, 0>, &AddUpTile<r + 1, 1>, &AddUpTile<r + 1, 2>, &AddUpTile<r + 1, 3>}...}};
+  // What comes into the cache meanwhile: `at_once` lines with each tile, from `from` to the one at `last`.
+  struct Ahead {
+    const char *from, *last;
+    int64_t at_once;
+
+    void Fetch() {
+      for (int64_t i = 0; i < at_once; ++i, from = std::min(from + kCacheLine, last)) PrefetchL2(from);
+    }
+  };
+
+  // Tiles of `rows` rows, one after another: `count` panels a, a_apart floats apart, meet one panel b. c[rows][kCols] of each, c_apart
+  // floats apart, becomes c + (c' + (... + a . b)) over `waiting` tiles, 3 at most, of which each next one lies `apart` floats after
+  // the one before; a . b where none waits.
+  static void AddUp(int64_t rows, int64_t waiting, int64_t count, const float* a, int64_t a_apart, const float* b, int64_t K, float* c,
+                    int64_t c_apart, int64_t apart, Ahead& ahead) {
+    constexpr auto tiles = [](auto... r) {
+      return std::array<std::array<Tiles, 4>, sizeof...(r)>{
+          {{&AddUpTiles<r + 1, 0>, &AddUpTiles<r + 1, 1>, &AddUpTiles<r + 1, 2>, &AddUpTiles<r + 1, 3>}...}};
     };
-    static constexpr auto kBySize = Unpacked(tile, std::make_integer_sequence<int, kRows>());
-    kBySize[rows - 1][waiting](a, b, K, c, apart);
+    static constexpr auto kBySize = Unpacked(tiles, std::make_integer_sequence<int, kRows>());
+    kBySize[rows - 1][waiting](count, a, a_apart, b, K, c, c_apart, apart, ahead);
   }
 
  private:
   using Tile = void (*)(const float*, const float*, int64_t, int64_t, float*, int64_t, bool);
-  using AddedUp = void (*)(const float*, const float*, int64_t, float*, int64_t);
+  using Tiles = void (*)(int64_t, const float*, int64_t, const float*, int64_t, float*, int64_t, int64_t, Ahead&);
 
-  template <int R, int kWaiting>
-  static void AddUpTile(const float* a, const float* b, int64_t K, float* c, int64_t apart) {
-    typename L::Floats acc[R][2];
-#pragma GCC unroll 12
-    for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = L::Zero();
-    Accumulate<R, 1, kRows>(a, b, kCols, K, acc);
+  template <int R, int64_t kRow>
+  [[gnu::always_inline]] static void AccumulateStep(const float* a, const float* b, typename L::Floats (&acc)[R][2]) {
+    using Floats = typename L::Floats;
+    Floats low = L::Load(b), high = L::Load(b + L::kCount);
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
+      Floats x = L::Set(a[r * kRow]);
+      L::AddProduct(acc[r][0], x, low), L::AddProduct(acc[r][1], x, high);
+    }
+  }
+
+  template <int R, int kWaiting>
+  static void AddUpTiles(int64_t count, const float* a, int64_t a_apart, const float* b, int64_t K, float* c, int64_t c_apart,
+                         int64_t apart, Ahead& ahead) {
+    for (; count > 0; --count, a += a_apart, c += c_apart) {
+      ahead.Fetch();
+      typename L::Floats acc[R][2];
+#pragma GCC unroll 12
+      for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = L::Zero();
+      Accumulate<R, 1, kRows>(a, b, kCols, K, acc);
+#pragma GCC unroll 12
+      for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 2
-      for (int i = 0; i < 2; ++i) {
-        float* to = c + r * kCols + i * L::kCount;
-        typename L::Floats sum = acc[r][i];
+        for (int i = 0; i < 2; ++i) {
+          float* to = c + r * kCols + i * L::kCount;
+          typename L::Floats sum = acc[r][i];
 #pragma GCC unroll 3
-        for (int n = kWaiting - 1; n >= 0; --n) sum = L::Add(L::Load(to + n * apart), sum);
-        L::Store(to, sum);
+          for (int n = kWaiting - 1; n >= 0; --n) sum = L::Add(L::Load(to + n * apart), sum);
+          L::Store(to, sum);
+        }
       }
     }
   }

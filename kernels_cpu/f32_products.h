@@ -119,16 +119,17 @@ class F32ManyRows {
   static constexpr int64_t kShares = 32;      // of a product, a thread
 
   // How many floats T rows of x are in panels.
-  static int64_t Packed(int64_t T, int64_t E) { return PanelsOf(T) * kSums * Apart(E); }
+  static int64_t Packed(int64_t T, int64_t E) { return Rows(T).panels.parts * kSums * Apart(E); }
 
   template <typename X>
   static void PackRows(ffi::ThreadPool& pool, const X& x, int64_t T, int64_t E, float* packed) {
+    Rows all(T);
     auto pack = [&](int64_t panel) {
-      int64_t first = FirstOf(panel, T), rows = FirstOf(panel + 1, T) - first;
+      int64_t first = all.panels.First(panel), rows = all.panels.Size(panel);
       const bf16* from[L::kCount];
       for (int64_t i = 0; i < L::kCount; ++i) from[i] = x(first + std::min(i, rows - 1));
       float* to[kSums];
-      for (int64_t i = 0; i < kSums; ++i) to[i] = packed + Place(panel, i, T) * Apart(E);
+      for (int64_t i = 0; i < kSums; ++i) to[i] = packed + all.Place(panel, i) * Apart(E);
       for (int64_t e = 0; e < E; e += L::kCount) {
         Words pairs[L::kCount / 2];
         L::PairsOfRows(from, e, pairs);
@@ -141,36 +142,66 @@ class F32ManyRows {
         }
       }
     };
-    if (T * E > kAlone) return ParallelFor(pool, PanelsOf(T), pack);
-    for (int64_t panel = 0; panel < PanelsOf(T); ++panel) pack(panel);
-  }
-
-  // One thread's part of a product: the groups [begin, end) of w for T packed rows of x. y(t) is where row t begins.
-  template <typename Y>
-  static void MultiplyGroups(const float* x, const Y& y, int64_t T, const bf16* w, int64_t N, int64_t E, int64_t begin,
-                             int64_t end) {
-    auto write = [&](int64_t group, int64_t panel, const float* sums, int64_t) {
-      int64_t n = group * kCols, count = std::min(kCols, N - n);
-      for (int64_t t = FirstOf(panel, T); t < FirstOf(panel + 1, T); ++t, sums += kCols) Write(sums, count, y(t) + n);
+    int64_t items = T * E > kAlone ? SharesOf(pool, all.panels.parts, 1) : 1;
+    auto work = [&](int64_t item) {
+      for (int64_t panel = all.panels.parts * item / items; panel < all.panels.parts * (item + 1) / items; ++panel) pack(panel);
     };
-    MultiplyTogether<1>(x, T, w, N, E, begin, end, [](int64_t group, int) { return group * kCols; }, write);
+    if (items == 1) return work(0);
+    ParallelFor(pool, items, work);
   }
 
-  // One thread's part of h = gated(gate . x, up . x): the groups [begin, end) of gate and up, which are w [2, F, E]. h, rounded to
-  // bf16, is packed as rows are.
+  // One item of work of a product: the blocks [first_block, end_block) of rows times the groups [first_group, end_group) of w.
+  struct Share {
+    int64_t first_block, end_block, first_group, end_group;
+  };
+
+  // Calls multiply(share) for all shares of a product of T rows with `groups` groups. Those of the same rows follow each other, so
+  // that a thread mostly meets rows which it has packed itself, few enough to stay in its L2 cache: a line that another core has
+  // written takes several times as long as one from there. The price is that w is packed once for each part of the rows.
+  template <typename Multiply>
+  static void Divide(ffi::ThreadPool& pool, int64_t T, int64_t groups, const Multiply& multiply) {
+    int64_t blocks = Rows(T).blocks.parts, parts = std::clamp<int64_t>(T / kRowsOfPart, 1, blocks);
+    int64_t units = (groups + kAtOnce - 1) / kAtOnce, shares = SharesOf(pool, units, 1, std::max<int64_t>(1, kShares / parts));
+    ParallelFor(pool, parts * shares, [&](int64_t item) {
+      int64_t part = item / shares, share = item % shares;
+      multiply(Share{blocks * part / parts, blocks * (part + 1) / parts, units * share / shares * kAtOnce,
+                     std::min(groups, units * (share + 1) / shares * kAtOnce)});
+    });
+  }
+
+  // A share of y, of T packed rows of x. y(t) is where row t begins.
+  template <typename Y>
+  static void MultiplyGroups(const float* x, const Y& y, int64_t T, const bf16* w, int64_t N, int64_t E, const Share& share) {
+    Rows all(T);
+    auto write = [&](int64_t group, int64_t panel, const float* sums, int64_t) {
+      int64_t n = group * kCols, count = std::min(kCols, N - n), first = all.panels.First(panel);
+      for (int64_t t = first; t < first + all.panels.Size(panel); ++t, sums += kCols) Write(sums, count, y(t) + n);
+    };
+    MultiplyTogether<1>(x, all, w, N, E, share, [](int64_t group, int) { return group * kCols; }, write);
+  }
+
+  // A share of h = gated(gate . x, up . x); w [2, F, E] is gate and up. h, rounded to bf16, is packed as rows are.
   template <typename Gated>
-  static void MultiplyGated(const float* x, float* h, int64_t T, const bf16* w, int64_t F, int64_t E, int64_t begin, int64_t end,
+  static void MultiplyGated(const float* x, float* h, int64_t T, const bf16* w, int64_t F, int64_t E, const Share& share,
                             const Gated& gated) {
+    Rows all(T);
     auto pack = [&](int64_t group, int64_t panel, const float* gates, int64_t apart) {
-      int64_t rows = FirstOf(panel + 1, T) - FirstOf(panel, T);
+      int64_t rows = all.panels.Size(panel), of_first = all.Place(panel, 0), places = all.Place(panel, 1) - of_first;
+      float* to = h + of_first * Apart(F) + group * 2 * P::kRows;
       float of_tile[P::kRows * kCols];
       for (int64_t i = 0; i < rows * kCols; ++i) of_tile[i] = FromBf16(ToBf16(gated(gates[i], gates[apart + i])));
-      for (int64_t j = 0; j < kCols; ++j) {
-        float* to = h + Place(panel, j / 2, T) * Apart(F) + (group * 2 + j % 2) * P::kRows;
-        for (int64_t r = 0; r < rows; ++r) to[r] = of_tile[r * kCols + j];
+      for (int64_t half = 0; half < kCols; half += L::kCount) {
+        const float* from[L::kCount];
+        for (int64_t i = 0; i < L::kCount; ++i) from[i] = of_tile + std::min(i, rows - 1) * kCols + half;
+        Floats turned[L::kCount];
+        L::Turn(from, turned);
+#pragma GCC unroll 8
+        for (int64_t j = 0; j < L::kCount; ++j) {
+          L::StoreSix(to + (half + j) / 2 * places * Apart(F) + j % 2 * P::kRows, turned[j]);
+        }
       }
     };
-    MultiplyTogether<2>(x, T, w, 2 * F, E, begin, end, [F](int64_t group, int i) { return i * F + group * kCols; }, pack);
+    MultiplyTogether<2>(x, all, w, 2 * F, E, share, [F](int64_t group, int i) { return i * F + group * kCols; }, pack);
   }
 
  private:
@@ -179,62 +210,90 @@ class F32ManyRows {
   static constexpr int64_t kSums = L::kCount;        // of an element
   static constexpr int64_t kLevels = 3;              // of sums that wait: of one, of two, and of four
   static constexpr int64_t kPanels = 16;             // of x that meet a panel of w while it is in the L1 cache
+  static constexpr int64_t kRowsOfPart = 256;        // of x that are worth packing w for, at least
+  static constexpr int64_t kAtOnce = 2;              // groups that are packed together: as many as a line of y in bf16 has
   static constexpr int64_t kAlone = 1 << 15;         // numbers of x that are packed before another thread could begin
   static constexpr int64_t kInputs = 2 * L::kCount;  // of which each of the sums has two
   static constexpr int64_t kLineInputs = kCacheLine / sizeof(bf16);
   static constexpr int64_t kPadding = kCacheLine / sizeof(float);  // after a panel: the next is not in the same set of a cache
-  static_assert(kCols == 2 * L::kCount && kSums == 8 && P::kRows <= L::kCount);
+  static_assert(kCols == 2 * L::kCount && kSums == 8 && P::kRows == 6);
 
-  // Panels have as many rows as each other, or one more.
-  static int64_t PanelsOf(int64_t T) { return (T + P::kRows - 1) / P::kRows; }
-  static int64_t FirstOf(int64_t panel, int64_t T) { return panel * T / PanelsOf(T); }
+  // The numbers below `all`, cut into as few parts of at most `most` as will do. Sizes differ by one at most, larger ones first.
+  struct Cut {
+    int64_t parts, size, longer;
+
+    Cut(int64_t all, int64_t most) : parts((all + most - 1) / most), size(all / parts), longer(all % parts) {}
+    int64_t First(int64_t part) const { return part * size + std::min(part, longer); }
+    int64_t Size(int64_t part) const { return size + (part < longer); }
+    int64_t PartOf(int64_t number) const {
+      int64_t rest = number - longer * (size + 1);
+      return rest < 0 ? number / (size + 1) : longer + rest / size;
+    }
+  };
+
+  // The rows of x, cut into panels, and panels into blocks, whose panels meet a panel of w one after another.
+  struct Rows {
+    Cut panels, blocks;
+
+    explicit Rows(int64_t T) : panels(T, P::kRows), blocks(panels.parts, kPanels) {}
+
+    // Where the panel of a sum is among those of x: they lie in the order in which they meet w.
+    int64_t Place(int64_t panel, int64_t sum) const {
+      int64_t block = blocks.PartOf(panel), first = blocks.First(block);
+      return first * kSums + sum * blocks.Size(block) + panel - first;
+    }
+  };
 
   // From one panel [E/8][kRows] of x to the next, in floats.
   static int64_t Apart(int64_t E) { return E / kSums * P::kRows + kPadding; }
 
-  // Where the panel of a sum is among those of x: they lie in the order in which they meet w.
-  static int64_t Place(int64_t panel, int64_t sum, int64_t T) {
-    int64_t first = panel / kPanels * kPanels, count = std::min(kPanels, PanelsOf(T) - first);
-    return first * kSums + sum * count + panel - first;
-  }
-
-  // One thread's part of products that share x: for each of the steps [begin, end) kTogether groups of w, of which the i-th begins
-  // with row first_of(step, i). take(step, panel, sums, apart) is called with the sums [rows of the panel][kCols] of the first
-  // group, those of the next one `apart` floats after them.
+  // A share of products that have x in common: for each of its groups there are kTogether of w, of which the i-th begins with row
+  // first_of(group, i). take(group, panel, sums, apart) is called with the sums [rows of the panel][kCols] of the first of them; those
+  // of the next one lie `apart` floats after them.
   //
   // An element's 8 sums are added up as L::PutSums adds up those of lanes, in pairs, pairs of pairs, and both: of the i-th comes in
   // what waits for it, which is as much as i has ones at its end, so that three tiles a panel at most wait at any time.
   template <int kTogether, typename First, typename Take>
-  static void MultiplyTogether(const float* x, int64_t T, const bf16* w, int64_t N, int64_t E, int64_t begin, int64_t end,
+  static void MultiplyTogether(const float* x, const Rows& all, const bf16* w, int64_t N, int64_t E, const Share& share,
                                const First& first_of, const Take& take) {
     static thread_local Memory of_weight, of_sums;
-    int64_t depth = E / kSums, apart = depth * kCols + kPadding, size = P::kRows * kCols;
-    int64_t panels = PanelsOf(T), most = std::min(panels, kPanels), of_level = most * kTogether * size;
-    float* packed = Scratch<float>(of_weight, kTogether * kSums * apart);
+    int64_t depth = E / kSums, apart = depth * kCols + kPadding, of_group = kSums * apart, size = P::kRows * kCols;
+    int64_t of_level = all.blocks.Size(0) * kTogether * size;
+    int64_t tiles = (all.blocks.First(share.end_block) - all.blocks.First(share.first_block)) * kSums;
+    float* packed = Scratch<float>(of_weight, kAtOnce * kTogether * of_group);
     float* sums = Scratch<float>(of_sums, kLevels * of_level);
-    for (int64_t step = begin; step < end; ++step) {
-      for (int i = 0; i < kTogether; ++i) PackWeight(w, N, E, first_of(step, i), apart, packed + i * kSums * apart);
+    for (int64_t first = share.first_group; first < share.end_group; first += kAtOnce) {
       // What is packed next, by this item or the one after it, comes into the cache meanwhile, a few lines with each tile: the
       // processor would wait for many at once.
-      bool is_last = first_of(step + 1, kTogether - 1) >= N;
-      int64_t of_group = kCols * E / kLineInputs, lines = is_last ? 0 : kTogether * of_group, fetched = 0;
-      int64_t tiles = panels * kSums * kTogether, done = 0;
-      for (int64_t first = 0; first < panels; first += most) {
-        int64_t last = std::min(panels, first + most);
-        for (int64_t i = 0; i < kSums; ++i) {
-          int64_t waiting = __builtin_ctzll(i + 1), level = __builtin_popcountll(i) - waiting;
-          for (int group = 0; group < kTogether; ++group) {
-            const float* a = x + Place(first, i, T) * Apart(E);
-            float* c = sums + level * of_level + group * size;
-            for (int64_t panel = first; panel < last; ++panel, a += Apart(E), c += kTogether * size) {
-              for (++done; fetched * tiles < lines * done; ++fetched) {
-                PrefetchL2(w + first_of(step + 1, fetched / of_group) * E + fetched % of_group * kLineInputs);
-              }
-              int64_t rows = FirstOf(panel + 1, T) - FirstOf(panel, T);
-              P::AddUp(rows, waiting, a, packed + (group * kSums + i) * apart, depth, c, of_level);
-              if (i == kSums - 1 && group == kTogether - 1) take(step, panel, c - group * size, size);
+      int64_t count = std::min(kAtOnce, share.end_group - first);
+      typename P::Ahead ahead[kAtOnce][kTogether];
+      for (int64_t n = 0; n < count; ++n) {
+        int64_t next = first + kAtOnce + n, lines = first_of(next, kTogether - 1) < N ? kCols * E / kLineInputs : 0;
+        for (int i = 0; i < kTogether; ++i) {
+          PackWeight(w, N, E, first_of(first + n, i), apart, packed + (n * kTogether + i) * of_group);
+          auto* from = reinterpret_cast<const char*>(w + first_of(next, i) * E);
+          ahead[n][i] = {from, from + (lines - 1) * kCacheLine, (lines + tiles - 1) / tiles};
+        }
+      }
+      for (int64_t block = share.first_block; block < share.end_block; ++block) {
+        int64_t panel = all.blocks.First(block), panels = all.blocks.Size(block);
+        int64_t taller = std::clamp<int64_t>(all.panels.longer - panel, 0, panels);  // that have one row more
+        for (int64_t n = 0; n < count; ++n) {
+          for (int64_t sum = 0; sum < kSums; ++sum) {
+            int64_t waiting = __builtin_ctzll(sum + 1), level = __builtin_popcountll(sum) - waiting;
+            const float* a = x + all.Place(panel, sum) * Apart(E);
+            for (int i = 0; i < kTogether; ++i) {
+              const float* b = packed + (n * kTogether + i) * of_group + sum * apart;
+              float* c = sums + level * of_level + i * size;
+              auto add_up = [&](int64_t rows, int64_t begin, int64_t end) {
+                P::AddUp(rows, waiting, end - begin, a + begin * Apart(E), Apart(E), b, depth, c + begin * kTogether * size,
+                         kTogether * size, of_level, ahead[n][i]);
+              };
+              if (taller > 0) add_up(all.panels.size + 1, 0, taller);
+              if (taller < panels) add_up(all.panels.size, taller, panels);
             }
           }
+          for (int64_t j = 0; j < panels; ++j) take(first + n, panel + j, sums + j * kTogether * size, size);
         }
       }
     }
@@ -276,10 +335,8 @@ class F32ManyRows {
 template <typename L, typename Out>
 void MultiplyPacked(ffi::ThreadPool& pool, const float* x, const bf16* w, Out* y, int64_t T, int64_t N, int64_t E) {
   using M = F32ManyRows<L>;
-  int64_t groups = (N + M::kCols - 1) / M::kCols, items = SharesOf(pool, groups, 1, M::kShares);
-  ParallelFor(pool, items, [&](int64_t item) {
-    auto to = [&](int64_t t) { return y + t * N; };
-    M::MultiplyGroups(x, to, T, w, N, E, groups * item / items, groups * (item + 1) / items);
+  M::Divide(pool, T, (N + M::kCols - 1) / M::kCols, [&](const typename M::Share& share) {
+    M::MultiplyGroups(x, [&](int64_t t) { return y + t * N; }, T, w, N, E, share);
   });
 }
 
@@ -311,10 +368,9 @@ bool MlpInF32(ffi::ThreadPool& pool, Activation kind, const bf16* x, const bf16*
   static thread_local Memory of_x, of_h;
   float *packed = Scratch<float>(of_x, M::Packed(T, E)), *h = Scratch<float>(of_h, M::Packed(T, F));
   M::PackRows(pool, [&](int64_t t) { return x + t * E; }, T, E, packed);
-  int64_t groups = F / M::kCols, items = SharesOf(pool, groups, 1, M::kShares);
   auto gate = [&](auto gated) {
-    ParallelFor(pool, items, [&](int64_t item) {
-      M::MultiplyGated(packed, h, T, gate_up, F, E, groups * item / items, groups * (item + 1) / items, gated);
+    M::Divide(pool, T, F / M::kCols, [&](const typename M::Share& share) {
+      M::MultiplyGated(packed, h, T, gate_up, F, E, share, gated);
     });
   };
   if (kind == Activation::kSilu) {

@@ -17,29 +17,36 @@ void Pause() {
 #endif
 }
 
+// A counter that threads write has a cache line of its own: in a line that another core has just written, an addition takes as long
+// as some items do.
+struct alignas(kCacheLine) Counter {
+  std::atomic<int64_t> value{0};
+};
+
 // A loop under way. A helper that comes late, when the caller may have returned, finds no item left and touches nothing but this.
 struct Loop {
   Loop(int64_t items, int64_t workers, void (*call)(const void* body, int64_t i), const void* body)
       : items(items), workers(workers), call(call), body(body), next(workers) {
-    for (int64_t part = 0; part < workers; ++part) next[part] = Begin(part);
+    for (int64_t part = 0; part < workers; ++part) next[part].value = Begin(part);
   }
 
   const int64_t items, workers;
   void (*const call)(const void* body, int64_t i);
   const void* const body;
-  std::vector<std::atomic<int64_t>> next;  // of each worker's part the next item
-  std::atomic<int64_t> done{0};
+  std::vector<Counter> next;  // of each worker's part the next item
+  Counter done;               // items of threads that have found no more
 
   int64_t Begin(int64_t part) const { return items * part / workers; }
 
   void Work(int64_t worker) {
+    int64_t count = 0;
     for (int64_t i = worker; i < worker + workers; ++i) {
       int64_t part = i % workers, end = Begin(part + 1);
-      for (int64_t item; (item = next[part].fetch_add(1)) < end;) {
+      for (int64_t item; (item = next[part].value.fetch_add(1)) < end; ++count) {
         call(body, item);
-        done.fetch_add(1, std::memory_order_release);
       }
     }
+    done.value.fetch_add(count, std::memory_order_release);
   }
 };
 
@@ -60,7 +67,7 @@ void ParallelFor(ffi::ThreadPool& pool, int64_t items, void (*call)(const void* 
     Schedule(pool, task, new Helper{loop, worker});
   }
   loop->Work(0);
-  for (int spins = 0; loop->done.load(std::memory_order_acquire) < items; ++spins) {
+  for (int spins = 0; loop->done.value.load(std::memory_order_acquire) < items; ++spins) {
     if (spins < 4096) {
       Pause();
     } else {

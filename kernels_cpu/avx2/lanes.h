@@ -20,6 +20,9 @@ struct Lanes {
   static Floats Set(float x) { return _mm256_set1_ps(x); }
   static Floats Load(const float* from) { return _mm256_loadu_ps(from); }
   static void Store(float* to, Floats x) { _mm256_storeu_ps(to, x); }
+  static void StoreSix(float* to, Floats x) {  // the first six
+    _mm_storeu_ps(to, _mm256_castps256_ps128(x)), _mm_storel_pi((__m64*)(to + 4), _mm256_extractf128_ps(x, 1));
+  }
   static Floats Add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
   static Floats Sub(Floats a, Floats b) { return _mm256_sub_ps(a, b); }
   static Floats Mul(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
@@ -27,6 +30,9 @@ struct Lanes {
   static Floats Max(Floats a, Floats b) { return _mm256_max_ps(a, b); }
   static Floats Fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }    // a * b + c
   static Floats Fnma(Floats a, Floats b, Floats c) { return _mm256_fnmadd_ps(a, b, c); }  // c - a * b
+  // Adds a * b to sum in the register that it has: left to themselves, compilers move sums of long loops about until they run out of
+  // registers.
+  static void AddProduct(Floats& sum, Floats a, Floats b) { asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b)); }
 
   // y * 2^n where the mask is set, else 0; moved: n plus 1.5 * 2^23.
   static Floats TimesPower(Mask mask, Floats y, Floats moved) {

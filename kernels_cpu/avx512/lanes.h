@@ -23,6 +23,7 @@ struct Lanes {
   static Floats Mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
   static Floats Max(Floats a, Floats b) { return _mm512_max_ps(a, b); }
   static Floats Fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }    // a * b + c
+  static void AddProduct(Floats& sum, Floats a, Floats b) { sum = Fma(a, b, sum); }
   static Floats Fnma(Floats a, Floats b, Floats c) { return _mm512_fnmadd_ps(a, b, c); }  // c - a * b
 
   // y * 2^n where the mask is set, else 0; moved: n plus 1.5 * 2^23.

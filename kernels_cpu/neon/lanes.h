@@ -32,6 +32,7 @@ struct Lanes {
   static Floats Set(float x) { return {vdupq_n_f32(x), vdupq_n_f32(x)}; }
   static Floats Load(const float* from) { return {vld1q_f32(from), vld1q_f32(from + 4)}; }
   static void Store(float* to, Floats x) { vst1q_f32(to, x.low), vst1q_f32(to + 4, x.high); }
+  static void StoreSix(float* to, Floats x) { vst1q_f32(to, x.low), vst1_f32(to + 4, vget_low_f32(x.high)); }  // the first six
   static Floats Add(Floats a, Floats b) { return {vaddq_f32(a.low, b.low), vaddq_f32(a.high, b.high)}; }
   static Floats Sub(Floats a, Floats b) { return {vsubq_f32(a.low, b.low), vsubq_f32(a.high, b.high)}; }
   static Floats Mul(Floats a, Floats b) { return {vmulq_f32(a.low, b.low), vmulq_f32(a.high, b.high)}; }
@@ -40,6 +41,7 @@ struct Lanes {
   static Floats Fma(Floats a, Floats b, Floats c) {  // a * b + c
     return {vfmaq_f32(c.low, a.low, b.low), vfmaq_f32(c.high, a.high, b.high)};
   }
+  static void AddProduct(Floats& sum, Floats a, Floats b) { sum = Fma(a, b, sum); }
   static Floats Fnma(Floats a, Floats b, Floats c) {  // c - a * b
     return {vfmsq_f32(c.low, a.low, b.low), vfmsq_f32(c.high, a.high, b.high)};
   }
