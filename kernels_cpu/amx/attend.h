@@ -448,10 +448,10 @@ template <typename Products, typename Slot>
 void SpanAttention<Products, Slot>::Write(int64_t group) {
   for (int64_t row = 0, rows = GroupRows(group); row < rows; ++row) {
     bf16* to = p_.o + Place(group, row, p_.V);
-    __m512 total = _mm512_set1_ps(totals_[group * blocks_ * kSide + row]);
+    __m512 inverse = _mm512_set1_ps(1.0f / totals_[group * blocks_ * kSide + row]);
     for (int64_t d = 0; d < p_.V; d += kPair) {
       const float* o = Sums(group, row, d);
-      Products::Put(to + d, _mm512_div_ps(_mm512_load_ps(o), total), _mm512_div_ps(_mm512_load_ps(o + kSide), total));
+      Products::Put(to + d, _mm512_mul_ps(_mm512_load_ps(o), inverse), _mm512_mul_ps(_mm512_load_ps(o + kSide), inverse));
     }
   }
 }

@@ -558,7 +558,7 @@ void Int8Products::AddTransposed(int64_t group, int64_t block, int64_t d, const 
 void Int8Products::Write(int64_t group) {
   if (!transposes_values_) return SpanAttention::Write(group);
   for (int64_t block = 0; block < blocks_; ++block) {
-    const __m512 total = _mm512_load_ps(totals_ + (group * blocks_ + block) * kSide);
+    const __m512 inverse = _mm512_div_ps(_mm512_set1_ps(1.0f), _mm512_load_ps(totals_ + (group * blocks_ + block) * kSide));
     int64_t rows = BlockRows(group, block);
     bf16* to[kSide];
     for (int64_t row = 0; row < rows; ++row) to[row] = p_.o + Place(group, block * kSide + row, p_.V);
@@ -569,7 +569,7 @@ void Int8Products::Write(int64_t group) {
         __m512i numbers[kSide];
 #pragma GCC unroll 16
         for (int64_t i = 0; i < kSide; ++i) {
-          numbers[i] = _mm512_castps_si512(_mm512_div_ps(_mm512_load_ps(sums + (half + i) * kSide), total));
+          numbers[i] = _mm512_castps_si512(_mm512_mul_ps(_mm512_load_ps(sums + (half + i) * kSide), inverse));
         }
         Transpose(numbers, [&](int64_t row, __m512i of_row) { _mm512_store_si512(results[row] + half, of_row); });
       }
