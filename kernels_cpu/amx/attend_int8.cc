@@ -549,7 +549,8 @@ void Int8Products::AddTransposed(int64_t group, int64_t block, int64_t d, const 
       if (d + dimension >= p_.V) continue;
       float* to = o + dimension * kSide;
       __m512 sum = _mm512_mul_ps(SumsOfWords(sums + (i * kSide + j) * kSide, 4 * kSide * kSide), step);
-      _mm512_mask_store_ps(to, factors.seen, _mm512_fmadd_ps(_mm512_load_ps(to), before, _mm512_mul_ps(sum, now)));
+      __m512 until_now = _mm512_maskz_load_ps(factors.saw_before, to);
+      _mm512_mask_store_ps(to, factors.seen, _mm512_fmadd_ps(until_now, before, _mm512_mul_ps(sum, now)));
     }
   }
 }

@@ -164,9 +164,8 @@ inline void PutRounded(bf16* to, __m512 x) { _mm256_storeu_si256((__m256i*)to, (
 
 // Rounds 32 numbers of which `low` has those that unpacking their words puts first, and writes them in their own order.
 inline void PutUnpacked(bf16* to, __m512 low, __m512 high) {
-  const __m512i order[2] = {_mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23),
-                            _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31)};
-  for (int half = 0; half < 2; ++half) PutRounded(to + 16 * half, _mm512_permutex2var_ps(low, order[half], high));
+  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);  // of four numbers each
+  _mm512_storeu_si512(to, _mm512_permutexvar_epi64(order, (__m512i)_mm512_cvtne2ps_pbh(high, low)));
 }
 
 // Two bf16 in all lanes.

@@ -317,6 +317,8 @@ FAULTS_OF_AMX: list[Fault] = [
     (("amx/attend.h", "_mm512_cmple_epi32_mask(low, at)", "0xffff"), "FAILED attention"),
     (("amx/attend.cc", "(block * kSpan + begin) * kSide", "block * kSpan * kSide"), "FAILED"),
     (("amx/attend.h", "rows.all_end - first)", "rows.end - first)"), "FAILED attention"),
+    (("amx/attend.h", "saw_before >> row & 1", "false && row"), "FAILED attention"),
+    (("amx/attend_int8.cc", "factors.saw_before, to)", "0, to)"), "FAILED attention int8"),
     (("amx/attend.h", "span.total, now)", "span.total, before)"), "FAILED attention"),
     (("amx/attend.h", "(1u << end) - (1u << row) : 0", "0xffffu : 0"), "FAILED attention"),
     (("amx/attend_int8.cc", "_tile_dpbsud(3, 5", "_tile_dpbssd(3, 5"), "FAILED attention int8"),
