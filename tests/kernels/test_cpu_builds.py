@@ -344,7 +344,7 @@ FAULTS_OF_AMX: list[Fault] = [
         "FAILED attention int8",
     ),
     (("avx512/lanes.h", "extractf32x8_ps(x, 1)", "castps512_ps256(x)"), "FAILED norm"),
-    (("avx512/lanes.h", "Rounded(x), 16)", "_mm512_castps_si512(x), 15)"), "FAILED heads"),
+    (("avx512/lanes.h", "Rounded(x), 16)", "_mm512_castps_si512(x), 15)"), "FAILED norm"),
     (("amx/attend.cc", "unpacked[(i + 1) % 2]", "unpacked[i % 2]"), "FAILED attention"),
     (("amx/bf16_products.h", "x + tile * kSide * E, count", "x, count"), "FAILED linear"),
     (("amx/bf16_products.h", "{group, tile, count}", "{group, 0, count}"), "FAILED linear"),
