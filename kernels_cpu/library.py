@@ -73,8 +73,8 @@ AVX512_FLAGS = (
 )
 # What levels use of lesser ones.
 AVX512_FILES = (
-    *("avx512/delta.cc", "avx512/e4m3.cc", "avx512/integers.cc", "avx512/panels.cc"),
-    "avx512/scan.cc",
+    *("avx512/delta.cc", "avx512/e4m3.cc", "avx512/integers.cc", "avx512/norms.cc"),
+    *("avx512/panels.cc", "avx512/scan.cc"),
 )
 AVX2_FILES = ("avx2/attend_8_bits.cc", "avx2/int16.cc", "avx2/low_rank.cc")
 LEVELS = (  # the best first

@@ -20,12 +20,8 @@ ffi::Error Norm(ffi::ThreadPool pool, Bf16<2> x, ffi::AnyBuffer scale, Int32<0> 
   bf16* to = Data(*y);
   int64_t items = SharesOf(pool, T, std::max<int64_t>(1, kAtOnce / E));
   auto work = [=](int64_t item) {
-    static thread_local Memory memory;
-    float* row = Scratch<float>(memory, E);
     for (int64_t t = T * item / items; t < T * (item + 1) / items; ++t) {
-      for (int64_t e = 0; e < E; ++e) row[e] = FromBf16(from[t * E + e]);
-      NormRow(scales, E, eps, in_f32, row);
-      for (int64_t e = 0; e < E; ++e) to[t * E + e] = ToBf16(row[e]);
+      NormRow(from + t * E, scales, E, eps, in_f32, to + t * E);
     }
   };
   if (items == 1) return work(0), ffi::Error::Success();

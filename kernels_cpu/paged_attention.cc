@@ -1,6 +1,7 @@
 // The call of paged_attention.h from XLA: divides the queries into items.
 #include "paged_attention.h"
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 #include <vector>
@@ -22,6 +23,21 @@ int64_t Parts(int64_t H, int64_t least) {
 // up to 0.6 of its share.
 int64_t PartsOf(int64_t largest, int64_t total, int64_t threads) {
   return std::max<int64_t>(1, (5 * largest * (threads - 1) + 3 * total - 1) / std::max<int64_t>(1, 3 * total));
+}
+
+// Puts the longest items first, and as much work in the part of each of so many threads: what is left at the end is short.
+void Deal(std::vector<Item>& items, int64_t threads) {
+  auto work = [](const Item& item) { return item.count * (item.end - item.begin); };
+  std::stable_sort(items.begin(), items.end(), [&](const Item& a, const Item& b) { return work(a) > work(b); });
+  std::vector<Item> dealt(items.size());
+  int64_t count = items.size(), next = 0;
+  for (int64_t round = 0; next < count; ++round) {
+    for (int64_t thread = 0; thread < threads; ++thread) {
+      int64_t i = count * thread / threads + round;  // parts as ParallelFor has them
+      if (i < count * (thread + 1) / threads) dealt[i] = items[next++];
+    }
+  }
+  items = std::move(dealt);
 }
 
 ffi::Error PagedAttention(ffi::ThreadPool pool, Bf16<3> q, ffi::AnyBuffer kv, Float32<3> scales, Int32<0> layer, Int32<2> table,
@@ -96,6 +112,7 @@ ffi::Error PagedAttention(ffi::ThreadPool pool, Bf16<3> q, ffi::AnyBuffer kv, Fl
   }
   std::memset(p.o + served * p.H * p.V, 0, (p.T - served) * p.H * p.V * sizeof(bf16));
   int64_t all = items.size(), runs = decode ? std::min(all, 8 * threads) : all, workers = std::min(runs, threads);
+  if (!decode) Deal(items, workers);
   auto thread_of = [&](int64_t run) { return ((run + 1) * workers - 1) / runs; };  // whose part it is in ParallelFor
   ParallelFor(pool, runs, [&](int64_t run) {
     // What another thread begins with is not for this one to fetch.

@@ -77,17 +77,21 @@ struct Totals {
 };
 
 // By what the sums of a block until now are multiplied, and those of the span that is added; in rows that saw any of the span.
+// What is in memory as the sums of rows that saw nothing before may be anything, and counts as zeros.
 struct alignas(64) Factors {
   float before[kSide], now[kSide];
-  __mmask16 seen;
+  __mmask16 seen, saw_before;
 
   // sums = before * sums + now * o of a row: 32 numbers.
   void Add(int64_t row, float* sums, __m512 low, __m512 high) const {
     if ((seen >> row & 1) == 0) return;
+    bool has_sums = saw_before >> row & 1;
     __m512 by = _mm512_set1_ps(before[row]), added_by = _mm512_set1_ps(now[row]);
-    _mm512_store_ps(sums, _mm512_fmadd_ps(_mm512_load_ps(sums), by, _mm512_mul_ps(low, added_by)));
-    sums += kSide;
-    _mm512_store_ps(sums, _mm512_fmadd_ps(_mm512_load_ps(sums), by, _mm512_mul_ps(high, added_by)));
+    for (__m512 added : {low, high}) {
+      __m512 sum = has_sums ? _mm512_load_ps(sums) : _mm512_setzero_ps();
+      _mm512_store_ps(sums, _mm512_fmadd_ps(sum, by, _mm512_mul_ps(added, added_by)));
+      sums += kSide;
+    }
   }
 };
 
@@ -337,8 +341,9 @@ void SpanAttention<Products, Slot>::BeginSums() {
   int64_t rows = groups_ * blocks_ * kSide;
   tops_ = Scratch<float>(memory_[3], rows), totals_ = Scratch<float>(memory_[4], rows);
   o_ = Scratch<float>(memory_[5], rows * p_.V);
-  std::fill(tops_, tops_ + rows, kMasked), std::fill(totals_, totals_ + rows, 0.0f), std::fill(o_, o_ + rows * p_.V, 0.0f);
+  std::fill(tops_, tops_ + rows, kMasked), std::fill(totals_, totals_ + rows, 0.0f);
   if (p_.sinks == nullptr) return;
+  std::fill(o_, o_ + rows * p_.V, 0.0f);
   for (int64_t group = 0; group < groups_; ++group) {
     for (int64_t row = 0; row < GroupRows(group); ++row) {  // a score before any other
       int64_t i = group * blocks_ * kSide + row;
@@ -414,10 +419,12 @@ Factors SpanAttention<Products, Slot>::AddTotals(int64_t block, Totals span) {
   float *tops = tops_ + block * kSide, *totals = totals_ + block * kSide;
   __m512 top = _mm512_load_ps(tops), most = _mm512_max_ps(top, span.top);
   __m512 before = Exp<avx512::Lanes>(_mm512_sub_ps(top, most)), now = Exp<avx512::Lanes>(_mm512_sub_ps(span.top, most));
-  __m512 total = _mm512_fmadd_ps(_mm512_load_ps(totals), before, _mm512_mul_ps(span.total, now));
+  __m512 total_before = _mm512_load_ps(totals);
+  __m512 total = _mm512_fmadd_ps(total_before, before, _mm512_mul_ps(span.total, now));
   Factors factors;
   _mm512_store_ps(factors.before, before), _mm512_store_ps(factors.now, now);
   factors.seen = _mm512_cmp_ps_mask(span.total, _mm512_setzero_ps(), _CMP_NEQ_UQ);
+  factors.saw_before = _mm512_cmp_ps_mask(total_before, _mm512_setzero_ps(), _CMP_NEQ_UQ);
   _mm512_mask_store_ps(tops, factors.seen, most), _mm512_mask_store_ps(totals, factors.seen, total);
   return factors;
 }
@@ -448,10 +455,10 @@ template <typename Products, typename Slot>
 void SpanAttention<Products, Slot>::Write(int64_t group) {
   for (int64_t row = 0, rows = GroupRows(group); row < rows; ++row) {
     bf16* to = p_.o + Place(group, row, p_.V);
-    __m512 total = _mm512_set1_ps(totals_[group * blocks_ * kSide + row]);
+    __m512 inverse = _mm512_set1_ps(1.0f / totals_[group * blocks_ * kSide + row]);
     for (int64_t d = 0; d < p_.V; d += kPair) {
       const float* o = Sums(group, row, d);
-      Products::Put(to + d, _mm512_div_ps(_mm512_load_ps(o), total), _mm512_div_ps(_mm512_load_ps(o + kSide), total));
+      Products::Put(to + d, _mm512_mul_ps(_mm512_load_ps(o), inverse), _mm512_mul_ps(_mm512_load_ps(o + kSide), inverse));
     }
   }
 }

@@ -549,7 +549,8 @@ void Int8Products::AddTransposed(int64_t group, int64_t block, int64_t d, const 
       if (d + dimension >= p_.V) continue;
       float* to = o + dimension * kSide;
       __m512 sum = _mm512_mul_ps(SumsOfWords(sums + (i * kSide + j) * kSide, 4 * kSide * kSide), step);
-      _mm512_mask_store_ps(to, factors.seen, _mm512_fmadd_ps(_mm512_load_ps(to), before, _mm512_mul_ps(sum, now)));
+      __m512 until_now = _mm512_maskz_load_ps(factors.saw_before, to);
+      _mm512_mask_store_ps(to, factors.seen, _mm512_fmadd_ps(until_now, before, _mm512_mul_ps(sum, now)));
     }
   }
 }
@@ -558,7 +559,7 @@ void Int8Products::AddTransposed(int64_t group, int64_t block, int64_t d, const 
 void Int8Products::Write(int64_t group) {
   if (!transposes_values_) return SpanAttention::Write(group);
   for (int64_t block = 0; block < blocks_; ++block) {
-    const __m512 total = _mm512_load_ps(totals_ + (group * blocks_ + block) * kSide);
+    const __m512 inverse = _mm512_div_ps(_mm512_set1_ps(1.0f), _mm512_load_ps(totals_ + (group * blocks_ + block) * kSide));
     int64_t rows = BlockRows(group, block);
     bf16* to[kSide];
     for (int64_t row = 0; row < rows; ++row) to[row] = p_.o + Place(group, block * kSide + row, p_.V);
@@ -569,7 +570,7 @@ void Int8Products::Write(int64_t group) {
         __m512i numbers[kSide];
 #pragma GCC unroll 16
         for (int64_t i = 0; i < kSide; ++i) {
-          numbers[i] = _mm512_castps_si512(_mm512_div_ps(_mm512_load_ps(sums + (half + i) * kSide), total));
+          numbers[i] = _mm512_castps_si512(_mm512_mul_ps(_mm512_load_ps(sums + (half + i) * kSide), inverse));
         }
         Transpose(numbers, [&](int64_t row, __m512i of_row) { _mm512_store_si512(results[row] + half, of_row); });
       }

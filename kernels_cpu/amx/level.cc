@@ -64,6 +64,12 @@ void StepColumns(const DeltaProblem& p, int64_t row, int64_t head, int64_t colum
 
 void StepRows(const ScanProblem& p, int64_t row, int64_t head, int64_t first) { avx512::StepRows(p, row, head, first); }
 
+void NormRow(const bf16* from, const float* scale, int64_t D, float eps, bool in_f32, bf16* to) {
+  avx512::NormRow(from, scale, D, eps, in_f32, to);
+}
+
+void WriteHeads(const HeadProblem& p, int64_t token) { avx512::WriteHeads(p, token); }
+
 void AddLowRank(const float* const* h, float* const* y, int64_t count, const bf16* b, int64_t rank, int64_t N, int64_t width) {
   avx2::AddLowRank(h, y, count, b, rank, N, width);
 }

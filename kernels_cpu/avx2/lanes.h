@@ -27,6 +27,7 @@ struct Lanes {
   static Floats Sub(Floats a, Floats b) { return _mm256_sub_ps(a, b); }
   static Floats Mul(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
   static Floats Div(Floats a, Floats b) { return _mm256_div_ps(a, b); }
+  static Floats Sqrt(Floats x) { return _mm256_sqrt_ps(x); }
   static Floats Max(Floats a, Floats b) { return _mm256_max_ps(a, b); }
   static Floats Fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }    // a * b + c
   static Floats Fnma(Floats a, Floats b, Floats c) { return _mm256_fnmadd_ps(a, b, c); }  // c - a * b
@@ -86,6 +87,13 @@ struct Lanes {
     return _mm_cvtss_f32(_mm_add_ps(_mm256_castps256_ps128(t), _mm256_extractf128_ps(t, 1)));
   }
 
+  // The second half of the lanes is added to the first one until there is one.
+  static float SumOfHalves(Floats x) {
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+  }
+
   static float Largest(Floats x) {
     __m128 four = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
     __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
@@ -141,6 +149,15 @@ struct Lanes {
   static void PutInOrder(bf16* to, Floats first, Floats second) {
     __m256i words = _mm256_packus_epi32(_mm256_srli_epi32(Rounded(first), 16), _mm256_srli_epi32(Rounded(second), 16));
     _mm256_storeu_si256((__m256i*)to, _mm256_permute4x64_epi64(words, 0xd8));
+  }
+
+  // The same of 8, as f32 or written.
+  static Floats RoundedToBf16(Floats x) {
+    return _mm256_castsi256_ps(_mm256_and_si256(Rounded(x), _mm256_set1_epi32(static_cast<int>(0xffff0000))));
+  }
+  static void PutRounded(bf16* to, Floats x) {
+    __m256i words = _mm256_srli_epi32(Rounded(x), 16);
+    _mm_storeu_si128((__m128i*)to, _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
   }
 
   // 8 in their own order.

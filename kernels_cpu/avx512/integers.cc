@@ -39,8 +39,8 @@ void Round(const bf16* x, const RoundedRows& to, int64_t tile, int64_t row, int3
     std::memcpy(&largest, &bits, sizeof(largest));
     float scale = largest / kMost;
     __m512 inverse = _mm512_set1_ps(largest < kNothing ? 0.0f : kMost / largest);
-    __m512i low = _mm512_cvtps_epi32(_mm512_mul_ps(Widener::Floats(x + e), inverse));
-    __m512i high = _mm512_cvtps_epi32(_mm512_mul_ps(Widener::Floats(x + e + kPacked / 2), inverse));
+    __m512i low = _mm512_cvtps_epi32(_mm512_mul_ps(Lanes::FromBf16(x + e), inverse));
+    __m512i high = _mm512_cvtps_epi32(_mm512_mul_ps(Lanes::FromBf16(x + e + kPacked / 2), inverse));
     alignas(16) int8_t bytes[kPacked];
     _mm_store_si128((__m128i*)bytes, _mm512_cvtepi32_epi8(low));
     _mm_store_si128((__m128i*)(bytes + kPacked / 2), _mm512_cvtepi32_epi8(high));

@@ -21,6 +21,8 @@ struct Lanes {
   static Floats Add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
   static Floats Sub(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
   static Floats Mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+  static Floats Div(Floats a, Floats b) { return _mm512_div_ps(a, b); }
+  static Floats Sqrt(Floats x) { return _mm512_sqrt_ps(x); }
   static Floats Max(Floats a, Floats b) { return _mm512_max_ps(a, b); }
   static Floats Fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }    // a * b + c
   static void AddProduct(Floats& sum, Floats a, Floats b) { sum = Fma(a, b, sum); }
@@ -46,7 +48,27 @@ struct Lanes {
     to[0] = Sum(a0), to[1] = Sum(a1), to[2] = Sum(a2), to[3] = Sum(a3);
   }
 
+  // The second half of the lanes is added to the first one until there is one.
+  static float SumOfHalves(Floats x) {
+    __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+  }
+
   static float Largest(Floats x) { return _mm512_reduce_max_ps(x); }
+
+  static Floats FromBf16(const bf16* from) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16));
+  }
+
+  // Rounds to the nearest bf16, the even one of two; NaN stays NaN. Unlike the instruction it keeps what is denormal.
+  static Floats RoundedToBf16(Floats x) {
+    return _mm512_castsi512_ps(_mm512_and_si512(Rounded(x), _mm512_set1_epi32(0xffff0000)));
+  }
+  static void PutRounded(bf16* to, Floats x) {
+    _mm256_storeu_si256((__m256i*)to, _mm512_cvtepi32_epi16(_mm512_srli_epi32(Rounded(x), 16)));
+  }
 
   // Writes x rounded, and returns what was written.
   static Floats Put(bf16* to, Floats x) {
@@ -65,6 +87,17 @@ struct Lanes {
     static uint64_t Below(int64_t n) { return n == 64 ? ~0ull : (1ull << n) - 1; }
     uint64_t numbers_;
   };
+
+ private:
+  // The nearest bf16 in the upper half of each lane.
+  static __m512i Rounded(Floats x) {
+    constexpr int kQuietNaN = 0x22;  // what becomes of the first two kinds of x, quiet and signalling NaN; others are as rounded
+    __m512i bits = _mm512_castps_si512(x);
+    __m512i rounded = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff));
+    __mmask16 is_odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
+    rounded = _mm512_mask_add_epi32(rounded, is_odd, bits, _mm512_set1_epi32(0x8000));
+    return _mm512_castps_si512(_mm512_fixupimm_ps(_mm512_castsi512_ps(rounded), x, _mm512_set1_epi32(kQuietNaN), 0));
+  }
 };
 
 // Weights, 32 at a time, as bf16; see bf16_weights.h.
@@ -82,7 +115,7 @@ struct Widener {
     __m512 s = _mm512_set1_ps(scale);
     bf16 exact[kPacked];
     Exact(from, exact);
-    Put(to, _mm512_mul_ps(Floats(exact), s), _mm512_mul_ps(Floats(exact + 16), s));
+    Put(to, _mm512_mul_ps(Lanes::FromBf16(exact), s), _mm512_mul_ps(Lanes::FromBf16(exact + 16), s));
   }
 
   // What the 16 values of int4 stand for, (value - zero) * scale: a look-up. The table has them twice, since the lower five bits
@@ -121,9 +154,6 @@ struct Widener {
   // Writes both rounded, one after the other.
   static void Put(bf16* to, __m512 low, __m512 high) { _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(high, low)); }
 
-  static __m512 Floats(const bf16* from) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16));
-  }
   static __m512 Floats(const int8_t* from) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
   }
@@ -135,9 +165,8 @@ inline void PutRounded(bf16* to, __m512 x) { _mm256_storeu_si256((__m256i*)to, (
 
 // Rounds 32 numbers of which `low` has those that unpacking their words puts first, and writes them in their own order.
 inline void PutUnpacked(bf16* to, __m512 low, __m512 high) {
-  const __m512i order[2] = {_mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23),
-                            _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31)};
-  for (int half = 0; half < 2; ++half) PutRounded(to + 16 * half, _mm512_permutex2var_ps(low, order[half], high));
+  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);  // of four numbers each
+  _mm512_storeu_si512(to, _mm512_permutexvar_epi64(order, (__m512i)_mm512_cvtne2ps_pbh(high, low)));
 }
 
 // Two bf16 in all lanes.

@@ -37,6 +37,7 @@ struct Lanes {
   static Floats Sub(Floats a, Floats b) { return {vsubq_f32(a.low, b.low), vsubq_f32(a.high, b.high)}; }
   static Floats Mul(Floats a, Floats b) { return {vmulq_f32(a.low, b.low), vmulq_f32(a.high, b.high)}; }
   static Floats Div(Floats a, Floats b) { return {vdivq_f32(a.low, b.low), vdivq_f32(a.high, b.high)}; }
+  static Floats Sqrt(Floats x) { return {vsqrtq_f32(x.low), vsqrtq_f32(x.high)}; }
   static Floats Max(Floats a, Floats b) { return {vmaxnmq_f32(a.low, b.low), vmaxnmq_f32(a.high, b.high)}; }
   static Floats Fma(Floats a, Floats b, Floats c) {  // a * b + c
     return {vfmaq_f32(c.low, a.low, b.low), vfmaq_f32(c.high, a.high, b.high)};
@@ -107,6 +108,13 @@ struct Lanes {
   static float Sum(Floats x) {
     float32x4_t pairs = vpaddq_f32(x.low, x.high);
     return vaddvq_f32(vpaddq_f32(pairs, vdupq_n_f32(0.0f)));
+  }
+
+  // The second half of the lanes is added to the first one until there is one.
+  static float SumOfHalves(Floats x) {
+    float32x4_t four = vaddq_f32(x.low, x.high);
+    float32x2_t two = vadd_f32(vget_low_f32(four), vget_high_f32(four));
+    return vget_lane_f32(two, 0) + vget_lane_f32(two, 1);
   }
 
   static float Largest(Floats x) { return vmaxnmvq_f32(vmaxnmq_f32(x.low, x.high)); }
@@ -181,6 +189,15 @@ struct Lanes {
       return vuzp2q_u16(vreinterpretq_u16_u32(Rounded(x.low)), vreinterpretq_u16_u32(Rounded(x.high)));
     };
     vst1q_u16(to, both(first)), vst1q_u16(to + 8, both(second));
+  }
+
+  // The same of 8, as f32 or written.
+  static Floats RoundedToBf16(Floats x) {
+    auto rounded = [](float32x4_t x) { return vreinterpretq_f32_u32(vandq_u32(Rounded(x), vdupq_n_u32(0xffff0000))); };
+    return {rounded(x.low), rounded(x.high)};
+  }
+  static void PutRounded(bf16* to, Floats x) {
+    vst1q_u16(to, vuzp2q_u16(vreinterpretq_u16_u32(Rounded(x.low)), vreinterpretq_u16_u32(Rounded(x.high))));
   }
 
   // 8 in their own order.

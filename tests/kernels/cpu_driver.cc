@@ -24,6 +24,7 @@
 #include "low_rank.h"
 #include "mamba2.h"
 #include "mlp.h"
+#include "norm.h"
 #include "paged_attention.h"
 #include "panels.h"
 #include "quantize.h"
@@ -357,18 +358,45 @@ void MlpCases(ffi::ThreadPool& pool) {
   }
 }
 
+// Rows of norms, some of them a million times as large as others.
+void Norms() {
+  for (bool in_f32 : {false, true}) {
+    const int64_t T = 5, E = 48;
+    Random random(E);
+    auto x = random.Bf16s(T * E);
+    auto scale = random.Floats(E, 0.5f, 2);
+    double rounding = 0.00392 * (in_f32 ? 1 : 2);
+    for (int64_t i = 0; i < T * E; ++i) x[i] = ToBf16(FromBf16(x[i]) * std::ldexp(1.0f, i / E % 3 * 10 - 10));
+    std::vector<bf16> y(T * E);
+    std::vector<double> wanted(T * E), allowed(T * E);
+    for (int64_t t = 0; t < T; ++t) {
+      double sum = 0;
+      for (int64_t e = t * E; e < (t + 1) * E; ++e) sum += double{FromBf16(x[e])} * FromBf16(x[e]);
+      for (int64_t e = 0; e < E; ++e) {
+        int64_t i = t * E + e;
+        wanted[i] = FromBf16(x[i]) * scale[e] / std::sqrt(sum / E + 1e-6), allowed[i] = std::fabs(wanted[i]) * rounding;
+      }
+      NormRow(&x[t * E], scale.data(), E, 1e-6f, in_f32, &y[t * E]);
+    }
+    Check(in_f32 ? "norm in f32" : "norm", y, wanted, allowed);
+  }
+}
+
 struct HeadCase {
   int64_t T, K, G, D, half;
   bool norm, in_f32;
+  float size = 1;
 };
 
 // A token in three is dropped, by a slot on either side of the layer's.
 void HeadWrites() {
-  const HeadCase cases[] = {{3, 1, 1, 32, 16, true, false}, {7, 2, 3, 96, 32, true, true}, {5, 3, 2, 64, 0, false, false}};
+  const HeadCase cases[] = {{3, 1, 1, 32, 16, true, false},  {7, 2, 3, 96, 32, true, true},
+                            {5, 3, 2, 64, 0, false, false},  {4, 2, 2, 64, 20, true, false},
+                            {4, 9, 1, 128, 64, true, false}, {4, 1, 2, 32, 16, false, false, 0x1p-127f}};
   for (const HeadCase& c : cases) {
     Random random(c.D);
     int64_t slots = 10, layers = 3, row = c.D, X = c.G + 2;
-    auto qkv = random.Bf16s(c.T * c.K * X * row), pool = random.Bf16s(layers * slots * 2 * c.K * row);
+    auto qkv = random.Bf16s(c.T * c.K * X * row, c.size), pool = random.Bf16s(layers * slots * 2 * c.K * row);
     auto q_scale = random.Floats(row, 0.5f, 2), k_scale = random.Floats(row, 0.5f, 2), angles = random.Floats(c.T * c.half, -9, 9);
     std::vector<float> cos(angles.size()), sin(angles.size());
     for (float& scale : q_scale) scale = FromBf16(ToBf16(scale));
@@ -391,7 +419,9 @@ void HeadWrites() {
         y[d] = x[d] * of_cos + (turns ? x[pair] * of_sin : 0);
         // A number and its pair are rounded once or twice, and their sum once.
         double size = std::fabs(x[d] * of_cos) + (turns ? std::fabs(x[pair] * of_sin) : 0);
-        within[d] = (c.norm ? size * 2 * 0.00392 : 0) + (turns ? std::fabs(y[d]) * 0.00392 + size * 1e-6 : 0);
+        // Denormal results are off by up to half of the least bf16.
+        double turned = std::fabs(y[d]) * 0.00392 + size * 1e-6 + 0x1p-134;
+        within[d] = (c.norm ? size * 2 * 0.00392 : 0) + (turns ? turned : 0);
       }
     };
     for (int64_t t = 0; t < c.T; ++t) {
@@ -412,7 +442,7 @@ void HeadWrites() {
     p.cos = cos.data(), p.sin = sin.data(), p.K = c.K, p.G = c.G, p.D = c.D, p.half = c.half, p.eps = 1e-6f, p.in_f32 = c.in_f32;
     p.first_slot = slots, p.slots_of_layer = slots;
     for (int64_t t = 0; t < c.T; ++t) WriteHeads(p, t);
-    std::string name = "heads " + std::to_string(c.K) + "x" + std::to_string(c.D);
+    std::string name = "heads " + std::to_string(c.K) + "x" + std::to_string(c.D) + (c.size < 1 ? " denormal" : "");
     Check(name, q, wanted_q, allowed_q), Check(name + " pool", pool, wanted, allowed);
   }
 }
@@ -917,7 +947,7 @@ int main() {
     jpaged::QuantizedProducts(pool), jpaged::SmallProducts(pool), jpaged::WideProducts(pool), jpaged::InterleavedProducts(pool), jpaged::ActivationCases(pool), jpaged::MlpCases(pool);
   }
   jpaged::QuantizedWeights<jpaged::bf16>("bf16"), jpaged::QuantizedWeights<float>("f32");
-  jpaged::LowRank(), jpaged::HeadWrites(), jpaged::GatedDelta(), jpaged::Mamba2(), jpaged::AttentionCases();
+  jpaged::LowRank(), jpaged::Norms(), jpaged::HeadWrites(), jpaged::GatedDelta(), jpaged::Mamba2(), jpaged::AttentionCases();
   if (jpaged::failures > 0) std::printf("%d elements are wrong\n", jpaged::failures);
   return jpaged::failures > 0;
 }

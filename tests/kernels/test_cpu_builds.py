@@ -30,7 +30,7 @@ EMULATION = Path(__file__).with_name("amx_emulation.h")
 EMULATED = ("-include", str(EMULATION))
 TILES = {"amx_tile", "amx_bf16", "amx_int8"}
 SANITIZE = ("-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-CASES = 452
+CASES = 460
 
 
 def compiler_of(name: str) -> str:
@@ -146,8 +146,8 @@ def test_a_level_builds_without_a_warning_and_is_as_defined(
 def test_arithmetic_of_a_name_has_the_bits_of_other_levels(
     name: str, results_of: ResultsOf
 ) -> None:
-    """Products of integers, activations, heads and weights that are quantised, on every level; all
-    that NEON has, which is built as AVX2 is.
+    """Products of integers, activations, norms, heads and weights that are quantised, on every
+    level; all that NEON has, which is built as AVX2 is.
     """
     ours, others = results_of(name), results_of("avx2")
     assert ours.keys() == others.keys()
@@ -157,7 +157,8 @@ def test_arithmetic_of_a_name_has_the_bits_of_other_levels(
         if case.startswith(("quantized int8", "quantized int16")) and "fp8" not in case
     ]
     assert len(integers) == 74
-    integers += [case for case in ours if case.startswith(("activation", "heads", "quantize "))]
+    plain = ("activation", "heads", "norm", "quantize ")
+    integers += [case for case in ours if case.startswith(plain)]
     if name == "avx512":  # by 8 lanes, as AVX2
         integers += [case for case in ours if case.startswith("attention int8")]
     equal = {case for case in ours if ours[case] == others[case]}
@@ -293,9 +294,11 @@ FAULTS: list[Fault] = [
     ),
     (("mlp.h", "gate * Sigmoid(u) * up", "u * Sigmoid(u) * up"), "FAILED activation gelu"),
     (("mlp.h", "(r + 1.0f)", "(r + 1.01f)"), "FAILED activation silu"),
-    (("head_write.h", "slot >= 0 && slot < p.slots", "slot < p.slots"), "FAILED heads"),
-    (("head_write.h", "b[i] * cos[i] + a[i]", "b[i] * cos[i] - a[i]"), "FAILED heads"),
-    (("norm.h", "parts[i] += parts[i + count]", "parts[i] = parts[i + count]"), "FAILED heads"),
+    (("f32_norms.h", "slot >= 0 && slot < p.slots", "slot < p.slots"), "FAILED heads"),
+    (("f32_norms.h", "b[i] * cos[i] + a[i]", "b[i] * cos[i] - a[i]"), "FAILED heads 2x64"),
+    (("f32_norms.h", "L::Add(L::Mul(b, c)", "L::Sub(L::Mul(b, c)"), "FAILED heads 1x32"),
+    (("f32_norms.h", "p.k_scale, *factors", "p.k_scale, 1"), "FAILED heads"),
+    (("f32_norms.h", "L::Add(parts[0], parts[1])", "parts[0]"), "FAILED norm"),
     (("f32_panels.h", "depth, out, N, e > 0", "depth, out, N, false"), "FAILED panels"),
     (("f32_group_attention.h", "alpha == 1.0f", "alpha != 1.0f"), "FAILED groups"),
     (("f32_group_attention.h", "if (!sees_all) Mask", "if (false) Mask"), "FAILED groups"),
@@ -319,6 +322,8 @@ FAULTS_OF_AMX: list[Fault] = [
     (("amx/attend.h", "_mm512_cmple_epi32_mask(low, at)", "0xffff"), "FAILED attention"),
     (("amx/attend.cc", "(block * kSpan + begin) * kSide", "block * kSpan * kSide"), "FAILED"),
     (("amx/attend.h", "rows.all_end - first)", "rows.end - first)"), "FAILED attention"),
+    (("amx/attend.h", "saw_before >> row & 1", "false && row"), "FAILED attention"),
+    (("amx/attend_int8.cc", "factors.saw_before, to)", "0, to)"), "FAILED attention int8"),
     (("amx/attend.h", "span.total, now)", "span.total, before)"), "FAILED attention"),
     (("amx/attend.h", "(1u << end) - (1u << row) : 0", "0xffffu : 0"), "FAILED attention"),
     (("amx/attend_int8.cc", "_tile_dpbsud(3, 5", "_tile_dpbssd(3, 5"), "FAILED attention int8"),
@@ -343,6 +348,8 @@ FAULTS_OF_AMX: list[Fault] = [
         ),
         "FAILED attention int8",
     ),
+    (("avx512/lanes.h", "extractf32x8_ps(x, 1)", "castps512_ps256(x)"), "FAILED norm"),
+    (("avx512/lanes.h", "Rounded(x), 16)", "_mm512_castps_si512(x), 15)"), "FAILED norm"),
     (("amx/attend.cc", "unpacked[(i + 1) % 2]", "unpacked[i % 2]"), "FAILED attention"),
     (("amx/bf16_products.h", "x + tile * kSide * E, count", "x, count"), "FAILED linear"),
     (("amx/bf16_products.h", "{group, tile, count}", "{group, 0, count}"), "FAILED linear"),
