@@ -53,10 +53,10 @@ class ChunkWidener {
   // rows come towards the cache meanwhile, in the order in which they lie: lines that are wanted here and there take longer. A compiler
   // keeps all of it in registers where functions are inlined; it cannot know that memory stays as it is while tiles are written.
   template <int64_t kChunkBlocks>
-  class Rows {
+  class RowWidener {
    public:
     // From input `first` on, from row n on.
-    [[gnu::always_inline]] Rows(const ChunkWidener& widener, int64_t n, int64_t first, bf16* to) : to_(to) {
+    [[gnu::always_inline]] RowWidener(const ChunkWidener& widener, int64_t n, int64_t first, bf16* to) : to_(to) {
       const Quantized& w = widener.w_;
       int64_t step = widener.step_, row = n & (step - 1), next = n - row + step;
       int64_t turn = first / kChunk * step + row;  // each row's part of a chunk is a turn
@@ -107,15 +107,15 @@ class ChunkWidener {
   // Makes the chunk from input `first` on of `count` rows from row n on.
   void Widen(int64_t n, int64_t count, int64_t first, bf16* to) const {
     if (first + kChunk <= w_.E) {
-      WidenRows(Rows<kBlocks>(*this, n, first, to), count);
+      WidenRows(RowWidener<kBlocks>(*this, n, first, to), count);
     } else {
-      WidenRows(Rows<0>(*this, n, first, to), count);
+      WidenRows(RowWidener<0>(*this, n, first, to), count);
     }
   }
 
  private:
-  template <typename Rows>
-  static void WidenRows(Rows rows, int64_t count) {
+  template <int64_t kChunkBlocks>
+  static void WidenRows(RowWidener<kChunkBlocks> rows, int64_t count) {
     for (; count > 0; --count) rows.Widen();
   }
 
@@ -289,8 +289,8 @@ void WithWriter(const Quantized& w, Out* y, int64_t T, const Body& body) {
 // Adds up the products of 32 inputs as AddProducts does, and makes eight rows of the next chunk between the instructions. Each tile that
 // is loaded or multiplied takes a tile register, and the other thread of a core may leave so few of them that it waits until the one
 // before is done. What has nothing to do with tiles goes on meanwhile.
-template <int kCount, typename Rows>
-[[gnu::always_inline]] inline void AddProductsBeside(const bf16* tiles, const bf16* x, const bf16* x1, int64_t columns, Rows& rows) {
+template <int kCount, typename RowWidener>
+[[gnu::always_inline]] inline void AddProductsBeside(const bf16* tiles, const bf16* x, const bf16* x1, int64_t columns, RowWidener& rows) {
   WriteBeforeTiles();
   if constexpr (kCount == 1) {
     _tile_loadd(6, x, columns * 4);
@@ -332,7 +332,7 @@ void MultiplyFew(const bf16* x, int64_t columns, const Quantized& w, const Resul
       bool is_ahead = group_ahead < end, is_whole = first_ahead + kChunk <= w.E && (group_ahead + 1) * kGroup <= w.N;
       const bf16* of_x = x + first * columns;
       if (is_ahead && is_whole && blocks == kBlocks) {
-        typename Widener::template Rows<kBlocks> rows(widener, group_ahead * kGroup, first_ahead, next);
+        typename Widener::template RowWidener<kBlocks> rows(widener, group_ahead * kGroup, first_ahead, next);
         for (int64_t block = 0; block < kBlocks; ++block, of_x += kDepth * columns) {
           AddProductsBeside<kCount>(now + block * 2 * kTileSize, of_x, of_x + kSide * w.E, columns, rows);
         }
