@@ -358,10 +358,14 @@ FAULTS_OF_AMX: list[Fault] = [
         "FAILED linear",
     ),
     (
-        ("amx/bf16_products.h", "put(t, column + kSide, row)", "put(t, column, row)"),
+        ("amx/bf16_products.h", "* kSide + piece * kQuarter, column", "* kSide, column"),
         "FAILED linear",
     ),
-    (("amx/bf16_products.h", "* kSide + piece * kQuarter, rows", "* kSide, rows"), "FAILED linear"),
+    (("amx/bf16_products.h", "lines[t][1] = row", "lines[t][0] = row"), "FAILED linear"),
+    (
+        ("amx/bf16_products.h", "kQuarter, T_ - first)", "kQuarter, T_ - first) - 1"),
+        "FAILED linear",
+    ),
     (("amx/bf16_products.h", "epi16(x[2], x[3]), d", "epi16(x[3], x[2]), d"), "FAILED linear"),
     (("amx/bf16_products.h", "_pbh(odd, even)", "_pbh(even, odd)"), "FAILED mlp"),
     (
