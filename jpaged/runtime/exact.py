@@ -242,8 +242,18 @@ class ExactKV:
     batch: tuple[int, int]
 
     def write(self, place: Place, qkv: Any, heads: Heads | LatentHeads) -> tuple[Array, Self]:
-        """See KVView."""
-        q, *kv = heads(qkv)
+        """See KVView. Where serving prepares heads by a kernel, so does this, whose pool has no
+        padding: a token's keys and values in turn, head by head.
+        """
+        kernel = self.by.kernels[place.group]
+        if kernel is not None and kernel.writes_heads:
+            T, layout = qkv.shape[0], kernel.pool_layout
+            pool = jnp.zeros((1, T, layout.rows, layout.width), qkv.dtype)
+            slots_T = jnp.arange(T, dtype=jnp.int32)
+            q, pool = kernel.write(qkv, heads, pool, 0, slots_T, num_layers=1)
+            kv = pool[0, :, 0::2], pool[0, :, 1::2]
+        else:
+            q, *kv = heads(qkv)
         dense = self.dense.keeping(place, *(x.reshape(*self.batch, *x.shape[1:]) for x in kv))
         return q, dataclasses.replace(self, dense=dense)
 
