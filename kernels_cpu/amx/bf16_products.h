@@ -185,9 +185,15 @@ struct RowsOf {
   Out* operator()(int64_t t) const { return first + t * N; }
 };
 
-// A writer of a result [T, N]. scales: of the N rows of the weight, where it has them.
-template <bool kScaled = false, typename Out>
-RowWriter<RowsOf<Out>, kScaled> WriterOf(Out* y, int64_t T, int64_t N, const float* scales = nullptr) {
+// A writer of a result [T, N].
+template <typename Out>
+RowWriter<RowsOf<Out>, false> WriterOf(Out* y, int64_t T, int64_t N) {
+  return {T, N, {y, N}, nullptr, GoesPastCache(y, N * sizeof(Out), T * N * sizeof(Out))};
+}
+
+// The same, of sums times the scales of the N rows of the weight.
+template <typename Out>
+RowWriter<RowsOf<Out>, true> WriterOf(Out* y, int64_t T, int64_t N, const float* scales) {
   return {T, N, {y, N}, scales, GoesPastCache(y, N * sizeof(Out), T * N * sizeof(Out))};
 }
 

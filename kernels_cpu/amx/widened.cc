@@ -280,7 +280,7 @@ template <typename Out, typename Body>
 void WithWriter(const Quantized& w, Out* y, int64_t T, const Body& body) {
   constexpr Rows kRows{kGroup, kSide};
   if (w.Kind() == Scales::kRow) {
-    body(Written(kRows, WriterOf<true>(y, T, w.N, w.scales)));
+    body(Written(kRows, WriterOf(y, T, w.N, w.scales)));
   } else {
     body(Written(kRows, WriterOf(y, T, w.N)));
   }
