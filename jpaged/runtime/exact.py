@@ -275,8 +275,10 @@ class ExactKV:
         return kernel.module.prefill(q, pool, 0, table_SM, lens_S, starts_S1, None, **call)
 
     def rows(self, place: Place) -> Rows:
-        """See KVView."""
-        return self.dense.rows(place)
+        """See KVView. No layer is told that all rows have one length: it would take the form that
+        can be differentiated, where serving takes its kernel.
+        """
+        return dataclasses.replace(self.dense.rows(place), length=None)
 
     def state(self, place: Place) -> State:
         """See KVView."""
