@@ -21,6 +21,7 @@ constexpr int64_t kColumn = 4 * kSide;         // slots of four tiles
 constexpr int64_t kTileSize = kSide * kDepth;  // bf16 in a tile
 constexpr int64_t kFewRows = 2;                // query rows of a head, up to which values are added up without tiles
 
+
 static_assert(kPair == kDepth && kSpan % kColumn == 0);
 
 // The operand of a product in tiles, 16 rows each: bytes from one row to the next, and numbers from a tile to the next one of
@@ -32,8 +33,14 @@ struct Operand {
 
 inline Operand Packed(const bf16* tiles) { return {tiles, kDepth * sizeof(bf16), kTileSize}; }
 
-// sums[i][j] = a[i] . b[j], each along so many tiles. Calls `between` for each.
-template <typename Between>
+// The weights of slots from `begin` on, where BlockSoftmax puts them.
+inline Operand Weights(const float* scores, int64_t begin) {
+  return {reinterpret_cast<const bf16*>(scores + begin * kSide), kDepth * sizeof(bf16), 2 * kTileSize};
+}
+
+// sums[i][j] = a[i] . b[j], each along so many tiles. The operands a or b (streams_a) are loaded past the
+// L1 cache, where they would take the place of what is used again. Calls `between` for each.
+template <bool streams_a, typename Between>
 void MultiplyPairs(const Operand& a0, const Operand& a1, const bf16* b0, const bf16* b1, int64_t tiles,
                    float* const (&sums)[2][2], const Between& between) {
   WriteBeforeTiles();
@@ -42,10 +49,17 @@ void MultiplyPairs(const Operand& a0, const Operand& a1, const bf16* b0, const b
   _tile_zero(2);
   _tile_zero(3);
   for (int64_t i = 0; i < tiles; ++i) {
-    _tile_loadd(4, a0.rows + i * a0.step, a0.stride);
-    _tile_loadd(6, b0 + i * kTileSize, 64);
-    _tile_loadd(5, a1.rows + i * a1.step, a1.stride);
-    _tile_loadd(7, b1 + i * kTileSize, 64);
+    if constexpr (streams_a) {
+      _tile_stream_loadd(4, a0.rows + i * a0.step, a0.stride);
+      _tile_loadd(6, b0 + i * kTileSize, 64);
+      _tile_stream_loadd(5, a1.rows + i * a1.step, a1.stride);
+      _tile_loadd(7, b1 + i * kTileSize, 64);
+    } else {
+      _tile_loadd(4, a0.rows + i * a0.step, a0.stride);
+      _tile_stream_loadd(6, b0 + i * kTileSize, 64);
+      _tile_loadd(5, a1.rows + i * a1.step, a1.stride);
+      _tile_stream_loadd(7, b1 + i * kTileSize, 64);
+    }
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(1, 4, 7);
@@ -92,7 +106,7 @@ void MultiplyColumn(const Operand* a, int64_t heads, const bf16* b, int64_t tile
 
 // sums[i] = a . b[i] of N operands, each along so many tiles: those that unpack(tile, to) writes, [N][16][32].
 template <int N, typename Unpack>
-void MultiplyUnpacked(const bf16* a, int64_t tiles, float* sums, const Unpack& unpack) {
+void MultiplyUnpacked(const Operand& a, int64_t tiles, float* sums, const Unpack& unpack) {
   alignas(64) bf16 unpacked[2][N * kTileSize];  // a tile is unpacked while the one before is multiplied
   _tile_zero(0);
   _tile_zero(1);
@@ -105,7 +119,7 @@ void MultiplyUnpacked(const bf16* a, int64_t tiles, float* sums, const Unpack& u
     if (i + 1 < tiles) unpack(i + 1, unpacked[(i + 1) % 2]);
     WriteBeforeTiles();
     const bf16* b = unpacked[i % 2];
-    _tile_loadd(4, a + i * kTileSize, 64);
+    _tile_loadd(4, a.rows + i * a.step, a.stride);
     _tile_loadd(5, b, 64);
     _tile_dpbf16ps(0, 4, 5);
     _tile_loadd(6, b + kTileSize, 64);
@@ -125,24 +139,81 @@ void MultiplyUnpacked(const bf16* a, int64_t tiles, float* sums, const Unpack& u
   }
 }
 
-// sums[i] = a . b[i] of two.
-template <typename Between>
-void MultiplyRow(const bf16* a, const bf16* b0, const bf16* b1, int64_t tiles, float* const (&sums)[2],
-                 const Between& between) {
-  WriteBeforeTiles();
-  _tile_zero(0);
-  _tile_zero(1);
-  for (int64_t i = 0; i < tiles; ++i) {
-    _tile_loadd(4, a + i * kTileSize, 64);
-    _tile_loadd(6, b0 + i * kTileSize, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, b1 + i * kTileSize, 64);
-    _tile_dpbf16ps(1, 4, 7);
-    between();
-  }
-  _tile_stored(0, sums[0], 64);
-  _tile_stored(1, sums[1], 64);
+// Returns 2^x to 8e-5 of it, and half a step of bf16 more: without its lower bits it is rounded to bf16. NaN of NaN; for x far
+// below 0 it is 0.
+inline __m512 PowerToCut(__m512 x) {
+  __m512 r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  __m512 y = _mm512_set1_ps(0.078023009f);
+  for (float c : {0.22606939f, 0.69583285f, 0.99992526f + 0x1p-8f}) y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(c));
+  return _mm512_scalef_ps(y, x);
 }
+
+// Makes the weights of a block's scores, a few slots a step, so that tiles can be multiplied meanwhile. They are relative to a
+// row's largest score, and rounded to bf16; 0 where a row does not see the slot. Sums are those of rounded weights.
+//
+// Weights take the place of scores, [kSpan][16 rows]: in f32, or in bf16 as tiles, [kSpan / 32][16 rows][32 slots], each in the first
+// half of the place of its slots. So what a pair of blocks has of a span, 32 KiB, stays in the L1 cache.
+template <typename Weight>
+class BlockSoftmax {
+ public:
+  static constexpr int64_t kStep = 8;  // slots
+
+  BlockSoftmax(const Seen& seen, float* scores, float scale)
+      : seen_(seen),
+        scores_(scores),
+        slot_(seen.begin),
+        top_(_mm512_mul_ps(Largest(seen, scores), _mm512_set1_ps(scale))),
+        factor_(_mm512_set1_ps(scale * kLog2E)),
+        base_(_mm512_mul_ps(top_, _mm512_set1_ps(kLog2E))) {}
+
+  int64_t Steps() const { return (seen_.end - seen_.begin) / kStep; }
+  Totals Result() const { return {top_, _mm512_add_ps(even_, odd_)}; }
+
+  // Makes the weights of the next slots.
+  void Step() {
+    if (slot_ >= seen_.all_begin && slot_ < seen_.all_end) {
+      Take([](int64_t) { return __mmask16{0xffff}; });
+    } else {
+      Take(seen_);
+    }
+    slot_ += kStep;
+    if (std::is_same_v<Weight, bf16> && slot_ % kDepth == 0) TransposeTile(scores_ + (slot_ - kDepth) * kSide);
+  }
+
+ private:
+  template <typename Mask>
+  void Take(const Mask& mask) {
+    const __m512i upper = _mm512_set1_epi32(0xffff0000);
+    auto weight = [&](int64_t slot) {
+      __m512 x = _mm512_fmsub_ps(_mm512_load_ps(scores_ + slot * kSide), factor_, base_);
+      return _mm512_castps_si512(_mm512_maskz_mov_ps(mask(slot), PowerToCut(x)));
+    };
+    float* to = scores_ + (slot_ - slot_ % kDepth / 2) * kSide;  // in a tile, a line for two slots
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < kStep; i += 2, to += kSide) {
+      int64_t slot = slot_ + i;
+      __m512i x = weight(slot), y = weight(slot + 1);
+      __m512 first = _mm512_castsi512_ps(_mm512_and_si512(x, upper)), second = _mm512_castsi512_ps(_mm512_and_si512(y, upper));
+      even_ = _mm512_add_ps(even_, first), odd_ = _mm512_add_ps(odd_, second);
+      if constexpr (std::is_same_v<Weight, float>) {
+        _mm512_store_ps(scores_ + slot * kSide, first), _mm512_store_ps(scores_ + (slot + 1) * kSide, second);
+      } else {
+        _mm512_store_si512(to, _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(x, 16), y));
+      }
+    }
+  }
+  static void TransposeTile(float* tile) {
+    __m512i lines[kSide];
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < kSide; ++i) lines[i] = _mm512_load_si512(tile + i * kSide);
+    Transpose(lines, [&](int64_t i, __m512i line) { _mm512_store_si512(tile + i * kSide, line); });
+  }
+
+  Seen seen_;
+  float* scores_;
+  int64_t slot_;
+  __m512 top_, factor_, base_, even_ = _mm512_setzero_ps(), odd_ = _mm512_setzero_ps();
+};
 
 class Bf16Products : public SpanAttention<Bf16Products, bf16> {
  public:
@@ -166,15 +237,16 @@ class Bf16Products : public SpanAttention<Bf16Products, bf16> {
     return heads * p_.V / kPair * (blocks_ == 1 ? 4 : 1 + 2 * ((blocks_ + 1) / 2)) + softmaxes;
   }
   void PackKeys(int64_t head, const SlotRange& slots, int64_t begin, int64_t end);
-  void PackValues(int64_t head, int64_t d, int64_t begin, int64_t end);
-  void Score(int64_t group, int64_t block, int64_t begin, int64_t end);
+  void PackValues(int64_t head, int64_t begin, int64_t end);
+  void AttendPairs(int64_t head, int64_t first);
+  void ScorePair(int64_t head, int64_t pair, int64_t begin, int64_t end);
   void ScoreColumn(int64_t group, int64_t block, int64_t column, float* scores);
   template <typename Weight>
-  Totals Softmax(const Seen& seen, float* scores, Weight* weights);
-  void Weigh(int64_t head, int64_t block, int64_t d, int64_t begin, int64_t end);
+  Totals Softmax(const Seen& seen, float* scores);
+  void WeighPair(int64_t head, int64_t pair, int64_t begin, int64_t end);
   void WeighOnly(int64_t group, int64_t first, float* scores);
   template <int N>
-  void WeighAlone(int64_t head, int64_t d, int64_t begin, int64_t end);
+  void WeighAlone(int64_t head, int64_t d, const float* scores, int64_t begin, int64_t end);
   void AddWeighed(int64_t head, int64_t block, int64_t d, const float* sums);
   template <int kRows>
   void WeighFew(int64_t head, const float* weights, int64_t begin, int64_t end);
@@ -186,17 +258,15 @@ class Bf16Products : public SpanAttention<Bf16Products, bf16> {
   Operand key_tiles_[kSide][kSpan / kSide];  // of a group's heads
   bf16* q_;                                  // [groups][shared heads][blocks][D / 2][16 rows][2]
   bf16* keys_;     // [shared heads][kSpan / 16][D / 32][16 slots][32], those that are not used as they lie
-  bf16* values_;   // [2][kSpan / 32][16 pairs of slots][16 dimensions][2], of 32 those that unpacking puts first first
-  bf16* weights_;  // [blocks][kSpan / 32][16 rows][32 slots]
-  float* scores_;  // [2, or groups that are at work together][kSpan][16 rows]
-  Memory memory_[5];
+  bf16* values_;   // [V / 32][2][kSpan / 32][16 pairs of slots][16 dimensions][2], of 32 those that unpacking puts first first
+  float* scores_;  // [2, or groups that are at work together][kSpan][16 rows]; then weights, see BlockSoftmax
+  Memory memory_[4];
 };
 
 void Bf16Products::Begin() {
-  q_ = Scratch<bf16>(memory_[0], groups_ * shared_ * blocks_ * kSide * p_.D);
-  keys_ = Scratch<bf16>(memory_[1], shared_ * kSpan * p_.D), values_ = Scratch<bf16>(memory_[2], kSpan * kPair);
-  weights_ = Scratch<bf16>(memory_[3], blocks_ * kSpan * kSide);
-  scores_ = Scratch<float>(memory_[4], std::max<int64_t>(2, together_ / shared_) * kSpan * kSide);
+  q_ = Scratch<bf16>(memory_[0], (groups_ * shared_ * blocks_ + 1) * kSide * p_.D);  // the last block may be read as one of a pair
+  keys_ = Scratch<bf16>(memory_[1], shared_ * kSpan * p_.D), values_ = Scratch<bf16>(memory_[2], kSpan * p_.V);
+  scores_ = Scratch<float>(memory_[3], std::max<int64_t>(2, together_ / shared_) * kSpan * kSide);
 }
 
 // Packs the query rows of a group's heads, each head's with zeros in the rows of others.
@@ -245,25 +315,23 @@ void Bf16Products::AttendSpan(int64_t group, int64_t first) {
   SlotRange slots = InSpan(item_, first);
   int64_t begin = slots.begin, end = slots.end, head = group * shared_, last = head + GroupHeads(group);
   for (int64_t h = head; h < last; ++h) PackKeys(h, slots, begin / kColumn * kColumn / kSide, (end + kColumn - 1) / kColumn * kColumn / kSide);
-  if (blocks_ == 1) {
-    EachPair(first, [&](int64_t block, int64_t low, int64_t high) { Score(group, block, low, high); });
-    return WeighOnly(group, first, scores_);
-  }
-  EachPair(first, [&](int64_t pair, int64_t low, int64_t high) {
-    Score(group, pair, low, high);
+  if (blocks_ > 1) return AttendPairs(group, first);
+  for (int64_t column = begin / kColumn * kColumn; column < end; column += kColumn) ScoreColumn(group, 0, column, scores_);
+  WeighOnly(group, first, scores_);
+}
+
+// Attends a span by pairs of blocks, one after the other: scores, and the weights in their place, of a pair stay in the L1 cache.
+void Bf16Products::AttendPairs(int64_t head, int64_t first) {
+  SlotRange slots = InSpan(item_, first);
+  PackValues(head, slots.begin / kDepth * kDepth, (slots.end + kDepth - 1) / kDepth * kDepth);
+  EachPair(first, [&](int64_t pair, int64_t begin, int64_t end) {
+    ScorePair(head, pair, begin, end);
     for (int64_t half = 0; half < 1 + HasSecond(pair); ++half) {
-      int64_t block = pair + half;
-      float* scores = scores_ + half * kSpan * kSide;
-      Totals totals = Softmax(SeenBy(pairs_[pair / 2], half, first, low, high), scores, weights_ + block * kSpan * kSide);
-      TakeTotals(group, block, totals);
+      Seen seen = SeenBy(pairs_[pair / 2], half, first, begin, end);
+      TakeTotals(head, pair + half, Softmax<bf16>(seen, scores_ + half * kSpan * kSide));
     }
+    WeighPair(head, pair, begin, end);
   });
-  for (; head < last; ++head) {
-    for (int64_t d = 0; d < p_.V; d += kPair) {
-      PackValues(head, d, begin / kDepth * kDepth, (end + kDepth - 1) / kDepth * kDepth);
-      EachPair(first, [&](int64_t pair, int64_t low, int64_t high) { Weigh(head, pair, d, low, high); });
-    }
-  }
 }
 
 // Copies keys of tiles [begin, end) of a span whose slots are not in one block of the pool, and all where several products read
@@ -301,28 +369,27 @@ void UnpackValues(const bf16* const* slots, int64_t offset, bf16* low, bf16* hig
   }
 }
 
-// Unpacks the dimensions [d, d + 32) of the values of these slots, whole 32.
-void Bf16Products::PackValues(int64_t head, int64_t d, int64_t begin, int64_t end) {
-  int64_t offset = head * p_.Apart() + p_.ValueAt() + d;
-  for (int64_t slot = begin; slot < end; slot += kDepth) {
-    bf16* low = values_ + slot * kSide;
-    UnpackValues(slots_ + slot, offset, low, low + kSpan * kSide, [] {});
-    ahead_.Fetch(1);
+// Unpacks the values of these slots, whole 32.
+void Bf16Products::PackValues(int64_t head, int64_t begin, int64_t end) {
+  int64_t offset = head * p_.Apart() + p_.ValueAt();
+  for (int64_t d = 0; d < p_.V; d += kPair) {
+    for (int64_t slot = begin; slot < end; slot += kDepth) {
+      bf16* low = values_ + d * kSpan + slot * kSide;
+      UnpackValues(slots_ + slot, offset + d, low, low + kSpan * kSide, [] {});
+      ahead_.Fetch(1);
+    }
   }
 }
 
-// The products of a pair of blocks, or of the last block, with the keys of slots [begin, end).
-void Bf16Products::Score(int64_t group, int64_t block, int64_t begin, int64_t end) {
-  if (!HasSecond(block)) {
-    for (int64_t column = begin / kColumn * kColumn; column < end; column += kColumn) ScoreColumn(group, block, column, scores_);
-    return;
-  }
-  const bf16* q = q_ + (group * shared_ * blocks_ + block) * kSide * p_.D;
+// The products of a pair of blocks with the keys of slots [begin, end). The last pair may be one block: then the second one's are not
+// used.
+void Bf16Products::ScorePair(int64_t head, int64_t pair, int64_t begin, int64_t end) {
+  const bf16* q = q_ + (head * blocks_ + pair) * kSide * p_.D;
   for (int64_t slot = begin; slot < end; slot += kPair) {
     const Operand* keys = key_tiles_[0] + slot / kSide;
     float *left = scores_ + slot * kSide, *right = left + kSpan * kSide;
-    MultiplyPairs(keys[0], keys[1], q, q + kSide * p_.D, p_.D / kDepth,
-                  {{left, right}, {left + kSide * kSide, right + kSide * kSide}}, [&] { ahead_.Fetch(2); });
+    MultiplyPairs<true>(keys[0], keys[1], q, q + kSide * p_.D, p_.D / kDepth,
+                        {{left, right}, {left + kSide * kSide, right + kSide * kSide}}, [&] { ahead_.Fetch(2); });
   }
 }
 
@@ -333,71 +400,26 @@ void Bf16Products::ScoreColumn(int64_t group, int64_t block, int64_t column, flo
                  [&] { ahead_.Fetch(1); });
 }
 
-// Makes weights, relative to a row's largest score, of the scores of slots; 0 where a row does not see the slot. They are rounded to
-// bf16. weights: as weights_ has them, or in f32 as scores are, perhaps in their place.
+// Makes the weights of a block in place of its scores; see BlockSoftmax.
 template <typename Weight>
-Totals Bf16Products::Softmax(const Seen& seen, float* scores, Weight* weights) {
+Totals Bf16Products::Softmax(const Seen& seen, float* scores) {
   if (p_.soft_cap > 0) CapScores(scores, seen.begin, seen.end);
-  float scale = p_.soft_cap > 0 ? 1.0f : p_.scale;
-  __m512 top = _mm512_mul_ps(Largest(seen, scores), _mm512_set1_ps(scale));
-  const __m512 factor = _mm512_set1_ps(scale * kLog2E), base = _mm512_mul_ps(top, _mm512_set1_ps(kLog2E));
-  __m512 even = _mm512_setzero_ps(), odd = _mm512_setzero_ps();
-  auto score = [&](int64_t slot) { return _mm512_load_ps(scores + slot * kSide); };
-  auto weight = [&](int64_t slot) { return PowerOfTwo(_mm512_fmsub_ps(score(slot), factor, base)); };
-  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  const __m512i order = _mm512_or_si512(lanes, _mm512_slli_epi32(_mm512_add_epi32(lanes, _mm512_set1_epi32(kSide)), 16));
-  // Takes the weights of two slots, rounded, and returns them in pairs. Sums are those of rounded weights.
-  auto take = [&](int64_t slot, __m512 x, __m512 y) {
-    __m512i pairs = _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(y, x));
-    __m512 first = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
-    __m512 second = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(0xffff0000)));
-    even = _mm512_add_ps(even, first), odd = _mm512_add_ps(odd, second);
-    if constexpr (std::is_same_v<Weight, float>) {
-      _mm512_store_ps(weights + slot * kSide, first), _mm512_store_ps(weights + (slot + 1) * kSide, second);
-    }
-    return pairs;
-  };
-  auto transpose = [&](__m512i (&pairs)[kSide], int64_t slot) {
-    if constexpr (std::is_same_v<Weight, bf16>) Transpose(pairs, weights + slot * kSide, kDepth);
-  };
-  __m512i pairs[kSide];
-  seen.InTurn(
-      [&](int64_t slot, int64_t to) {
-        for (; slot < to; slot += kDepth) {
-          auto masked = [&](int64_t at) { return _mm512_maskz_mov_ps(seen(at), weight(at)); };
-#pragma GCC unroll 16
-          for (int i = 0; i < kSide; ++i) pairs[i] = take(slot + 2 * i, masked(slot + 2 * i), masked(slot + 2 * i + 1));
-          transpose(pairs, slot), ahead_.Fetch(4);
-        }
-      },
-      [&](int64_t slot, int64_t to) {
-        for (; slot < to; slot += kDepth) {
-#pragma GCC unroll 16
-          for (int i = 0; i < kSide; ++i) {
-            pairs[i] = take(slot + 2 * i, weight(slot + 2 * i), weight(slot + 2 * i + 1));
-            if (i % 4 == 3) ahead_.Fetch(1);
-          }
-          transpose(pairs, slot);
-        }
-      });
-  return {top, _mm512_add_ps(even, odd)};
+  BlockSoftmax<Weight> softmax(seen, scores, p_.soft_cap > 0 ? 1.0f : p_.scale);
+  for (int64_t steps = softmax.Steps(); steps > 0; --steps) softmax.Step(), ahead_.Fetch(1);
+  return softmax.Result();
 }
 
-// Adds up the values of slots [begin, end), dimensions [d, d + 32), by the weights of a pair of blocks, or of the last block.
-void Bf16Products::Weigh(int64_t head, int64_t block, int64_t d, int64_t begin, int64_t end) {
-  auto fetch = [&] { ahead_.Fetch(2); };
-  const bf16 *low = values_ + begin * kSide, *high = low + kSpan * kSide;
-  const bf16 *weights = weights_ + (block * kSpan + begin) * kSide, *second = weights + kSpan * kSide;
-  alignas(64) float sums[2][2][kSide][kSide];  // of a block: those of low and of high dimensions
-  int64_t tiles = (end - begin) / kDepth;
-  if (HasSecond(block)) {
-    MultiplyPairs(Packed(weights), Packed(second), low, high, tiles,
-                  {{sums[0][0][0], sums[0][1][0]}, {sums[1][0][0], sums[1][1][0]}}, fetch);
-    AddWeighed(head, block + 1, d, sums[1][0][0]);
-  } else {
-    MultiplyRow(weights, low, high, tiles, {sums[0][0][0], sums[0][1][0]}, fetch);
+// Adds up the values of slots [begin, end) by the weights of a pair of blocks.
+void Bf16Products::WeighPair(int64_t head, int64_t pair, int64_t begin, int64_t end) {
+  Operand first = Weights(scores_, begin), second = Weights(scores_ + kSpan * kSide, begin);
+  for (int64_t d = 0; d < p_.V; d += kPair) {
+    alignas(64) float sums[2][2][kSide][kSide];  // of a block: those of low and of high dimensions
+    const bf16 *low = values_ + d * kSpan + begin * kSide, *high = low + kSpan * kSide;
+    MultiplyPairs<false>(first, second, low, high, (end - begin) / kDepth,
+                         {{sums[0][0][0], sums[0][1][0]}, {sums[1][0][0], sums[1][1][0]}}, [&] { ahead_.Fetch(2); });
+    AddWeighed(head, pair, d, sums[0][0][0]);
+    if (HasSecond(pair)) AddWeighed(head, pair + 1, d, sums[1][0][0]);
   }
-  AddWeighed(head, block, d, sums[0][0][0]);
 }
 
 // Makes the weights of a group's only block of its scores, and adds up the values of its heads by them.
@@ -405,7 +427,7 @@ void Bf16Products::WeighOnly(int64_t group, int64_t first, float* scores) {
   EachPair(first, [&](int64_t block, int64_t begin, int64_t end) {
     Seen seen = SeenBy(pairs_[0], 0, first, begin, end);
     bool is_few = head_rows_ <= kFewRows;
-    TakeTotals(group, block, is_few ? Softmax(seen, scores, scores) : Softmax(seen, scores, weights_));
+    TakeTotals(group, block, is_few ? Softmax<float>(seen, scores) : Softmax<bf16>(seen, scores));
     for (int64_t head = group * shared_, last = head + GroupHeads(group); head < last; ++head) {
       if (is_few) {
         auto weigh = head_rows_ == 1 ? &Bf16Products::WeighFew<1> : &Bf16Products::WeighFew<2>;
@@ -413,8 +435,8 @@ void Bf16Products::WeighOnly(int64_t group, int64_t first, float* scores) {
         continue;
       }
       int64_t d = 0;
-      for (; d + 2 * kPair <= p_.V; d += 2 * kPair) WeighAlone<4>(head, d, begin, end);
-      if (d < p_.V) WeighAlone<2>(head, d, begin, end);
+      for (; d + 2 * kPair <= p_.V; d += 2 * kPair) WeighAlone<4>(head, d, scores, begin, end);
+      if (d < p_.V) WeighAlone<2>(head, d, scores, begin, end);
     }
   });
 }
@@ -422,10 +444,10 @@ void Bf16Products::WeighOnly(int64_t group, int64_t first, float* scores) {
 // Adds up the values of slots [begin, end) by the weights of the only block, 16 N dimensions. Values are unpacked right before
 // their product.
 template <int N>
-void Bf16Products::WeighAlone(int64_t head, int64_t d, int64_t begin, int64_t end) {
+void Bf16Products::WeighAlone(int64_t head, int64_t d, const float* scores, int64_t begin, int64_t end) {
   alignas(64) float sums[N][kSide][kSide];
   int64_t offset = head * p_.Apart() + p_.ValueAt() + d;
-  MultiplyUnpacked<N>(weights_ + begin * kSide, (end - begin) / kDepth, sums[0][0], [&](int64_t tile, bf16* to) {
+  MultiplyUnpacked<N>(Weights(scores, begin), (end - begin) / kDepth, sums[0][0], [&](int64_t tile, bf16* to) {
     for (int64_t i = 0; i < N; i += 2, to += 2 * kTileSize) {
       UnpackValues(slots_ + begin + tile * kDepth, offset + i * kSide, to, to + kTileSize, [&] { ahead_.Fetch(1); });
     }
@@ -435,6 +457,7 @@ void Bf16Products::WeighAlone(int64_t head, int64_t d, int64_t begin, int64_t en
 
 // Adds what a span has of 32 dimensions to the sums of the block's rows that are this head's. sums: [2][16 rows][16].
 void Bf16Products::AddWeighed(int64_t head, int64_t block, int64_t d, const float* sums) {
+  if (head_rows_ > kSide && item_.spans == nullptr) return factors_[block].AddBlock(Sums(head, block * kSide, d), sums);
   int64_t row, end;
   RowsOf(head, block, &row, &end);
   for (sums += row * kSide; row < end; ++row, sums += kSide) {

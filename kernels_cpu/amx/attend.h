@@ -93,6 +93,24 @@ struct alignas(64) Factors {
       sums += kSide;
     }
   }
+  // The same of all rows of a block. sums: [16 rows][32]; o: [2][16 rows][16].
+  void AddBlock(float* sums, const float* o) const {
+    const float *low = o, *high = o + kSide * kSide;
+    if (seen != 0xffff || saw_before != 0xffff) {
+      for (int64_t row = 0; row < kSide; ++row) {
+        Add(row, sums + row * kPair, _mm512_load_ps(low + row * kSide), _mm512_load_ps(high + row * kSide));
+      }
+      return;
+    }
+#pragma GCC unroll 4
+    for (int64_t row = 0; row < kSide; ++row, sums += kPair) {
+      __m512 by = _mm512_set1_ps(before[row]), added_by = _mm512_set1_ps(now[row]);
+      auto add = [&](float* to, const float* from) {
+        _mm512_store_ps(to, _mm512_fmadd_ps(_mm512_load_ps(to), by, _mm512_mul_ps(_mm512_load_ps(from + row * kSide), added_by)));
+      };
+      add(sums, low), add(sums + kSide, high);
+    }
+  }
 };
 
 // Slots [begin, end) of a span.

@@ -13,7 +13,7 @@ bool IsPlain(const Quantized& w, Activations activations) {
 }
 }  // namespace
 
-int64_t MostQueries() { return 256; }  // what is kept of so many stays in an L2 cache of 2 MiB, beside a span
+int64_t MostQueries() { return 512; }  // what is kept of so many stays in an L2 cache of 2 MiB, beside a span
 void Attend(const Problem& p, const Item& item, const Item* after) { amx::Attend(p, item, after); }
 void AttendInt8(const Problem& p, const Item& item, const Item* after) {
   if (p.latent) {
