@@ -69,6 +69,8 @@ ffi::Error PagedAttention(ffi::ThreadPool pool, Bf16<3> q, ffi::AnyBuffer kv, Fl
   p.K = latent ? Parts(p.H, parts) : kv_shape[2] * kv_shape[3] / (p.D + p.V);
   p.G = p.H / p.K;
   int64_t most = std::max<int64_t>(1, MostQueries() / p.G);
+  // Two items a thread at least, if shorter ones do: then a thread has a long one and a short one.
+  if (!decode && p.T * p.K < 2 * threads * most) most = (most + 1) / 2;
   int64_t heads = decode && !latent ? std::max<int64_t>(1, p.K / parts) : 1;
   int64_t groups = (p.K + heads - 1) / heads;  // of heads
   auto spans_of = [&](int64_t begin, int64_t end) { return (end + kSpan - 1) / kSpan - begin / kSpan; };

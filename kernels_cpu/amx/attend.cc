@@ -372,8 +372,8 @@ void UnpackValues(const bf16* const* slots, int64_t offset, bf16* low, bf16* hig
 // Unpacks the values of these slots, whole 32.
 void Bf16Products::PackValues(int64_t head, int64_t begin, int64_t end) {
   int64_t offset = head * p_.Apart() + p_.ValueAt();
-  for (int64_t d = 0; d < p_.V; d += kPair) {
-    for (int64_t slot = begin; slot < end; slot += kDepth) {
+  for (int64_t slot = begin; slot < end; slot += kDepth) {
+    for (int64_t d = 0; d < p_.V; d += kPair) {
       bf16* low = values_ + d * kSpan + slot * kSide;
       UnpackValues(slots_ + slot, offset + d, low, low + kSpan * kSide, [] {});
       ahead_.Fetch(1);

@@ -33,18 +33,28 @@ inline __m512 PowerOfTwo(__m512 x) {
 
 // The slots that come next, of which so many bytes from `offset` on, and of their scales if they have any, are brought into the
 // L2 cache, evenly: a core waits for few lines at a time, and what is asked for beyond them delays what it reads. A share is so
-// many kUnit-ths of a line.
+// many kUnit-ths of a line. After them come rows of queries and of results.
 template <typename Slot>
 struct Ahead {
   static constexpr int64_t kUnit = 256;
+  struct Rows {
+    const bf16* first;
+    int64_t numbers, stride, left;  // of a row, from one to the next, and how many rows
+  };
 
   const Slot *const *slot, *const *end;
   int64_t offset, bytes, share;
   const float* const* scales = nullptr;  // of each slot, where it has any
   int64_t scale_bytes = 0;
   int64_t due = 0;  // units
-  const char *line = nullptr, *line_end = nullptr;  // what is left of the slot before
+  const char *line = nullptr, *line_end = nullptr;  // what is left of the slot, or row, before
+  Rows rows[2] = {};                                // of queries, and of results
 
+  // Has these rows fetched as well, in so many shares.
+  void Add(int64_t i, const Rows& added, int64_t shares) {
+    rows[i] = added;
+    share += added.left * added.numbers * int64_t{sizeof(bf16)} / kCacheLine * kUnit / shares + 1;
+  }
   void FetchRest() {
     for (; line < line_end || NextSlot(); line += kCacheLine) PrefetchL2(line);
   }
@@ -54,8 +64,17 @@ struct Ahead {
   }
 
  private:
+  bool NextRow() {
+    for (Rows& some : rows) {
+      if (some.left == 0) continue;
+      line = reinterpret_cast<const char*>(some.first), line_end = line + some.numbers * sizeof(bf16);
+      some.first += some.stride, --some.left;
+      return true;
+    }
+    return false;
+  }
   bool NextSlot() {
-    if (slot == end) return false;
+    if (slot == end) return NextRow();
     line = reinterpret_cast<const char*>(*slot++ + offset), line_end = line + bytes;
     if constexpr (sizeof(Slot) == 1) {
       const char* from = reinterpret_cast<const char*>(*scales++);
@@ -178,6 +197,11 @@ class SpanAttention {
     for (int64_t head = begin; head < end; head += shared_) Self().AttendSpan(head / shared_, first);
   }
 
+  // Where an item's rows of queries or of results lie, those of a token as one.
+  typename Ahead<Slot>::Rows RowsOfItem(const bf16* rows, const Item& item, int64_t width) const {
+    int64_t first = item.token * p_.H + item.head * p_.G;
+    return {rows + first * width, item.heads * p_.G * width, p_.H * width, item.count};
+  }
   // The slots of a span that an item sees, and of how many steps of 32 slots they are.
   static SlotRange InSpan(const Item& item, int64_t first) {
     return {std::max(first, item.begin) - first, std::min(first + kSpan, item.end) - first};
@@ -296,11 +320,15 @@ void SpanAttention<Products, Slot>::Attend(const Problem& p, const Item& item, c
       int64_t end = std::min(begin + together_, item.heads);
       auto fetch_next = [&](int64_t most, int64_t shares) {
         bool is_next = end == item.heads;
-        if (is_next && next == nullptr) return;
-        SlotRange slots = is_next ? InSpan(*next, next_first) : InSpan(item, first);
-        slots.end = std::min(slots.end, slots.begin / most * most + most);
-        int64_t head = is_next ? 0 : end;
-        FetchAhead(is_next, slots, head, std::min(together_, (is_next ? next : &item)->heads - head), shares);
+        if (!is_next || next != nullptr) {
+          SlotRange slots = is_next ? InSpan(*next, next_first) : InSpan(item, first);
+          slots.end = std::min(slots.end, slots.begin / most * most + most);
+          int64_t head = is_next ? 0 : end;
+          FetchAhead(is_next, slots, head, std::min(together_, (is_next ? next : &item)->heads - head), shares);
+        }
+        if (p.decode || !is_next || next == &item) return;
+        if (next != nullptr) ahead_.Add(0, RowsOfItem(p.q, *next, p.D), shares);
+        ahead_.Add(1, RowsOfItem(p.o, item, p.V), shares);
       };
       ahead_ = {};
       Self().AttendHeads(begin, end, first, fetch_next);
