@@ -33,7 +33,7 @@ struct Operand {
 
 inline Operand Packed(const bf16* tiles) { return {tiles, kDepth * sizeof(bf16), kTileSize}; }
 
-// The weights of slots from `begin` on, where BlockSoftmax puts them.
+// The weights of slots from `begin` on, where Softmax puts them.
 inline Operand Weights(const float* scores, int64_t begin) {
   return {reinterpret_cast<const bf16*>(scores + begin * kSide), kDepth * sizeof(bf16), 2 * kTileSize};
 }
@@ -148,73 +148,6 @@ inline __m512 PowerToCut(__m512 x) {
   return _mm512_scalef_ps(y, x);
 }
 
-// Makes the weights of a block's scores, a few slots a step, so that tiles can be multiplied meanwhile. They are relative to a
-// row's largest score, and rounded to bf16; 0 where a row does not see the slot. Sums are those of rounded weights.
-//
-// Weights take the place of scores, [kSpan][16 rows]: in f32, or in bf16 as tiles, [kSpan / 32][16 rows][32 slots], each in the first
-// half of the place of its slots. So what a pair of blocks has of a span, 32 KiB, stays in the L1 cache.
-template <typename Weight>
-class BlockSoftmax {
- public:
-  static constexpr int64_t kStep = 8;  // slots
-
-  BlockSoftmax(const Seen& seen, float* scores, float scale)
-      : seen_(seen),
-        scores_(scores),
-        slot_(seen.begin),
-        top_(_mm512_mul_ps(Largest(seen, scores), _mm512_set1_ps(scale))),
-        factor_(_mm512_set1_ps(scale * kLog2E)),
-        base_(_mm512_mul_ps(top_, _mm512_set1_ps(kLog2E))) {}
-
-  int64_t Steps() const { return (seen_.end - seen_.begin) / kStep; }
-  Totals Result() const { return {top_, _mm512_add_ps(even_, odd_)}; }
-
-  // Makes the weights of the next slots.
-  void Step() {
-    if (slot_ >= seen_.all_begin && slot_ < seen_.all_end) {
-      Take([](int64_t) { return __mmask16{0xffff}; });
-    } else {
-      Take(seen_);
-    }
-    slot_ += kStep;
-    if (std::is_same_v<Weight, bf16> && slot_ % kDepth == 0) TransposeTile(scores_ + (slot_ - kDepth) * kSide);
-  }
-
- private:
-  template <typename Mask>
-  void Take(const Mask& mask) {
-    const __m512i upper = _mm512_set1_epi32(0xffff0000);
-    auto weight = [&](int64_t slot) {
-      __m512 x = _mm512_fmsub_ps(_mm512_load_ps(scores_ + slot * kSide), factor_, base_);
-      return _mm512_castps_si512(_mm512_maskz_mov_ps(mask(slot), PowerToCut(x)));
-    };
-    float* to = scores_ + (slot_ - slot_ % kDepth / 2) * kSide;  // in a tile, a line for two slots
-#pragma GCC unroll 4
-    for (int64_t i = 0; i < kStep; i += 2, to += kSide) {
-      int64_t slot = slot_ + i;
-      __m512i x = weight(slot), y = weight(slot + 1);
-      __m512 first = _mm512_castsi512_ps(_mm512_and_si512(x, upper)), second = _mm512_castsi512_ps(_mm512_and_si512(y, upper));
-      even_ = _mm512_add_ps(even_, first), odd_ = _mm512_add_ps(odd_, second);
-      if constexpr (std::is_same_v<Weight, float>) {
-        _mm512_store_ps(scores_ + slot * kSide, first), _mm512_store_ps(scores_ + (slot + 1) * kSide, second);
-      } else {
-        _mm512_store_si512(to, _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(x, 16), y));
-      }
-    }
-  }
-  static void TransposeTile(float* tile) {
-    __m512i lines[kSide];
-#pragma GCC unroll 16
-    for (int64_t i = 0; i < kSide; ++i) lines[i] = _mm512_load_si512(tile + i * kSide);
-    Transpose(lines, [&](int64_t i, __m512i line) { _mm512_store_si512(tile + i * kSide, line); });
-  }
-
-  Seen seen_;
-  float* scores_;
-  int64_t slot_;
-  __m512 top_, factor_, base_, even_ = _mm512_setzero_ps(), odd_ = _mm512_setzero_ps();
-};
-
 class Bf16Products : public SpanAttention<Bf16Products, bf16> {
  public:
   static constexpr int64_t kStep = kDepth, kMostShared = kSide;
@@ -259,7 +192,7 @@ class Bf16Products : public SpanAttention<Bf16Products, bf16> {
   bf16* q_;                                  // [groups][shared heads][blocks][D / 2][16 rows][2]
   bf16* keys_;     // [shared heads][kSpan / 16][D / 32][16 slots][32], those that are not used as they lie
   bf16* values_;   // [V / 32][2][kSpan / 32][16 pairs of slots][16 dimensions][2], of 32 those that unpacking puts first first
-  float* scores_;  // [2, or groups that are at work together][kSpan][16 rows]; then weights, see BlockSoftmax
+  float* scores_;  // [2, or groups that are at work together][kSpan][16 rows]; then weights, see Softmax
   Memory memory_[4];
 };
 
@@ -400,13 +333,54 @@ void Bf16Products::ScoreColumn(int64_t group, int64_t block, int64_t column, flo
                  [&] { ahead_.Fetch(1); });
 }
 
-// Makes the weights of a block in place of its scores; see BlockSoftmax.
+// Makes weights, relative to a row's largest score, of the scores of slots; 0 where a row does not see the slot. They are rounded to
+// bf16, and take the place of scores: in f32, or in bf16 as tiles, [16 rows][32 slots], each in the first half of the place of its
+// slots. So what a pair of blocks has of a span, 32 KiB, stays in the L1 cache.
 template <typename Weight>
 Totals Bf16Products::Softmax(const Seen& seen, float* scores) {
   if (p_.soft_cap > 0) CapScores(scores, seen.begin, seen.end);
-  BlockSoftmax<Weight> softmax(seen, scores, p_.soft_cap > 0 ? 1.0f : p_.scale);
-  for (int64_t steps = softmax.Steps(); steps > 0; --steps) softmax.Step(), ahead_.Fetch(1);
-  return softmax.Result();
+  float scale = p_.soft_cap > 0 ? 1.0f : p_.scale;
+  __m512 top = _mm512_mul_ps(Largest(seen, scores), _mm512_set1_ps(scale));
+  const __m512 factor = _mm512_set1_ps(scale * kLog2E), base = _mm512_mul_ps(top, _mm512_set1_ps(kLog2E));
+  const __m512i upper = _mm512_set1_epi32(0xffff0000);
+  __m512 even = _mm512_setzero_ps(), odd = _mm512_setzero_ps();
+  auto score = [&](int64_t slot) { return _mm512_load_ps(scores + slot * kSide); };
+  auto weight = [&](int64_t slot) { return PowerToCut(_mm512_fmsub_ps(score(slot), factor, base)); };
+  // Takes the weights of two slots, cuts them off, and returns them in pairs. Sums are those of rounded weights.
+  auto take = [&](int64_t slot, __m512 x, __m512 y) {
+    __m512i bits = _mm512_castps_si512(x), next = _mm512_castps_si512(y);
+    __m512 first = _mm512_castsi512_ps(_mm512_and_si512(bits, upper)), second = _mm512_castsi512_ps(_mm512_and_si512(next, upper));
+    even = _mm512_add_ps(even, first), odd = _mm512_add_ps(odd, second);
+    if constexpr (std::is_same_v<Weight, float>) {
+      _mm512_store_ps(scores + slot * kSide, first), _mm512_store_ps(scores + (slot + 1) * kSide, second);
+    }
+    return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(bits, 16), next);
+  };
+  auto transpose = [&](__m512i (&pairs)[kSide], int64_t slot) {
+    if constexpr (std::is_same_v<Weight, float>) return;
+    Transpose(pairs, [&](int64_t row, __m512i of_row) { _mm512_store_si512(scores + (slot + row) * kSide, of_row); });
+  };
+  __m512i pairs[kSide];
+  seen.InTurn(
+      [&](int64_t slot, int64_t to) {
+        for (; slot < to; slot += kDepth) {
+          auto masked = [&](int64_t at) { return _mm512_maskz_mov_ps(seen(at), weight(at)); };
+#pragma GCC unroll 16
+          for (int i = 0; i < kSide; ++i) pairs[i] = take(slot + 2 * i, masked(slot + 2 * i), masked(slot + 2 * i + 1));
+          transpose(pairs, slot), ahead_.Fetch(4);
+        }
+      },
+      [&](int64_t slot, int64_t to) {
+        for (; slot < to; slot += kDepth) {
+#pragma GCC unroll 16
+          for (int i = 0; i < kSide; ++i) {
+            pairs[i] = take(slot + 2 * i, weight(slot + 2 * i), weight(slot + 2 * i + 1));
+            if (i % 4 == 3) ahead_.Fetch(1);
+          }
+          transpose(pairs, slot);
+        }
+      });
+  return {top, _mm512_add_ps(even, odd)};
 }
 
 // Adds up the values of slots [begin, end) by the weights of a pair of blocks.

@@ -321,7 +321,7 @@ FAULTS_OF_AMX: list[Fault] = [
     (("amx/attend.cc", "    FlushDenormals in_this_thread;", ""), "of a query alone"),
     (("amx/attend.h", "_mm512_cmple_epi32_mask(low, at)", "0xffff"), "FAILED attention"),
     (("amx/attend.cc", "scores_ + kSpan * kSide, begin)", "scores_, begin)"), "FAILED attention"),
-    (("amx/attend.cc", "slot_ - slot_ % kDepth / 2", "slot_"), "FAILED attention"),
+    (("amx/attend.cc", "_mm512_srli_epi32(bits, 16)", "bits"), "FAILED attention"),
     (("amx/attend.h", "add(sums + kSide, high)", "add(sums + kSide, low)"), "FAILED attention"),
     (("amx/attend.h", "rows.all_end - first)", "rows.end - first)"), "FAILED attention"),
     (("amx/attend.h", "saw_before >> row & 1", "false && row"), "FAILED attention"),
