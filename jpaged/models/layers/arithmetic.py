@@ -1,9 +1,10 @@
-"""Arithmetic that is rounded as it is written, whatever program it is a part of.
+"""Arithmetic that on CPU is rounded as it is written, whatever program it is a part of.
 
 A compiler need not do that. Where XLA fuses what makes a number of bf16 with what reads it, it
 leaves out the rounding; LLVM adds a product before that is rounded, where it likes; and XLA:CPU
 orders a sum by the number of rows. Decode, prefill and a trainer's forward pass are different
-programs, in which a token would have different bits.
+programs, in which a token would have different bits. Elsewhere XLA has its way: there deterministic
+serving has one program, and what is fused matters more.
 """
 
 from collections.abc import Callable
@@ -37,30 +38,47 @@ def apply_by_xla(name: Function, x: Array) -> Array:
 
 def rounded(x: Array, dtype: DTypeLike) -> Array:
     """Return f32 x rounded to a dtype."""
-    if dtype == jnp.bfloat16:  # that of float16 would make zeros of its denormal numbers
-        x = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
-    return x.astype(dtype)
+
+    def plain(x: Array) -> Array:
+        return x.astype(dtype)
+
+    if dtype != jnp.bfloat16:
+        return plain(x)
+    return jax.lax.platform_dependent(x, cpu=_to_bf16, default=plain)
 
 
 def added(x: Array, y: Array) -> Array:
     """Return the sum of x and y of one dtype, rounded to it."""
-    return rounded(x.astype(jnp.float32) + y.astype(jnp.float32), x.dtype)
+
+    def written(x: Array, y: Array) -> Array:
+        return _to_bf16(x.astype(jnp.float32) + y.astype(jnp.float32))
+
+    if x.dtype != jnp.bfloat16:
+        return x + y
+    return jax.lax.platform_dependent(x, y, cpu=written, default=jnp.add)
 
 
 def multiplied(x: Array, y: Array) -> Array:
     """Return the product of x and y of one dtype, rounded to it; that of f32 before anything is
     added to it.
     """
-    if x.dtype != jnp.float32:
-        return rounded(x.astype(jnp.float32) * y.astype(jnp.float32), x.dtype)
-    return jax.lax.platform_dependent(
-        x, y, cpu=lambda x, y: jax.lax.optimization_barrier(x * y), default=jnp.multiply
-    )
+
+    def written(x: Array, y: Array) -> Array:
+        if x.dtype == jnp.bfloat16:
+            return _to_bf16(x.astype(jnp.float32) * y.astype(jnp.float32))
+        return jax.lax.optimization_barrier(x * y)
+
+    return jax.lax.platform_dependent(x, y, cpu=written, default=jnp.multiply)
 
 
 def scaled(x: Array, factor: float) -> Array:
     """x times a number, which is rounded to its dtype first."""
     return x if factor == 1.0 else multiplied(x, jnp.asarray(factor, x.dtype))
+
+
+def _to_bf16(x: Array) -> Array:
+    """Return f32 x in bf16; XLA does not leave out this rounding."""
+    return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7).astype(jnp.bfloat16)
 
 
 LANES = 128  # partial sums of a row, which are stored between the two halves of the sum
