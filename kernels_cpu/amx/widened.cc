@@ -7,7 +7,6 @@
 #include "../bf16_weights.h"
 #include "../mlp.h"
 #include "bf16_products.h"
-#include "few_rows.h"
 #include "level.h"
 
 namespace jpaged::amx {
@@ -322,7 +321,9 @@ void MultiplyFew(const bf16* x, int64_t columns, const Quantized& w, const Resul
     widener.Widen(group * kGroup, std::min(kGroup, w.N - group * kGroup), first, to);
   };
   widen(begin, 0, now);
-  alignas(kCacheLine) Sums sums[kCount];
+  // Writers read whole quarters of a tile's columns, also those that it does not have: a denormal number left there by another function
+  // would cost a product with it more than 100 cycles.
+  alignas(kCacheLine) Sums sums[kCount] = {};
   for (int64_t group = begin; group < end; ++group) {
     ZeroSums<kCount>();
     for (int64_t first = 0; first < w.E; first += kChunk) {
@@ -424,7 +425,6 @@ void MultiplyPacked(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, Ou
 
 template <typename Out>
 void MultiplyTo(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, Out* y, int64_t T) {
-  if (0 < T && T <= MostFewRows(w)) return MultiplyFewRows(pool, x, w, y, T);
   if (0 < T && TilesOf(T) <= kTogether) return MultiplyFew(pool, x, w, y, T);
   if (T > 0) MultiplyPacked(pool, Pack(pool, x, T, w.E, OrderOf(w)), w, y, T);
 }
