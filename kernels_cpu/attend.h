@@ -12,9 +12,9 @@
 //   Together(): how many of the item's heads are scored and weighed at a time: one, or all
 //   SetQuery(row, q): takes a query row of the item, [heads, count, G]
 //   Enter(tile): begins a tile
-//   Score(tile, head, scores): scores[row][slot] of rows from `head` on
+//   Score(tile, head, scores): scores[row][slot] of rows from `head` on; where a row does not see a slot, anything
 //   Weigh(tile, head, weights, alpha, o): o[row] = alpha[row] * o[row] + weights[row] . values, of the same rows, whose weights
-//       may be changed
+//       are 0 where they do not see a slot, and may be changed
 //   Write(o, total, to): a row's o / total in bf16, in the dimensions' own order
 #pragma once
 
@@ -27,17 +27,17 @@
 
 namespace jpaged {
 
-// The slots of a tile, and those of the tile that comes next, by where their keys begin; a value is p.ValueAt() later.
-struct SlotRange {  // of a tile: [low, high)
-  int64_t low, high;
+struct SlotRange {
+  int64_t low, high;  // slots of a tile: [low, high)
 };
 
+// The slots of a tile, and those of the tile that comes next, by where their keys begin; a value is p.ValueAt() later.
 template <typename Slot>
 struct Tile {
   const Slot *keys[kTile], *next[kTile];
-  const Slot* zeros;  // where slots that are not seen point to, whose memory may hold anything
-  int64_t slots;      // that are multiplied, the first ones
-  const SlotRange* seen;  // by each token of the item
+  const Slot* zeros;      // where slots that are not seen point to, whose memory may hold anything
+  const SlotRange* seen;  // what each token of the item sees
+  int64_t slots;          // that are multiplied, the first ones
 };
 
 // Writes where an array has what belongs to the slots [first, first + N) of an item's row; `none` for slots outside [begin, end).

@@ -1,6 +1,7 @@
 // The products of attention in f32, on any level whose Lanes hold 8 f32; see attend.h. A tile's keys and values become f32
-// once for all queries of an item and head; where they are few, as in decode, they do in registers, as they are needed: a tile
-// of f32 would not stay in the L1 cache. Both sum in one order. Head dimensions lie as L::EvenOdd splits them: of each 16 the
+// once for all queries of an item and head, a part of them at a time, which stays in the L1 cache; where queries are few, as in
+// decode, they do in registers, as they are needed. Both sum in one order. Slots that no query of a register tile sees are left
+// out. Head dimensions lie as L::EvenOdd splits them: of each 16 the
 // even ones, then the odd ones. Keys and values in 8 bits are multiplied as they are: scores and weights take their scales.
 #pragma once
 
@@ -28,7 +29,7 @@ class F32Tiles {
     if constexpr (kIsScaled) scales_ = Scratch<float>(scales, item.heads * 2 * kTile);
     if (in_place_) return;
     seen_ = Scratch<SlotRange>(seen, (rows_ + P::kRows - 1) / P::kRows);
-    k_ = Scratch<float>(k, kTile * D_), v_ = p.latent ? k_ : Scratch<float>(v, kTile * V_);
+    k_ = Scratch<float>(k, kTile * D_), v_ = p.latent ? k_ : Scratch<float>(v, kTile * kWide);
   }
 
   // Where keys and values become f32 in registers, all heads: what lies together is read together.
@@ -57,20 +58,21 @@ class F32Tiles {
       }
     } else {
       const float* q = q_ + head * rows_ * D_;
-      WidenTile(tile, head);
-      // As many keys at a time as stay in the L1 cache while all queries pass. What is needed next comes into the cache meanwhile,
-      // a few slots at a time.
+      // As many keys at a time as stay in the L1 cache while all queries pass; latents are kept, as values. What is needed next comes
+      // into the cache meanwhile, a few slots at a time.
       HeadAhead<Slot> next(p_, item_, tile, head);
       int64_t step = std::max<int64_t>(kSlots, kKeys / D_ / kSlots * kSlots), done = 0, fetched = 0;
       int64_t all = (tile.slots + step - 1) / step * ((rows_ + 2) / 3);
       for (int64_t slot = 0; slot < tile.slots; slot += step) {
+        float* k = p_.latent ? k_ + slot * D_ : k_;
+        WidenKeys(tile, head, slot, std::min(slot + step, tile.slots), k);
         for (int64_t r = 0, n; r < rows_; r += n) {
           for (++done; fetched * all < kTile * done; ++fetched) next.Fetch(fetched);
           n = std::min<int64_t>(3, rows_ - r);
           auto score = n == 3 ? &ScoreRows<3, 4> : n == 2 ? &ScoreRows<2, 4> : &ScoreRows<1, 8>;
           SlotRange seen = SeenBy(tile, r, n);
           int64_t begin = std::max(slot, seen.low), end = std::min(slot + step, seen.high);
-          if (begin < end) score(q + r * D_, k_ + begin * D_, D_, end - begin, scores + r * kTile + begin);
+          if (begin < end) score(q + r * D_, k + (begin - slot) * D_, D_, end - begin, scores + r * kTile + begin);
         }
       }
     }
@@ -99,7 +101,8 @@ class F32Tiles {
       seen_[r / P::kRows] = SeenBy(tile, r, n);
     }
     for (int64_t d = 0; d < V_; d += P::kCols) {
-      const float* v = p_.latent ? v_ + d : v_ + d * kTile;
+      if (!p_.latent && d % kWide == 0) WidenValues(tile, head, d);
+      const float* v = p_.latent ? v_ + d : v_ + d % kWide * kTile;
       int64_t apart = p_.latent ? D_ : P::kCols;
       for (int64_t r = 0; r < rows_; r += P::kRows) {
         SlotRange seen = seen_[r / P::kRows];
@@ -122,10 +125,11 @@ class F32Tiles {
   using Floats = typename L::Floats;
   static constexpr bool kIsScaled = sizeof(Slot) == 1;
   static constexpr float kUnit = std::is_same_v<Slot, int8_t> ? L::kInt8 : std::is_same_v<Slot, E4m3> ? L::kE4m3 : 1.0f;
-  static constexpr int64_t kKeys = 4096;           // numbers of keys that stay in the L1 cache
-  static constexpr int64_t kGroup = 32;            // slots whose values are added up before those of the next head
-  static constexpr int64_t kFew = 8;               // query rows of a head, at most, whose keys and values become f32 in registers
-  static constexpr int64_t kMost = 4;              // query rows that share what registers hold of a slot
+  static constexpr int64_t kKeys = 4096;  // numbers of keys that become f32 together, and stay in the L1 cache
+  static constexpr int64_t kWide = 32;    // dimensions of values that become f32 together: a line of bf16
+  static constexpr int64_t kGroup = 32;   // slots whose values are added up before those of the next head
+  static constexpr int64_t kFew = 8;      // query rows of a head, at most, whose keys and values become f32 in registers
+  static constexpr int64_t kMost = 4;     // query rows that share what registers hold of a slot
 
   // The slots of a tile, in whole registers, that any of n query rows of a head sees, from r on.
   SlotRange SeenBy(const Tile<Slot>& tile, int64_t r, int64_t n) const {
@@ -168,20 +172,24 @@ class F32Tiles {
     }
   }
 
-  // Makes f32 of the keys and values of a head, slot by slot: of values panels [kTile][P::kCols], one for each P::kCols dimensions, since
-  // all queries meet one while it is in the L1 cache. Of latents, which are both, rows.
-  void WidenTile(const Tile<Slot>& tile, int64_t head) {
-    int64_t offset = head * p_.Apart();
-    for (int64_t slot = 0; slot < tile.slots; ++slot) {
-      const Slot* key = tile.keys[slot] + offset;
-      if (!p_.latent) {
-        Widen(key, D_, 1.0f, k_ + slot * D_);
-        for (int64_t d = 0; d < V_; d += P::kCols) Widen(key + D_ + d, P::kCols, 1.0f, v_ + d * kTile + slot * P::kCols);
-      } else if constexpr (kIsScaled) {
-        Widen(key, V_, scales_[slot], k_ + slot * D_), Widen(key + V_, D_ - V_, scales_[kTile + slot], k_ + slot * D_ + V_);
+  // Makes f32 rows of the keys of a head in the slots [slot, end).
+  void WidenKeys(const Tile<Slot>& tile, int64_t head, int64_t slot, int64_t end, float* to) {
+    for (; slot < end; ++slot, to += D_) {
+      const Slot* key = tile.keys[slot] + head * p_.Apart();
+      if (kIsScaled && p_.latent) {
+        Widen(key, V_, scales_[slot], to), Widen(key + V_, D_ - V_, scales_[kTile + slot], to + V_);
       } else {
-        Widen(key, D_, 1.0f, k_ + slot * D_);
+        Widen(key, D_, 1.0f, to);
       }
+    }
+  }
+
+  // Makes f32 of kWide dimensions of the values of a head, from d on: panels [kTile][kCols], which all queries meet one after another.
+  void WidenValues(const Tile<Slot>& tile, int64_t head, int64_t d) {
+    for (int64_t slot = 0; slot < tile.slots; ++slot) {
+      const Slot* value = tile.keys[slot] + head * p_.Apart() + D_ + d;
+#pragma GCC unroll 2
+      for (int64_t i = 0; i < kWide; i += P::kCols) Widen(value + i, P::kCols, 1.0f, v_ + i * kTile + slot * P::kCols);
     }
   }
 
