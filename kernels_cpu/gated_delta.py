@@ -3,9 +3,9 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 
+from kernels_cpu import functions
 from kernels_cpu.library import unavailable
 from kernels_pallas.gated_delta.interface import Shapes
 from kernels_pallas.packed_rows import PackedRows
@@ -47,7 +47,8 @@ def prefill(
     results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (v_THD, pool))
     call = jax.ffi.ffi_call("jpaged_gated_delta", results, input_output_aliases={5: 1})
     places = (rows.query_start_loc_S1, rows.read_S, rows.write_S)
-    o_THD, pool = call(q_THD, k_THD, v_THD, jnp.exp(g_THC), beta_TH, pool, *places)
+    decay_THC = functions.apply("exp", g_THC)
+    o_THD, pool = call(q_THD, k_THD, v_THD, decay_THC, beta_TH, pool, *places)
     return o_THD, pool
 
 

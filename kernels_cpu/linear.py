@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from kernels_cpu import low_rank, mlp, norm, quantized
+from kernels_cpu import functions, low_rank, mlp, norm, quantized
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,6 +103,10 @@ class NativeProducts:
         of `mlp` whatever is added to its products.
         """
         return mlp.activated(gate_up_T2F, activation, count)
+
+    def apply(self, name: str, x: Array) -> Array:
+        """See kernels_cpu.functions.apply: for x of any shape, since XLA's bits depend on that."""
+        return functions.apply(name, x)
 
     def adds(self, x: Array, a: Array) -> bool:
         """See kernels_cpu.low_rank.supported."""

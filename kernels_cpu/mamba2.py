@@ -3,9 +3,9 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 
+from kernels_cpu import functions
 from kernels_cpu.library import unavailable
 from kernels_pallas.mamba2.interface import Shapes
 from kernels_pallas.packed_rows import PackedRows
@@ -43,7 +43,7 @@ def prefill(
     results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (x_THP, pool))
     call = jax.ffi.ffi_call("jpaged_mamba2", results, input_output_aliases={4: 1})
     places = (rows.query_start_loc_S1, rows.read_S, rows.write_S)
-    y_THP, pool = call(x_THP, jnp.exp(g_TH), b_TGN, c_TGN, pool, *places)
+    y_THP, pool = call(x_THP, functions.apply("exp", g_TH), b_TGN, c_TGN, pool, *places)
     return y_THP, pool
 
 

@@ -3,43 +3,18 @@
 // rounded as it is written here, the same on every level and for any number of rows, so a row's bits are its own.
 #pragma once
 
+#include "functions.h"
 #include "quantized.h"
 
 namespace jpaged {
 
 enum class Activation { kSilu, kGeluTanh };
 
-inline uint32_t BitsOf(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof(bits));
-  return bits;
-}
-inline float FromBits(uint32_t bits) {
-  float x;
-  std::memcpy(&x, &bits, sizeof(x));
-  return x;
-}
-
-// Returns 1 / (1 + e^-u) to 4 units in the last place, below -87 that of -87; any number of NaN. Bits choose what is chosen:
-// compilers make no registers of a loop that compares.
-inline float Sigmoid(float u) {
-  const uint32_t most = 0x42ae0000;  // 87
-  uint32_t size = BitsOf(u) & 0x7fffffff, is_below = 0u - (BitsOf(u) >> 31);
-  float x = -FromBits(size < most ? size : most);       // e^x is Cephes' expf
-  float moved = x * 1.44269504f + 12582912.0f;          // 1.5 * 2^23, whose last bits are whole numbers
-  float n = moved - 12582912.0f, r = x - n * 0.693359375f - n * -2.12194440e-4f;
-  float y = 1.9875691500e-4f;
-  y = y * r + 1.3981999507e-3f, y = y * r + 8.3334519073e-3f, y = y * r + 4.1665795894e-2f;
-  y = y * r + 1.6666665459e-1f, y = y * r + 5.0000001201e-1f, y = y * (r * r) + (r + 1.0f);
-  float e = y * FromBits((BitsOf(moved) << 23) + (127u << 23));  // times 2^n
-  return FromBits((BitsOf(e) & is_below) | (BitsOf(1.0f) & ~is_below)) / (1.0f + e);
-}
-
 // Returns the activation of a gate, times up; NaN of NaN. silu is gate * sigmoid(gate), and gelu_tanh, gate / 2 * (1 + tanh(u /
 // 2)), is gate * sigmoid(u).
 template <Activation kind>
 inline float Gated(float gate, float up) {
-  float u = kind == Activation::kSilu ? gate : 1.59576912f * (gate + 0.044715f * (gate * gate * gate));
+  float u = kind == Activation::kSilu ? gate : GeluArgument(gate);
   return gate * Sigmoid(u) * up;
 }
 

@@ -20,9 +20,10 @@ from jpaged.models.config import LM_HEAD, SCORE_HEAD, ModelConfig
 from jpaged.models.embedded import Embedded
 from jpaged.models.kv_groups import dense_view, kv_places
 from jpaged.models.kv_view import KVView, Place
+from jpaged.models.layers.arithmetic import scaled
 from jpaged.models.layers.embedding import EMBED, Embedding
 from jpaged.models.layers.layer import Layer
-from jpaged.models.layers.linear import Linear, StepContext, scaled
+from jpaged.models.layers.linear import Linear, StepContext
 from jpaged.models.layers.norm import RMSNorm
 from jpaged.models.layers.per_layer import PerLayerInputs
 from jpaged.models.layers.rope import RopeConfig, Rotary

@@ -272,6 +272,55 @@ void GroupCases(ffi::ThreadPool& pool) {
   for (const GroupCase& c : cases) Groups<float>(pool, "f32", c), Groups<bf16>(pool, "bf16", c);
 }
 
+// Each number alone has the bits that it has among others, and of a part that is not of whole registers.
+void FunctionCases(ffi::ThreadPool& pool) {
+  struct Case {
+    Function function;
+    const char* name;
+    double (*exact)(double);
+  };
+  const Case cases[] = {
+      {Function::kExp, "exp", [](double x) { return std::exp(x); }},
+      {Function::kSigmoid, "sigmoid", [](double x) { return 1 / (1 + std::exp(-x)); }},
+      {Function::kSilu, "silu", [](double x) { return x / (1 + std::exp(-x)); }},
+      {Function::kSoftplus, "softplus", [](double x) { return std::fmax(x, 0) + std::log1p(std::exp(-std::fabs(x))); }},
+      {Function::kGeluTanh, "gelu",
+       [](double x) { return x / (1 + std::exp(-1.5957691216057308 * (x + 0.044715 * x * x * x))); }},
+  };
+  for (const Case& c : cases) {
+    for (int64_t count : {7, 20000}) {
+      auto x = Random(count).Floats(count, -20, 20);
+      x[0] = 0, x[1] = 80, x[2] = -80, x[3] = 1e-6f;
+      std::vector<float> y(count), alone(1);
+      Apply(pool, c.function, x.data(), y.data(), count);
+      std::vector<double> wanted(count), allowed(count);
+      for (int64_t i = 0; i < count; ++i) {
+        wanted[i] = c.exact(x[i]);
+        // The argument of a sigmoid has errors of its own where it is a polynomial.
+        allowed[i] = std::fabs(wanted[i]) * (c.function == Function::kGeluTanh ? 4e-5 : 5e-7) + 1e-30;
+      }
+      std::string name = std::string("function ") + c.name + " " + std::to_string(count);
+      for (int64_t i = 0; i < count; i += 13) {
+        Apply(pool, c.function, &x[i], alone.data(), 1);
+        if (std::memcmp(&alone[0], &y[i], sizeof(float)) != 0) {
+          ++failures, std::printf("FAILED %s: number %lld alone has other bits\n", name.c_str(), static_cast<long long>(i));
+          break;
+        }
+      }
+      Check(name, y, wanted, allowed);
+    }
+  }
+  const float infinity = std::numeric_limits<float>::infinity(), nan = std::numeric_limits<float>::quiet_NaN();
+  const float x[] = {infinity, -infinity, nan}, wanted[][2] = {{infinity, 0}, {1, 0}, {infinity, -infinity}, {infinity, 0}, {infinity, -infinity}};
+  for (const Case& c : cases) {
+    float y[3];
+    Apply(pool, c.function, x, y, 3);
+    const float* ends = wanted[static_cast<int>(c.function)];
+    bool is_right = y[0] == ends[0] && (y[1] == ends[1] || std::fabs(y[1] - ends[1]) < 1e-30f) && y[2] != y[2];
+    if (!is_right) ++failures, std::printf("FAILED function %s of what is not finite: %g %g %g\n", c.name, y[0], y[1], y[2]);
+  }
+}
+
 // The second is of more numbers than one thread activates before another begins.
 void ActivationCases(ffi::ThreadPool& pool) {
   for (auto [T, F] : {std::array<int64_t, 2>{1, 5}, {3, 5000}, {9, 96}}) {
@@ -944,7 +993,7 @@ int main() {
   {
     xla::ffi::ThreadPool pool;
     jpaged::LinearCases(pool), jpaged::Panels(pool), jpaged::GroupCases(pool);
-    jpaged::QuantizedProducts(pool), jpaged::SmallProducts(pool), jpaged::WideProducts(pool), jpaged::InterleavedProducts(pool), jpaged::ActivationCases(pool), jpaged::MlpCases(pool);
+    jpaged::QuantizedProducts(pool), jpaged::SmallProducts(pool), jpaged::WideProducts(pool), jpaged::InterleavedProducts(pool), jpaged::FunctionCases(pool), jpaged::ActivationCases(pool), jpaged::MlpCases(pool);
   }
   jpaged::QuantizedWeights<jpaged::bf16>("bf16"), jpaged::QuantizedWeights<float>("f32");
   jpaged::LowRank(), jpaged::Norms(), jpaged::HeadWrites(), jpaged::GatedDelta(), jpaged::Mamba2(), jpaged::AttentionCases();

@@ -30,7 +30,7 @@ EMULATION = Path(__file__).with_name("amx_emulation.h")
 EMULATED = ("-include", str(EMULATION))
 TILES = {"amx_tile", "amx_bf16", "amx_int8"}
 SANITIZE = ("-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-CASES = 460
+CASES = 470
 
 
 def compiler_of(name: str) -> str:
@@ -146,8 +146,8 @@ def test_a_level_builds_without_a_warning_and_is_as_defined(
 def test_arithmetic_of_a_name_has_the_bits_of_other_levels(
     name: str, results_of: ResultsOf
 ) -> None:
-    """Products of integers, activations, norms, heads and weights that are quantised, on every
-    level; all that NEON has, which is built as AVX2 is.
+    """Products of integers, activations, functions, norms, heads and weights that are quantised, on
+    every level; all that NEON has, which is built as AVX2 is.
     """
     ours, others = results_of(name), results_of("avx2")
     assert ours.keys() == others.keys()
@@ -157,7 +157,7 @@ def test_arithmetic_of_a_name_has_the_bits_of_other_levels(
         if case.startswith(("quantized int8", "quantized int16")) and "fp8" not in case
     ]
     assert len(integers) == 74
-    plain = ("activation", "heads", "norm", "quantize ")
+    plain = ("activation", "function", "heads", "norm", "quantize ")
     integers += [case for case in ours if case.startswith(plain)]
     if name == "avx512":  # by 8 lanes, as AVX2
         integers += [case for case in ours if case.startswith("attention int8")]
@@ -297,7 +297,9 @@ FAULTS: list[Fault] = [
         "FAILED quantized int16 interleaved",
     ),
     (("mlp.h", "gate * Sigmoid(u) * up", "u * Sigmoid(u) * up"), "FAILED activation gelu"),
-    (("mlp.h", "(r + 1.0f)", "(r + 1.01f)"), "FAILED activation silu"),
+    (("functions.h", "(r + 1.0f)", "(r + 1.01f)"), "FAILED activation silu"),
+    (("functions.h", "1.0f / 3.0f;", "1.0f / 4.0f;"), "FAILED function softplus"),
+    (("functions.h", "count * item / items, past", "0, past"), "FAILED function"),
     (("f32_norms.h", "slot >= 0 && slot < p.slots", "slot < p.slots"), "FAILED heads"),
     (("f32_norms.h", "b[i] * cos[i] + a[i]", "b[i] * cos[i] - a[i]"), "FAILED heads 2x64"),
     (("f32_norms.h", "L::Add(L::Mul(b, c)", "L::Sub(L::Mul(b, c)"), "FAILED heads 1x32"),

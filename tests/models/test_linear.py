@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from jpaged.models.forward import bind
+from jpaged.models.layers.arithmetic import apply_by_xla
 from jpaged.models.layers.attention import Attention
 from jpaged.models.layers.linear import Linear, StepContext
 from jpaged.models.layers.low_rank import AdapterTable, LowRank
@@ -61,6 +62,9 @@ class Recorder:
 
     def normed(self, *args: Any) -> jax.Array:
         raise AssertionError("it has no norms")
+
+    def apply(self, name: Any, x: jax.Array) -> jax.Array:
+        return apply_by_xla(name, x)
 
     def activates(self, activation: str) -> bool:
         return False

@@ -11,6 +11,7 @@ from jpaged.checks import at_least, positive
 from jpaged.combinations import Facts, check_combination
 from jpaged.errors import ConfigError
 from jpaged.models.kv_view import KVView, Place
+from jpaged.models.layers.arithmetic import multiplied, rounded
 from jpaged.models.layers.heads import Heads
 from jpaged.models.layers.linear import Linear, StepContext
 from jpaged.models.layers.norm import PLAIN_NORM, NormConfig, RMSNorm
@@ -306,7 +307,8 @@ class Attention:
         o = kv.attend(place, q, config.options, sinks)
         with jax.named_scope("out"):
             if gate is not None:
-                o = o * jax.nn.sigmoid(gate)
+                gate = rounded(step.apply("sigmoid", gate.astype(jnp.float32)), o.dtype)
+                o = multiplied(o, gate)
             return self.out(o.reshape(*x.shape[:-1], -1), step), kv
 
 

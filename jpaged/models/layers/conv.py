@@ -9,6 +9,7 @@ from jax import Array
 from jpaged.checks import at_least
 from jpaged.errors import ConfigError
 from jpaged.models.kv_view import KVView, Place
+from jpaged.models.layers.arithmetic import multiplied, rounded
 from jpaged.models.layers.linear import Linear, StepContext
 from jpaged.models.layers.rope import Rotary
 from jpaged.models.layers.scratch import Scratch, StepSizes
@@ -125,11 +126,12 @@ class Conv:
         packed = PackedRows(rows.start_loc_S1, rows.first_S, slots.read_S, slots.written_S)
         gated = self.gated(x, step)
         gate_in, gate_out, u = (gated[..., i, :] for i in range(3))
-        u_TN = (gate_in * u).reshape(-1, u.shape[-1])
+        u_TN = multiplied(gate_in, u).reshape(-1, u.shape[-1])
         with jax.named_scope("short_conv"):
             convolve = short_conv.decode if rows.length == 1 else short_conv.packed
             y_TN, inputs = convolve(u_TN, self.taps[:, 0], slots.pool["inputs"], packed)
             if self.taps_bias is not None:
                 y_TN = y_TN + self.taps_bias.astype(y_TN.dtype)[None]
         kv = kv.with_slots(place, {"inputs": inputs}).with_replayed(place, {"inputs": u_TN})
-        return self.out(gate_out * y_TN.astype(x.dtype).reshape(u.shape), step), kv
+        y = multiplied(gate_out, rounded(y_TN, x.dtype).reshape(u.shape))
+        return self.out(y, step), kv

@@ -12,8 +12,9 @@ from jax import Array, lax
 from jpaged.checks import at_least
 from jpaged.errors import ConfigError
 from jpaged.models.kv_view import KVView, Place
+from jpaged.models.layers.arithmetic import multiplied, rounded, sum_of_last
 from jpaged.models.layers.linear import Linear, StepContext
-from jpaged.models.layers.norm import NormConfig, RMSNorm, mean_of_squares
+from jpaged.models.layers.norm import NormConfig, RMSNorm
 from jpaged.models.layers.rope import Rotary
 from jpaged.models.layers.scratch import Scratch, StepSizes
 from jpaged.models.param_spec import Parameters, ParamSpec, Part
@@ -217,15 +218,16 @@ class Delta:
             inputs_TNC, z_TNU = qkvz_TNC[..., :channels], qkvz_TNC[..., channels:]
             ba = self.ba(x, step)
             beta_TNJ, decay_TNJ = jnp.split(ba.reshape(-1, *ba.shape[-2:]), 2, axis=-1)
-            rate_TNJ = jax.nn.softplus(decay_TNJ.astype(jnp.float32) + in_f32(self.dt_bias)[None])
-            g_TNJ = -jnp.exp(in_f32(self.log_decay))[None] * rate_TNJ
+            rate_TNJ = decay_TNJ.astype(jnp.float32) + in_f32(self.dt_bias)[None]
+            rate_TNJ = step.apply("softplus", rate_TNJ)
+            g_TNJ = -step.apply("exp", in_f32(self.log_decay))[None] * rate_TNJ
             beta_TH, g_TH = (y.reshape(y.shape[0], -1) for y in (beta_TNJ, g_TNJ))
         changes = (inputs_TNC, g_TH[..., None], beta_TH)
         o_THY, kv = delta_rule(self.config, self.conv, changes, step, kv, places)
         with jax.named_scope("out"):
             z_THY = z_TNU.reshape(o_THY.shape)
-            y_THY = self.norm(o_THY.astype(x.dtype)).astype(jnp.float32)
-            y_THY = (y_THY * jax.nn.silu(z_THY.astype(jnp.float32))).astype(x.dtype)
+            y_THY = self.norm(rounded(o_THY, x.dtype)).astype(jnp.float32)
+            y_THY = rounded(y_THY * step.apply("silu", z_THY.astype(jnp.float32)), x.dtype)
             return self.out(y_THY.reshape(*x.shape[:-1], -1), step), kv
 
 
@@ -255,12 +257,13 @@ def delta_rule(
     with jax.named_scope("short_conv"):
         convolve = short_conv.decode if rows.length == 1 else short_conv.packed
         u_TNC, inputs = convolve(inputs_TNC, conv[..., 0, :], slots.pool["inputs"], packed)
-        u_TNC = jax.nn.silu(u_TNC).astype(inputs_TNC.dtype).astype(jnp.float32)
+        u_TNC = rounded(step.apply("silu", u_TNC), inputs_TNC.dtype).astype(jnp.float32)
     with jax.named_scope("gated_delta"):
         q_TNC, k_TNC, v_TNU = jnp.split(u_TNC, [config.key_dim, 2 * config.key_dim], axis=-1)
         q_TNC, k_TNC = unit(q_TNC) * jnp.float32(config.key_dim**-0.5), unit(k_TNC)
         v_THY = v_TNU.reshape(v_TNU.shape[0], -1, config.value_dim)
-        beta_TH = jax.nn.sigmoid(strength_TH).astype(jnp.float32)
+        beta_TH = step.apply("sigmoid", strength_TH.astype(jnp.float32))
+        beta_TH = rounded(beta_TH, strength_TH.dtype).astype(jnp.float32)
         if config.allows_negative:
             beta_TH = 2 * beta_TH
         changes = (q_TNC, k_TNC, v_THY, g_THC, beta_TH)
@@ -278,8 +281,7 @@ def delta_rule(
 
 def unit(x: Array) -> Array:
     """Return f32 heads x [..., C] divided by their lengths."""
-    squares = mean_of_squares(x) * jnp.float32(x.shape[-1])
-    return x * lax.rsqrt(squares + jnp.float32(NORM_EPS))
+    return x * lax.rsqrt(sum_of_last(multiplied(x, x)) + jnp.float32(NORM_EPS))
 
 
 def dense(

@@ -13,6 +13,7 @@ from jpaged.checks import at_least, positive
 from jpaged.combinations import Facts, check_combination
 from jpaged.errors import ConfigError
 from jpaged.models.kv_view import KVView, Place
+from jpaged.models.layers.arithmetic import multiplied, rounded, scaled
 from jpaged.models.layers.linear import Linear, Products, StepContext
 from jpaged.models.layers.mlp import MLP, UNGATED, Activation, gated, of_activation
 from jpaged.models.layers.norm import RMSNorm
@@ -326,7 +327,8 @@ class Experts:
             is_real = jnp.arange(rows.shape[0]) < step.num_rows
             chosen = jnp.where(is_real[:, None], chosen, self.config.num_experts)
         weights = self._weights(step)
-        glu = functools.partial(gated, self.config.activation, limit=self.config.limit)
+        limit = self.config.limit
+        glu = functools.partial(gated, self.config.activation, limit=limit, apply=step.apply)
         experts = every_expert if step.experts is None else step.experts.experts
         if weights.adapters is not None:  # the others know of none
             experts = tiles.experts
@@ -357,10 +359,10 @@ class Experts:
         if self.down_bias is not None:  # once, whoever holds which share
             for choice in range(self.config.experts_per_token):  # in one order, whatever the rows
                 bias = jnp.take(self.down_bias, chosen[:, choice], 0, mode="fill", fill_value=0)
-                y = y + weight[:, choice, None] * bias.astype(jnp.float32)
+                y = y + multiplied(weight[:, choice, None], bias.astype(jnp.float32))
         if self.latent_out is not None:
-            y = self.latent_out(y.astype(x.dtype), step, jnp.float32)
-        return (y + shared).astype(x.dtype).reshape(x.shape)
+            y = self.latent_out(rounded(y, x.dtype), step, jnp.float32)
+        return rounded(y + shared, x.dtype).reshape(x.shape)
 
     def _of_all(
         self, compute: Compute, rows: Array, chosen: Array, weight: Array, step: StepContext
@@ -409,10 +411,11 @@ class Experts:
         those that it takes in place of the router's choice, or -1; None chooses all.
         """
         if self.router_norm is not None:
-            x = self.router_norm(x) * jnp.asarray(x.shape[-1] ** -0.5, x.dtype)
+            x = scaled(self.router_norm(x), x.shape[-1] ** -0.5)
         logits = self.router(x, step, jnp.float32)
         num = self.config.experts_per_token
-        chosen, weight = route(self.config.router, logits, self.choosing_bias, num, forced)
+        bias = self.choosing_bias
+        chosen, weight = route(self.config.router, logits, bias, num, forced, step.apply)
         if self.expert_scales is not None:
             weight = weight * jnp.take(self.expert_scales, chosen).astype(jnp.float32)
         return Routed(chosen, weight)
@@ -433,7 +436,8 @@ class Experts:
             y = self.shared(x, step, jnp.float32, is_partial=is_partial)
             if self.shared_gate is None:
                 return y
-            return jax.nn.sigmoid(self.shared_gate(x, step, jnp.float32)) * y
+            gate = step.apply("sigmoid", self.shared_gate(x, step, jnp.float32))
+            return multiplied(gate, y)
 
 
 def _multiplied_by(products: Products, weights: ExpertWeights) -> ExpertWeights:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jpaged.models.layers.arithmetic import rounded
 from jpaged.models.layers.low_rank import LowRank
 from jpaged.models.layers.norm import RMSNorm
 from jpaged.models.layers.rope import Rotary
@@ -49,7 +50,7 @@ class Heads:
         if self.v_norm is not None:
             v = self.v_norm(v)
         if self.value_scale != 1.0:
-            v = (v.astype(jnp.float32) * self.value_scale).astype(v.dtype)
+            v = rounded(v.astype(jnp.float32) * self.value_scale, v.dtype)
         return _flat(q), k, v
 
     def queries(self, q: Array) -> Array:
@@ -114,7 +115,7 @@ def by_head(form: str, x: Array, weight: Array, added: Array | None = None) -> A
     the product before it is rounded.
     """
     y = jnp.einsum(form, x, weight.astype(x.dtype), preferred_element_type=jnp.float32)
-    return (y if added is None else y + added).astype(x.dtype)
+    return rounded(y if added is None else y + added, x.dtype)
 
 
 def _absorbed(q: Array, up: Array, added: Array | None) -> Array:

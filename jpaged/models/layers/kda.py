@@ -13,6 +13,7 @@ from jax import Array
 from jpaged.checks import at_least
 from jpaged.errors import ConfigError
 from jpaged.models.kv_view import KVView, Place
+from jpaged.models.layers.arithmetic import rounded
 from jpaged.models.layers.delta import GatedDeltaConfig, delta_rule, in_f32
 from jpaged.models.layers.linear import Linear, StepContext
 from jpaged.models.layers.norm import NormConfig, RMSNorm
@@ -175,17 +176,17 @@ class KimiDelta:
                 y.reshape(-1, *y.shape[-2:]) for y in (inputs, self.decay(of_decay, step))
             )
             strength = self.strength(x, step)
-        changes = (inputs, self._decays(decay), strength.reshape(-1, strength.shape[-1]))
+        changes = (inputs, self._decays(decay, step), strength.reshape(-1, strength.shape[-1]))
         o_TNY, kv = delta_rule(self.config, self.conv, changes, step, kv, places)
         with jax.named_scope("out"):
-            y_TNY = self.norm(o_TNY.astype(x.dtype).astype(jnp.float32))
-            y_TNY = y_TNY * jax.nn.sigmoid(z.reshape(o_TNY.shape).astype(jnp.float32))
-            return self.out(y_TNY.astype(x.dtype).reshape(*x.shape[:-1], -1), step), kv
+            y_TNY = self.norm(rounded(o_TNY, x.dtype).astype(jnp.float32))
+            gate = step.apply("sigmoid", z.reshape(o_TNY.shape).astype(jnp.float32))
+            return self.out(rounded(y_TNY * gate, x.dtype).reshape(*x.shape[:-1], -1), step), kv
 
-    def _decays(self, product_TNC: Array) -> Array:
+    def _decays(self, product_TNC: Array, step: StepContext) -> Array:
         """Return g f32 [T, N, C]."""
         x_TNC = product_TNC.astype(jnp.float32) + in_f32(self.dt_bias)[None]
-        rate = jnp.exp(in_f32(self.log_decay))[None, :, None]
+        rate = step.apply("exp", in_f32(self.log_decay))[None, :, None]
         if self.config.lowest_decay is None:
-            return -rate * jax.nn.softplus(x_TNC)
-        return jnp.float32(self.config.lowest_decay) * jax.nn.sigmoid(rate * x_TNC)
+            return -rate * step.apply("softplus", x_TNC)
+        return jnp.float32(self.config.lowest_decay) * step.apply("sigmoid", rate * x_TNC)

@@ -17,6 +17,7 @@ from jpaged.checks import at_least
 from jpaged.combinations import Facts, check_combination
 from jpaged.errors import ConfigError
 from jpaged.models.kv_view import KVView, Place
+from jpaged.models.layers.arithmetic import multiplied, rounded
 from jpaged.models.layers.heads import LatentHeads, by_head
 from jpaged.models.layers.indexer import Indexer, IndexerConfig
 from jpaged.models.layers.linear import Linear, StepContext
@@ -251,6 +252,6 @@ class Latent:
             added = None if adapters is None else adapters.of_latents(o, first)
             o = by_head("...hl,hvl->...hv", o, up_v, added)
             if self.gate is not None:
-                gate = jax.nn.sigmoid(self.gate(x, step).astype(jnp.float32))
-                o = o * gate.astype(o.dtype)[..., None]
+                gate = step.apply("sigmoid", self.gate(x, step).astype(jnp.float32))
+                o = multiplied(o, rounded(gate, o.dtype)[..., None])
             return self.out(o.reshape(*x.shape[:-1], -1), step), kv

@@ -10,13 +10,14 @@ from jax import Array
 from jpaged.checks import positive
 from jpaged.errors import ConfigError
 from jpaged.models.kv_view import KVView, Place
+from jpaged.models.layers.arithmetic import added, multiplied, scaled
 from jpaged.models.layers.attention import Attention, AttentionConfig
 from jpaged.models.layers.conv import Conv, ConvConfig
 from jpaged.models.layers.delta import Delta, DeltaConfig
 from jpaged.models.layers.experts import Experts, ExpertsConfig, ExpertSharing
 from jpaged.models.layers.kda import KimiDelta, KimiDeltaConfig
 from jpaged.models.layers.latent import Latent, LatentConfig
-from jpaged.models.layers.linear import StepContext, scaled
+from jpaged.models.layers.linear import StepContext
 from jpaged.models.layers.mamba import Mamba, MambaConfig
 from jpaged.models.layers.mlp import MLP, MLPConfig
 from jpaged.models.layers.norm import PLAIN_NORM, NormConfig, RMSNorm
@@ -255,7 +256,7 @@ class Residual:
 
     def added(self, x: Array, y: Array) -> Array:
         """x with what the part gives."""
-        return x + scaled(y if self.after is None else self.after(y), self.multiplier)
+        return added(x, scaled(y if self.after is None else self.after(y), self.multiplier))
 
 
 @jax.tree_util.register_dataclass
@@ -326,4 +327,4 @@ class Layer:
             assert inputs is not None, "the model has them for all layers"
             with jax.named_scope("per_layer"):
                 x = self.per_layer(x, step, inputs)
-        return (x if self.scalar is None else x * self.scalar[0]), kv
+        return (x if self.scalar is None else multiplied(x, self.scalar[0])), kv

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from jpaged.models.layers.arithmetic import Function, apply_by_xla, rounded
 from jpaged.models.layers.low_rank import AdapterTable, Adder, ExpertLowRank, LowRank
 from jpaged.models.param_spec import MeshAxis, Parameter
 from jpaged.models.quantized import QuantizedWeight
@@ -75,6 +76,12 @@ class Products(Adder, Protocol):
         self, x: Array, scale: Array, count: Any, eps: float, has_offset: bool, in_f32: bool, /
     ) -> Array:
         """Return what RMSNorm does of x [T, E]; eps, has_offset and in_f32: of NormConfig."""
+        ...
+
+    def apply(self, name: Function, x: Array, /) -> Array:
+        """Return a function of f32 x of any shape; the bits of a result depend on its number
+        alone.
+        """
         ...
 
     def activates(self, activation: str, /) -> bool:
@@ -260,6 +267,10 @@ class StepContext:
         """Return how many rows of x are real."""
         return x.shape[0] if self.num_rows is None else self.num_rows
 
+    def apply(self, name: Function, x: Array) -> Array:
+        """Return a function of the numbers x, f32 of any shape."""
+        return (apply_by_xla if self.products is None else self.products.apply)(name, x)
+
     def axis_over(self, size: int | None) -> MeshAxis | None:
         """Return the mesh axis that splits an axis of this size; None where none does."""
         return None if size is None or size % self.axis_size else self.tensor_axis
@@ -346,6 +357,7 @@ class Linear:
         y = y.reshape(*x.shape[:-1], *outputs)
         if self.bias is not None:
             y = y + self.bias.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + outputs)
+            return rounded(y, dtype)
         return y.astype(dtype)
 
     def alone(
@@ -388,17 +400,3 @@ class Linear:
         rows = x.reshape(-1, x.shape[-1])
         parts = (taken.values, taken.scales, taken.zeros, taken.form)
         return step.products.quantized(rows, *parts, step.count(rows), dtype, taken.interleaved)
-
-
-def scaled(x: Array, factor: float) -> Array:
-    """x times a number, which is rounded to its dtype first. The product is rounded to it as well,
-    whatever is computed of it next: XLA leaves that out where it fuses the two, and bits would
-    depend on the program.
-    """
-    if factor == 1.0:
-        return x
-    if x.dtype == jnp.float32:
-        return x * jnp.float32(factor)
-    bits = jnp.finfo(x.dtype)
-    y = x.astype(jnp.float32) * jnp.asarray(factor, x.dtype).astype(jnp.float32)
-    return jax.lax.reduce_precision(y, bits.nexp, bits.nmant).astype(x.dtype)

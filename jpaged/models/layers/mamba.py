@@ -11,12 +11,13 @@ from typing import Literal, Self
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from jpaged.checks import at_least, positive
 from jpaged.errors import ConfigError
 from jpaged.models.kv_view import KVView, Place
-from jpaged.models.layers.linear import Linear, Scan, StepContext, scaled
-from jpaged.models.layers.norm import mean_of_squares
+from jpaged.models.layers.arithmetic import mean_of_squares, multiplied, rounded, scaled
+from jpaged.models.layers.linear import Linear, Scan, StepContext
 from jpaged.models.layers.rope import Rotary
 from jpaged.models.layers.scratch import Scratch, StepSizes
 from jpaged.models.param_spec import MeshAxis, Parameters, ParamSpec, Part
@@ -269,39 +270,40 @@ class Mamba:
             dt_TH = scaled(dt_TH, of_dt)
         with jax.named_scope("short_conv"):
             length = rows.length
-            u_THP, inputs = convolved(
-                x_THP, self.conv_x, self.conv_x_bias, slots.pool["inputs"], packed, length
+            convolve = short_conv.decode if length == 1 else short_conv.packed
+            u_THP, inputs = convolve(x_THP, self.conv_x[..., 0, :], slots.pool["inputs"], packed)
+            u_TGN, group_inputs = convolve(
+                bc_TGN, self.conv_bc[..., 0, :], slots.pool["group_inputs"], packed
             )
-            u_TGN, group_inputs = convolved(
-                bc_TGN, self.conv_bc, self.conv_bc_bias, slots.pool["group_inputs"], packed, length
-            )
+            u_THP = activated(u_THP, self.conv_x_bias, x.dtype, step)
+            u_TGN = activated(u_TGN, self.conv_bc_bias, x.dtype, step)
         with jax.named_scope("mamba2"):
             b_TGN, c_TGN = jnp.split(u_TGN, 2, axis=-1)
             # A caller may have cast its whole tree to a smaller type.
             log_decay, dt_bias, skip = (
                 w.astype(jnp.float32) for w in (self.log_decay, self.dt_bias, self.skip)
             )
-            dt_TH = jax.nn.softplus(dt_TH + dt_bias[None])
-            g_TH = -jnp.exp(log_decay)[None] * dt_TH
+            dt_TH = step.apply("softplus", dt_TH + dt_bias[None])
+            g_TH = -step.apply("exp", log_decay)[None] * dt_TH
             values_THP = dt_TH[..., None] * u_THP
             changes = (values_THP, g_TH, b_TGN, c_TGN)
             y_THP, state = scanned(changes, slots, packed, length, step.scan)
-            y_THP = y_THP + skip[None, :, None] * u_THP
+            y_THP = y_THP + multiplied(skip[None, :, None], u_THP)
         kv = kv.with_slots(place, {"state": state, "inputs": inputs, "group_inputs": group_inputs})
         replayed = {"values": values_THP, "decay": g_TH, "keys": b_TGN}
         kv = kv.with_replayed(place, replayed | {"inputs": x_THP, "group_inputs": bc_TGN})
         with jax.named_scope("out"):
             # The heads of the one group may be on several devices.
             mean_over = step.axis_over(c.num_heads) if c.num_groups == 1 else None
-            y_THP = self._gated(y_THP, z_THP, bc_TGN.shape[1], mean_over).astype(x.dtype)
+            gate_THP = step.apply("silu", z_THP.astype(jnp.float32))
+            y_THP = rounded(self._gated(y_THP, gate_THP, bc_TGN.shape[1], mean_over), x.dtype)
             return self.out(y_THP.reshape(*x.shape[:-1], -1), step), kv
 
-    def _gated(self, y: Array, z: Array, num_groups: int, mean_over: MeshAxis | None) -> Array:
+    def _gated(self, y: Array, gate: Array, num_groups: int, mean_over: MeshAxis | None) -> Array:
         """Return outputs y [T, Hm, Pm], f32, times their gates, normed if the model does that.
 
         mean_over: the mesh axis whose devices share what is normed together.
         """
-        gate = jax.nn.silu(z.astype(jnp.float32))
         if self.norm is None:
             return y * gate
         if self.config.norm == "after":
@@ -315,17 +317,13 @@ class Mamba:
         return y if self.config.norm == "after" else y * gate
 
 
-def convolved(
-    x: Array, taps: Array, bias: Array | None, pool: Array, rows: PackedRows, length: int | None
-) -> tuple[Array, Array]:
-    """Return what the convolution makes of x [T, ...], f32 but rounded to x's dtype, and the pool
-    of inputs. length: of every row, if all have as many tokens.
+def activated(y: Array, bias: Array | None, dtype: DTypeLike, step: StepContext) -> Array:
+    """Return silu of what a convolution makes, y [T, ...] in f32, and its bias; f32, but rounded to
+    a dtype.
     """
-    convolve = short_conv.decode if length == 1 else short_conv.packed
-    y, pool = convolve(x, taps[..., 0, :], pool, rows)
     if bias is not None:
         y = y + bias.astype(jnp.float32)[None]
-    return jax.nn.silu(y).astype(x.dtype).astype(jnp.float32), pool
+    return rounded(step.apply("silu", y), dtype).astype(jnp.float32)
 
 
 def scanned(

@@ -9,7 +9,8 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jpaged.checks import at_least, positive
-from jpaged.models.layers.linear import Linear, StepContext, scaled
+from jpaged.models.layers.arithmetic import Apply, apply_by_xla, scaled
+from jpaged.models.layers.linear import Linear, StepContext
 from jpaged.models.layers.scratch import Scratch, StepSizes
 from jpaged.models.param_spec import Parameters, ParamSpec, Part, share
 
@@ -105,7 +106,8 @@ class MLP:
         else:
             gate_up = self.gate_up(x, step, jnp.float32)
             gate, *up = (gate_up[..., i, :] for i in range(gate_up.shape[-2]))
-            h = gated(self.activation, scaled(gate, self.gate_multiplier), *up, limit=self.limit)
+            gate = scaled(gate, self.gate_multiplier)
+            h = gated(self.activation, gate, *up, limit=self.limit, apply=step.apply)
             y = self.down(h.astype(x.dtype), step, dtype, is_partial=is_partial)
         return scaled(y, self.multiplier)
 
@@ -142,19 +144,24 @@ def of_activation(kind: Activation, gate_up: tuple[Part, Part]) -> tuple[Part, .
 
 
 def gated(
-    kind: Activation, gate: Array, up: Array | None = None, *, limit: float | None = None
+    kind: Activation,
+    gate: Array,
+    up: Array | None = None,
+    *,
+    limit: float | None = None,
+    apply: Apply = apply_by_xla,
 ) -> Array:
     """Return the activation of gate, times up; f32 [..., F]. Without gates, `gate` is up, and `up`
     is not looked at. limit: the activation is at most that, and up is between it and its negative;
-    None: they have no bounds.
+    None: they have no bounds. apply: what computes functions.
     """
     if kind == "relu2":
         return jnp.square(jax.nn.relu(gate))
     assert up is not None
     if kind == "clamped":  # GPT-OSS's
         gate, up = jnp.minimum(gate, LIMIT), jnp.clip(up, -LIMIT, LIMIT)
-        return gate * jax.nn.sigmoid(ALPHA * gate) * (up + 1)
-    gate = jax.nn.silu(gate) if kind == "silu" else jax.nn.gelu(gate, approximate=True)
+        return gate * apply("sigmoid", ALPHA * gate) * (up + 1)
+    gate = apply("silu" if kind == "silu" else "gelu_tanh", gate)
     if limit is not None:
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
     return gate * up

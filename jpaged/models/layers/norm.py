@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jpaged.errors import ConfigError
+from jpaged.models.layers.arithmetic import added, mean_of_squares, rounded
 from jpaged.models.param_spec import Init, MeshAxis, Parameter
 
 
@@ -68,43 +69,10 @@ class RMSNorm:
             mean = jax.lax.pmean(mean, mean_over)
         x32 = x32 * jax.lax.rsqrt(mean + jnp.float32(self.config.eps))
         if self.scale is None:
-            return x32.astype(x.dtype)
+            return rounded(x32, x.dtype)
         dtype = jnp.float32 if self.config.in_f32 else x.dtype
         scale = self.scale.astype(dtype).reshape((1,) * axes[0] + self.scale.shape)
         if self.config.has_offset:
-            scale = 1 + scale
-        return (x32.astype(dtype) * scale).astype(x.dtype)
-
-
-LANES = 128  # partial sums of a row, which are stored between the two halves of the sum
-
-
-def mean_of_squares(x: Array) -> Array:
-    """Over the last axis, which becomes 1 long. On CPU added by halving, an order that is written
-    down: for jnp.mean, XLA:CPU picks one by the number of rows, and bits would depend on the batch.
-    Elsewhere a norm is one kernel with it, and three without.
-    """
-
-    def mean(x: Array) -> Array:
-        return jnp.mean(x * x, axis=-1, keepdims=True)
-
-    return jax.lax.platform_dependent(x, cpu=_mean_by_halving, default=mean)
-
-
-def _mean_by_halving(x: Array) -> Array:
-    lanes = _halved(x * x, LANES)
-    if lanes.shape[-1] < x.shape[-1]:
-        lanes = jax.lax.optimization_barrier(lanes)  # or the whole sum is one long expression
-    rest = _halved(lanes, 1)
-    total = rest[..., :1]
-    for i in range(1, rest.shape[-1]):
-        total = total + rest[..., i : i + 1]
-    return total / x.shape[-1]
-
-
-def _halved(x: Array, most: int) -> Array:
-    """Halves of the last axis added while it is even and longer than `most`."""
-    while x.shape[-1] > most and x.shape[-1] % 2 == 0:
-        low, high = jnp.split(x, 2, axis=-1)
-        x = low + high
-    return x
+            scale = added(jnp.ones_like(scale), scale)
+        y = rounded(x32, dtype).astype(jnp.float32) * scale.astype(jnp.float32)
+        return rounded(y, x.dtype)

@@ -6,6 +6,7 @@ from typing import Self
 import jax
 from jax import Array
 
+from jpaged.models.layers.arithmetic import added
 from jpaged.models.layers.experts import Experts, ExpertsConfig, ExpertSharing, Routed
 from jpaged.models.layers.linear import StepContext
 from jpaged.models.layers.mlp import MLP, MLPConfig
@@ -99,4 +100,4 @@ class ParallelFFN:
         """
         y = self.mlp_norm(self.mlp(x, step))
         experts = self.experts(self.experts_norm(stream), step, routed_by=stream, routed=routed)
-        return y + self.experts_post_norm(experts)
+        return added(y, self.experts_post_norm(experts))

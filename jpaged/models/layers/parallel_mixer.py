@@ -8,8 +8,9 @@ from jax import Array
 
 from jpaged.checks import positive
 from jpaged.models.kv_view import KVView, Place
+from jpaged.models.layers.arithmetic import added, scaled
 from jpaged.models.layers.attention import Attention, AttentionConfig
-from jpaged.models.layers.linear import StepContext, scaled
+from jpaged.models.layers.linear import StepContext
 from jpaged.models.layers.mamba import Mamba, MambaConfig
 from jpaged.models.layers.rope import RopeConfig, Rotary
 from jpaged.models.layers.scratch import Scratch, StepSizes
@@ -108,4 +109,4 @@ class ParallelMixer:
         taken = scaled(x, c.attention_in_multiplier)
         attended, kv = self.attention(taken, step, rotary, kv, (of_keys,))
         y = scaled(scanned, c.mamba_out_multiplier)
-        return y + scaled(attended, c.attention_out_multiplier), kv
+        return added(y, scaled(attended, c.attention_out_multiplier)), kv

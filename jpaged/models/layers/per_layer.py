@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jpaged.checks import at_least
+from jpaged.models.layers.arithmetic import added, rounded, scaled
 from jpaged.models.layers.embedding import Embedding
 from jpaged.models.layers.linear import Linear, StepContext
 from jpaged.models.layers.mlp import Activation, gated
@@ -99,8 +100,8 @@ class PerLayer:
     def __call__(self, x: Array, step: StepContext, inputs: Array) -> Array:
         """x [..., E], inputs [..., P]: of the layer. Returns x with what they give."""
         gate = self.gate(x, step, jnp.float32)
-        h = gated(self.activation, gate, inputs.astype(jnp.float32)).astype(x.dtype)
-        return x + self.norm(self.out(h, step))
+        h = gated(self.activation, gate, inputs.astype(jnp.float32), apply=step.apply)
+        return added(x, self.norm(self.out(h.astype(x.dtype), step)))
 
 
 @jax.tree_util.register_dataclass
@@ -125,7 +126,7 @@ class PerLayerInputs:
     def __call__(self, tokens: Array, x: Array, step: StepContext) -> Array:
         """Return the inputs of all layers [..., L, P] of tokens [...] whose embeddings are x."""
         of_embeddings = self.projection(x, step, jnp.float32)  # [..., L, P]
-        of_embeddings = (of_embeddings * jnp.float32(x.shape[-1] ** -0.5)).astype(x.dtype)
+        of_embeddings = rounded(of_embeddings * jnp.float32(x.shape[-1] ** -0.5), x.dtype)
         of_tokens = self.table(tokens, step).reshape(of_embeddings.shape)
-        root = jnp.asarray(of_embeddings.shape[-1] ** 0.5, x.dtype)
-        return (self.norm(of_embeddings) + of_tokens * root) * jnp.asarray(2**-0.5, x.dtype)
+        of_tokens = scaled(of_tokens, of_embeddings.shape[-1] ** 0.5)
+        return scaled(added(self.norm(of_embeddings), of_tokens), 2**-0.5)

@@ -11,6 +11,7 @@ from jax import Array
 
 from jpaged.checks import positive
 from jpaged.errors import ConfigError
+from jpaged.models.layers.arithmetic import multiplied, rounded
 from jpaged.models.rope_scaling import RopeScaling
 
 
@@ -167,7 +168,9 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
     lead = x.shape[: cos.ndim - 1] + (1,) * (x.ndim - cos.ndim) + cos.shape[-1:]
     cos, sin = cos.reshape(lead), sin.reshape(lead)
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    first = multiplied(a, cos) - multiplied(b, sin)
+    second = multiplied(b, cos) + multiplied(a, sin)
+    return rounded(jnp.concatenate([first, second], axis=-1), x.dtype)
 
 
 @jax.tree_util.register_dataclass
@@ -204,4 +207,4 @@ class Rotary:
         if self.query_scale is None:
             return q
         scale = self.query_scale.astype(q.dtype)
-        return q * scale.reshape(scale.shape + (1,) * (q.ndim - scale.ndim))
+        return multiplied(q, scale.reshape(scale.shape + (1,) * (q.ndim - scale.ndim)))

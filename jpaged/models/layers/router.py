@@ -10,6 +10,7 @@ from jax import Array
 
 from jpaged.checks import at_least, positive
 from jpaged.errors import ConfigError
+from jpaged.models.layers.arithmetic import Apply, apply_by_xla, sum_of_last
 from jpaged.models.layers.norm import NormConfig
 
 
@@ -70,14 +71,16 @@ def route(
     bias_X: Array | None,
     experts_per_token: int,
     forced_TA: Array | None = None,
+    apply: Apply = apply_by_xla,
 ) -> tuple[Array, Array]:
     """Return the experts of each token, int32 [T, A], and their weights, f32 [T, A].
 
     logits_TX: f32. forced_TA: int32, the experts that a token takes whatever their scores are,
-    which weigh them; -1 where it chooses. bias_X: of config.has_bias. Of equal scores, of experts
-    and of groups, that of the lowest index is taken; transformers leaves open which.
+    which weigh them; -1 where it chooses. bias_X: of config.has_bias. apply: what computes
+    functions. Of equal scores, of experts and of groups, that of the lowest index is taken;
+    transformers leaves open which.
     """
-    scores_TX = _scores(config, logits_TX)
+    scores_TX = _scores(config, logits_TX, apply)
     choosing_TX = scores_TX
     if bias_X is not None:
         choosing_TX = scores_TX + bias_X.astype(jnp.float32)[None, :]
@@ -89,19 +92,21 @@ def route(
     if bias_X is not None or forced_TA is not None:
         weight_TA = jnp.take_along_axis(scores_TX, chosen_TA, axis=-1)
     if config.normalized:
-        total_T1 = jnp.sum(weight_TA, axis=-1, keepdims=True) + jnp.float32(config.eps)
+        total_T1 = sum_of_last(weight_TA) + jnp.float32(config.eps)
         weight_TA = weight_TA / jnp.maximum(total_T1, jnp.float32(config.least_sum))
     if config.scale != 1.0:
         weight_TA = weight_TA * jnp.float32(config.scale)
     return chosen_TA, weight_TA
 
 
-def _scores(config: RouterConfig, logits_TX: Array) -> Array:
+def _scores(config: RouterConfig, logits_TX: Array, apply: Apply) -> Array:
     if config.score == "softmax":
-        return jax.nn.softmax(logits_TX, axis=-1)
+        most_T1 = jax.lax.stop_gradient(jnp.max(logits_TX, axis=-1, keepdims=True))
+        scores_TX = apply("exp", logits_TX - most_T1)
+        return scores_TX / sum_of_last(scores_TX)
     if config.score == "sigmoid":
-        return jax.nn.sigmoid(logits_TX)
-    return jnp.sqrt(jax.nn.softplus(logits_TX))
+        return apply("sigmoid", logits_TX)
+    return jnp.sqrt(apply("softplus", logits_TX))
 
 
 def _in_best_groups(config: RouterConfig, scores_TX: Array) -> Array:
