@@ -12,26 +12,32 @@
 //   Together(): how many of the item's heads are scored and weighed at a time: one, or all
 //   SetQuery(row, q): takes a query row of the item, [heads, count, G]
 //   Enter(tile): begins a tile
-//   Score(tile, head, scores): scores[row][slot] of rows from `head` on
+//   Score(tile, head, scores): scores[row][slot] of rows from `head` on; where a row does not see a slot, anything
 //   Weigh(tile, head, weights, alpha, o): o[row] = alpha[row] * o[row] + weights[row] . values, of the same rows, whose weights
-//       may be changed
+//       are 0 where they do not see a slot, and may be changed
 //   Write(o, total, to): a row's o / total in bf16, in the dimensions' own order
 #pragma once
 
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 
 #include "paged_attention.h"
 
 namespace jpaged {
 
+struct SlotRange {
+  int64_t low, high;  // slots of a tile: [low, high)
+};
+
 // The slots of a tile, and those of the tile that comes next, by where their keys begin; a value is p.ValueAt() later.
 template <typename Slot>
 struct Tile {
   const Slot *keys[kTile], *next[kTile];
-  const Slot* zeros;  // where slots that are not seen point to, whose memory may hold anything
-  int64_t slots;      // that are multiplied, the first ones
+  const Slot* zeros;      // where slots that are not seen point to, whose memory may hold anything
+  const SlotRange* seen;  // what each token of the item sees
+  int64_t slots;          // that are multiplied, the first ones
 };
 
 // Writes where an array has what belongs to the slots [first, first + N) of an item's row; `none` for slots outside [begin, end).
@@ -71,44 +77,41 @@ inline typename L::Floats Exp(typename L::Floats x) {
   return L::TimesPower(L::NotBelow(x, L::Set(-87.0f)), y, moved);
 }
 
-// Of a query row's scores against a tile takes the scaled ones, kMasked where the query does not see the slot: slots [low, high)
-// of the tile. Updates the row's running maximum.
+// Of a query row's scores against a tile applies the soft cap, and returns the largest of those that the row sees, in the slots
+// [low, high) of the tile; minus infinity where there are none.
 template <typename L>
-void ScaleScores(const Problem& p, float* scores, int64_t low, int64_t high, float* top) {
-  constexpr int kParts = kTile / L::kCount;
+float LargestScore(const Problem& p, float* scores, int64_t low, int64_t high) {
   if (p.soft_cap > 0) {
     for (int64_t i = 0; i < kTile; ++i) scores[i] = p.soft_cap * std::tanh(scores[i] * p.scale / p.soft_cap) / p.scale;
   }
-  typename L::Floats scale = L::Set(p.scale), masked = L::Set(kMasked), most = masked;
-  if (low <= 0 && high >= kTile) {
-    for (int i = 0; i < kParts; ++i) {
-      typename L::Floats s = L::Mul(L::Load(scores + L::kCount * i), scale);
-      L::Store(scores + L::kCount * i, s), most = L::Max(most, s);
-    }
+  const typename L::Floats lowest = L::Set(-std::numeric_limits<float>::infinity());
+  typename L::Floats most = lowest;
+  if (low == 0 && high == kTile) {
+    for (int64_t i = 0; i < kTile; i += L::kCount) most = L::Max(most, L::Load(scores + i));
   } else {
-    typename L::Range seen(std::clamp<int64_t>(low, 0, kTile), std::clamp<int64_t>(high, 0, kTile));
-    for (int i = 0; i < kParts; ++i) {
-      typename L::Floats s = L::MulOr(masked, seen.Lanes(i), L::Load(scores + L::kCount * i), scale);
-      L::Store(scores + L::kCount * i, s), most = L::Max(most, s);
+    typename L::Range seen(low, high);
+    for (int64_t i = low / L::kCount; i * L::kCount < high; ++i) {
+      most = L::Max(most, L::MulOr(lowest, seen.Lanes(i), L::Load(scores + L::kCount * i), L::Set(1.0f)));
     }
   }
-  *top = std::max(*top, L::Largest(most));
+  return L::Largest(most);
 }
 
-// Turns these into weights relative to the maximum, and returns their sum.
+// Turns scores into weights relative to the largest scaled one, 0 where the row does not see the slot, and returns their sum.
 template <typename L, typename Weight>
-float WeightsOf(const float* scores, Weight* weights, int64_t low, int64_t high, float top) {
-  constexpr int kParts = kTile / L::kCount;
-  typename L::Floats sum = L::Zero(), base = L::Set(top);
-  if (low <= 0 && high >= kTile) {
-    for (int i = 0; i < kParts; ++i) {
-      sum = L::Add(sum, L::Put(weights + L::kCount * i, Exp<L>(L::Sub(L::Load(scores + L::kCount * i), base))));
-    }
+float WeightsOf(const Problem& p, const float* scores, Weight* weights, int64_t low, int64_t high, float top) {
+  const typename L::Floats scale = L::Set(p.scale), base = L::Set(top);
+  typename L::Floats sum = L::Zero();
+  auto weight_of = [&](int64_t i) { return Exp<L>(L::Sub(L::Mul(L::Load(scores + L::kCount * i), scale), base)); };
+  constexpr int64_t kParts = kTile / L::kCount;
+  if (low == 0 && high == kTile) {
+    for (int64_t i = 0; i < kParts; ++i) sum = L::Add(sum, L::Put(weights + L::kCount * i, weight_of(i)));
   } else {
-    typename L::Range seen(std::clamp<int64_t>(low, 0, kTile), std::clamp<int64_t>(high, 0, kTile));
-    for (int i = 0; i < kParts; ++i) {
-      typename L::Floats weight = Exp<L>(L::Sub(L::Load(scores + L::kCount * i), base));
-      sum = L::Add(sum, L::Put(weights + L::kCount * i, L::OrZero(seen.Lanes(i), weight)));
+    typename L::Range seen(low, high);
+    for (int64_t i = 0; i < kParts; ++i) {
+      bool is_seen = L::kCount * i < high && L::kCount * (i + 1) > low;
+      typename L::Floats weight = is_seen ? L::OrZero(seen.Lanes(i), weight_of(i)) : L::Zero();
+      sum = L::Add(sum, L::Put(weights + L::kCount * i, weight));
     }
   }
   return L::Sum(sum);
@@ -133,22 +136,24 @@ void AddSpan(float top, float total, const float* o, int64_t V, float* all_top, 
 }
 
 // One thread's state of an item: per query row the scores and weights of a tile, the factor, and the sums of a span and of all
-// spans until now; and one slot of zeros of all of the item's heads.
+// spans until now; per token the slots of a tile that it sees; and one slot of zeros of all of the item's heads.
 template <typename Tiles>
 struct ItemState {
   float *scores, *alpha, *top, *total, *o, *all_top, *all_total, *all_o;
+  SlotRange* seen;
   typename Tiles::Weight* weights;
   typename Tiles::Slot* zeros;
 
-  void Reset(int64_t rows, int64_t V, int64_t zeros_size) {
+  void Reset(int64_t rows, int64_t tokens, int64_t V, int64_t zeros_size) {
+    constexpr int64_t kCount = Tiles::Lanes::kCount;  // whole registers of factors are computed
     rows_ = rows, V_ = V;
     int64_t padded = (rows + 3) / 4 * 4;  // whole register tiles of rows may be scored
-    scores = Scratch<float>(memory_[0], padded * kTile), alpha = Scratch<float>(memory_[1], rows);
-    top = Scratch<float>(memory_[2], rows), total = Scratch<float>(memory_[3], rows);
+    scores = Scratch<float>(memory_[0], padded * kTile), alpha = Scratch<float>(memory_[1], rows + kCount);
+    top = Scratch<float>(memory_[2], rows + kCount), total = Scratch<float>(memory_[3], rows);
     o = Scratch<float>(memory_[4], rows * V);
     zeros = Scratch<typename Tiles::Slot>(memory_[5], zeros_size);
     all_top = Scratch<float>(memory_[7], rows), all_total = Scratch<float>(memory_[8], rows);
-    all_o = Scratch<float>(memory_[9], rows * V);
+    all_o = Scratch<float>(memory_[9], rows * V), seen = Scratch<SlotRange>(memory_[10], tokens);
     if constexpr (std::is_same_v<typename Tiles::Weight, float>) {
       weights = scores;  // in place
     } else {
@@ -164,7 +169,7 @@ struct ItemState {
   }
 
  private:
-  Memory memory_[10];
+  Memory memory_[11];
   int64_t rows_, V_;
 };
 
@@ -174,7 +179,7 @@ void AttendBy(const Problem& p, const Item& item, const Item* after) {
   using Slot = typename Tiles::Slot;
   ItemState<Tiles>& state = ThreadLocal<ItemState<Tiles>>();
   int64_t of_head = item.count * p.G, rows = item.heads * of_head, V = p.V;
-  state.Reset(rows, V, item.heads * p.Width());
+  state.Reset(rows, item.count, V, item.heads * p.Width());
   Tiles tiles(p, item);
   auto place = [&](int64_t head, int64_t token, int64_t g) {  // among the heads of q and o
     return (item.token + token) * p.H + (item.head + head) * p.G + g;
@@ -191,7 +196,7 @@ void AttendBy(const Problem& p, const Item& item, const Item* after) {
     }
   }
   Tile<Slot> tile;
-  tile.zeros = state.zeros;
+  tile.zeros = state.zeros, tile.seen = state.seen;
   int64_t first = item.begin / kTile * kTile;
   Locate(p, item, item.head, first, tile.zeros, tile.keys);
   state.BeginSpan();
@@ -204,29 +209,34 @@ void AttendBy(const Problem& p, const Item& item, const Item* after) {
       std::fill(tile.next, tile.next + kTile, tile.zeros);
     }
     tile.slots = std::min(kTile, (item.end - first + Tiles::kSlots - 1) / Tiles::kSlots * Tiles::kSlots);
+    for (int64_t token = 0; token < item.count; ++token) {
+      int64_t position = item.position + token, past = Past(p, item.token + token, position);
+      int64_t low = p.window > 0 ? std::clamp<int64_t>(position + 1 - p.window - first, 0, kTile) : 0;
+      state.seen[token] = {low, std::max(low, std::min(past - first, kTile))};
+    }
     tiles.Enter(tile);
     int64_t together = tiles.Together();
     for (int64_t head = 0; head < item.heads; head += together) {
-      int64_t begin = head * of_head;
+      int64_t begin = head * of_head, end = begin + together * of_head;
       tiles.Score(tile, head, state.scores + begin * kTile);
       // Maxima first: what follows from a row's would be waited for.
       auto each_row = [&](auto body) {
-        for (int64_t i = 0, row = begin; i < together; ++i) {
+        for (int64_t row = begin; row < end;) {
           for (int64_t token = 0; token < item.count; ++token) {
-            int64_t position = item.position + token, low = p.window > 0 ? position + 1 - p.window - first : 0;
-            int64_t past = Past(p, item.token + token, position);
-            for (int64_t g = 0; g < p.G; ++g, ++row) body(row, low, past - first);
+            for (int64_t g = 0; g < p.G; ++g, ++row) body(row, state.seen[token].low, state.seen[token].high);
           }
         }
       };
       each_row([&](int64_t row, int64_t low, int64_t high) {
         state.alpha[row] = state.top[row];
-        ScaleScores<L>(p, state.scores + row * kTile, low, high, state.top + row);
+        state.top[row] = std::max(state.top[row], p.scale * LargestScore<L>(p, state.scores + row * kTile, low, high));
       });
+      for (int64_t row = begin; row < end; row += L::kCount) {
+        L::Store(state.alpha + row, Exp<L>(L::Sub(L::Load(state.alpha + row), L::Load(state.top + row))));
+      }
       each_row([&](int64_t row, int64_t low, int64_t high) {
-        float top = state.top[row], alpha = state.alpha[row] == top ? 1.0f : std::exp(state.alpha[row] - top);
-        float sum = WeightsOf<L>(state.scores + row * kTile, state.weights + row * kTile, low, high, top);
-        state.alpha[row] = alpha, state.total[row] = std::fma(state.total[row], alpha, sum);
+        float sum = WeightsOf<L>(p, state.scores + row * kTile, state.weights + row * kTile, low, high, state.top[row]);
+        state.total[row] = std::fma(state.total[row], state.alpha[row], sum);
       });
       tiles.Weigh(tile, head, state.weights + begin * kTile, state.alpha + begin, state.o + begin * V);
     }

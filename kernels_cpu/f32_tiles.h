@@ -1,12 +1,14 @@
 // The products of attention in f32, on any level whose Lanes hold 8 f32; see attend.h. A tile's keys and values become f32
-// once for all queries of an item and head; where they are few, as in decode, they do in registers, as they are needed: a tile
-// of f32 would not stay in the L1 cache. Both sum in one order. Head dimensions lie as L::EvenOdd splits them: of each 16 the
+// once for all queries of an item and head, a part of them at a time, which stays in the L1 cache; where queries are few, as in
+// decode, they do in registers, as they are needed. Both sum in one order. Slots that no query of a register tile sees are left
+// out. Head dimensions lie as L::EvenOdd splits them: of each 16 the
 // even ones, then the odd ones. Keys and values in 8 bits are multiplied as they are: scores and weights take their scales.
 #pragma once
 
 #include <type_traits>
 
 #include "attend.h"
+#include "f32_panels.h"
 #include "pool_slots.h"
 
 namespace jpaged {
@@ -22,11 +24,12 @@ class F32Tiles {
 
   F32Tiles(const Problem& p, const Item& item)
       : p_(p), item_(item), D_(p.D), V_(p.V), rows_(item.count * p.G), in_place_(!p.latent && rows_ <= kFew) {
-    static thread_local Memory q, k, v, scales;
+    static thread_local Memory q, k, v, scales, seen;
     q_ = Scratch<float>(q, item.heads * rows_ * D_);
     if constexpr (kIsScaled) scales_ = Scratch<float>(scales, item.heads * 2 * kTile);
     if (in_place_) return;
-    k_ = Scratch<float>(k, kTile * D_), v_ = p.latent ? k_ : Scratch<float>(v, kTile * V_);
+    seen_ = Scratch<SlotRange>(seen, (rows_ + P::kRows - 1) / P::kRows);
+    k_ = Scratch<float>(k, kTile * D_), v_ = p.latent ? k_ : Scratch<float>(v, kTile * kWide);
   }
 
   // Where keys and values become f32 in registers, all heads: what lies together is read together.
@@ -55,18 +58,21 @@ class F32Tiles {
       }
     } else {
       const float* q = q_ + head * rows_ * D_;
-      WidenTile(tile, head);
-      // As many keys at a time as stay in the L1 cache while all queries pass. What is needed next comes into the cache meanwhile,
-      // a few slots at a time.
+      // As many keys at a time as stay in the L1 cache while all queries pass; latents are kept, as values. What is needed next comes
+      // into the cache meanwhile, a few slots at a time.
       HeadAhead<Slot> next(p_, item_, tile, head);
       int64_t step = std::max<int64_t>(kSlots, kKeys / D_ / kSlots * kSlots), done = 0, fetched = 0;
       int64_t all = (tile.slots + step - 1) / step * ((rows_ + 2) / 3);
       for (int64_t slot = 0; slot < tile.slots; slot += step) {
+        float* k = p_.latent ? k_ + slot * D_ : k_;
+        WidenKeys(tile, head, slot, std::min(slot + step, tile.slots), k);
         for (int64_t r = 0, n; r < rows_; r += n) {
           for (++done; fetched * all < kTile * done; ++fetched) next.Fetch(fetched);
           n = std::min<int64_t>(3, rows_ - r);
           auto score = n == 3 ? &ScoreRows<3, 4> : n == 2 ? &ScoreRows<2, 4> : &ScoreRows<1, 8>;
-          score(q + r * D_, k_ + slot * D_, D_, std::min(step, tile.slots - slot), scores + r * kTile + slot);
+          SlotRange seen = SeenBy(tile, r, n);
+          int64_t begin = std::max(slot, seen.low), end = std::min(slot + step, seen.high);
+          if (begin < end) score(q + r * D_, k + (begin - slot) * D_, D_, end - begin, scores + r * kTile + begin);
         }
       }
     }
@@ -90,13 +96,19 @@ class F32Tiles {
       ahead_.FetchRest();
       return;
     }
-    static constexpr decltype(&WeighRows<1, 2>) kBySize[] = {&WeighRows<1, 2>, &WeighRows<2, 2>, &WeighRows<3, 2>,
-                                                             &WeighRows<4, 2>, &WeighRows<5, 2>, &WeighRows<6, 2>};
-    for (int64_t d = 0; d < V_; d += kWide) {
-      for (int64_t r = 0, n; r < rows_; r += n) {
-        n = std::min<int64_t>(6, rows_ - r);
-        const float* v = p_.latent ? v_ + d : v_ + d * kTile;
-        kBySize[n - 1](weights + r * kTile, v, p_.latent ? D_ : kWide, tile.slots, o + r * V_ + d, V_, alpha + r);
+    for (int64_t r = 0, n; r < rows_; r += n) {
+      n = std::min(P::kRows, rows_ - r);
+      seen_[r / P::kRows] = SeenBy(tile, r, n);
+    }
+    for (int64_t d = 0; d < V_; d += P::kCols) {
+      if (!p_.latent && d % kWide == 0) WidenValues(tile, head, d);
+      const float* v = p_.latent ? v_ + d : v_ + d % kWide * kTile;
+      int64_t apart = p_.latent ? D_ : P::kCols;
+      for (int64_t r = 0; r < rows_; r += P::kRows) {
+        SlotRange seen = seen_[r / P::kRows];
+        if (seen.low == seen.high) continue;
+        kWeigh[std::min(P::kRows, rows_ - r) - 1](weights + r * kTile + seen.low, v + seen.low * apart, apart, seen.high - seen.low,
+                                                  o + r * V_ + d, V_, alpha + r);
       }
     }
   }
@@ -109,14 +121,25 @@ class F32Tiles {
   }
 
  private:
+  using P = F32Panels<L>;
   using Floats = typename L::Floats;
   static constexpr bool kIsScaled = sizeof(Slot) == 1;
   static constexpr float kUnit = std::is_same_v<Slot, int8_t> ? L::kInt8 : std::is_same_v<Slot, E4m3> ? L::kE4m3 : 1.0f;
-  static constexpr int64_t kWide = 2 * L::kCount;  // dimensions of a panel of values
-  static constexpr int64_t kKeys = 4096;           // numbers of keys that stay in the L1 cache
-  static constexpr int64_t kGroup = 32;            // slots whose values are added up before those of the next head
-  static constexpr int64_t kFew = 8;               // query rows of a head, at most, whose keys and values become f32 in registers
-  static constexpr int64_t kMost = 4;              // query rows that share what registers hold of a slot
+  static constexpr int64_t kKeys = 4096;  // numbers of keys that become f32 together, and stay in the L1 cache
+  static constexpr int64_t kWide = 32;    // dimensions of values that become f32 together: a line of bf16
+  static constexpr int64_t kGroup = 32;   // slots whose values are added up before those of the next head
+  static constexpr int64_t kFew = 8;      // query rows of a head, at most, whose keys and values become f32 in registers
+  static constexpr int64_t kMost = 4;     // query rows that share what registers hold of a slot
+
+  // The slots of a tile, in whole registers, that any of n query rows of a head sees, from r on.
+  SlotRange SeenBy(const Tile<Slot>& tile, int64_t r, int64_t n) const {
+    SlotRange all{kTile, 0};
+    for (int64_t token = r / p_.G; token <= (r + n - 1) / p_.G; ++token) {
+      all.low = std::min(all.low, tile.seen[token].low), all.high = std::max(all.high, tile.seen[token].high);
+    }
+    all.low = all.low / L::kCount * L::kCount, all.high = (all.high + L::kCount - 1) / L::kCount * L::kCount;
+    return {std::min(all.low, all.high), all.high};
+  }
 
   // How many query rows are multiplied at a time.
   int64_t Chunk() const { return rows_ <= kMost ? rows_ : (rows_ + 1) / 2; }
@@ -149,20 +172,24 @@ class F32Tiles {
     }
   }
 
-  // Makes f32 of the keys and values of a head, slot by slot: of values panels [kTile][kWide], one for each kWide dimensions, since
-  // all queries meet one while it is in the L1 cache. Of latents, which are both, rows.
-  void WidenTile(const Tile<Slot>& tile, int64_t head) {
-    int64_t offset = head * p_.Apart();
-    for (int64_t slot = 0; slot < tile.slots; ++slot) {
-      const Slot* key = tile.keys[slot] + offset;
-      if (!p_.latent) {
-        Widen(key, D_, 1.0f, k_ + slot * D_);
-        for (int64_t d = 0; d < V_; d += kWide) Widen(key + D_ + d, kWide, 1.0f, v_ + d * kTile + slot * kWide);
-      } else if constexpr (kIsScaled) {
-        Widen(key, V_, scales_[slot], k_ + slot * D_), Widen(key + V_, D_ - V_, scales_[kTile + slot], k_ + slot * D_ + V_);
+  // Makes f32 rows of the keys of a head in the slots [slot, end).
+  void WidenKeys(const Tile<Slot>& tile, int64_t head, int64_t slot, int64_t end, float* to) {
+    for (; slot < end; ++slot, to += D_) {
+      const Slot* key = tile.keys[slot] + head * p_.Apart();
+      if (kIsScaled && p_.latent) {
+        Widen(key, V_, scales_[slot], to), Widen(key + V_, D_ - V_, scales_[kTile + slot], to + V_);
       } else {
-        Widen(key, D_, 1.0f, k_ + slot * D_);
+        Widen(key, D_, 1.0f, to);
       }
+    }
+  }
+
+  // Makes f32 of kWide dimensions of the values of a head, from d on: panels [kTile][kCols], which all queries meet one after another.
+  void WidenValues(const Tile<Slot>& tile, int64_t head, int64_t d) {
+    for (int64_t slot = 0; slot < tile.slots; ++slot) {
+      const Slot* value = tile.keys[slot] + head * p_.Apart() + D_ + d;
+#pragma GCC unroll 2
+      for (int64_t i = 0; i < kWide; i += P::kCols) Widen(value + i, P::kCols, 1.0f, v_ + i * kTile + slot * P::kCols);
     }
   }
 
@@ -281,34 +308,27 @@ class F32Tiles {
     }
   }
 
-  // o[R][8 C] = alpha * o + weights . v over the first `slots` slots of a tile, whose values are `apart` numbers apart. V: the
-  // width of a value.
-  template <int R, int C>
-  static void WeighRows(const float* weights, const float* v, int64_t apart, int64_t slots, float* o, int64_t V,
-                        const float* alpha) {
-    Floats acc[R][C];
+  // o[R][kCols] = alpha * o + weights . v over so many slots of a tile, whose values are `apart` numbers apart. V: the width of a
+  // value.
+  template <int R>
+  static void WeighRows(const float* weights, const float* v, int64_t apart, int64_t slots, float* o, int64_t V, const float* alpha) {
+    Floats acc[R][2];
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-      for (int i = 0; i < C; ++i) acc[r][i] = L::Mul(L::Load(o + r * V + L::kCount * i), L::Set(alpha[r]));
+#pragma GCC unroll 2
+      for (int i = 0; i < 2; ++i) acc[r][i] = L::Mul(L::Load(o + r * V + L::kCount * i), L::Set(alpha[r]));
     }
-    for (int64_t slot = 0; slot < slots; ++slot, v += apart) {
-      Floats values[C];
-#pragma GCC unroll 4
-      for (int i = 0; i < C; ++i) values[i] = L::Load(v + L::kCount * i);
-#pragma GCC unroll 6
-      for (int r = 0; r < R; ++r) {
-        Floats weight = L::Set(weights[r * kTile + slot]);
-#pragma GCC unroll 4
-        for (int i = 0; i < C; ++i) acc[r][i] = L::Fma(weight, values[i], acc[r][i]);
-      }
-    }
+    P::template Accumulate<R, kTile, 1>(weights, v, apart, slots, acc);
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-      for (int i = 0; i < C; ++i) L::Store(o + r * V + L::kCount * i, acc[r][i]);
+#pragma GCC unroll 2
+      for (int i = 0; i < 2; ++i) L::Store(o + r * V + L::kCount * i, acc[r][i]);
     }
   }
+
+  // By numbers of query rows.
+  static constexpr decltype(&WeighRows<1>) kWeigh[] = {&WeighRows<1>, &WeighRows<2>, &WeighRows<3>,
+                                                       &WeighRows<4>, &WeighRows<5>, &WeighRows<6>};
 
   const Problem& p_;
   const Item& item_;
@@ -316,6 +336,7 @@ class F32Tiles {
   bool in_place_;         // keys and values become f32 in registers
   float *q_, *k_, *v_;
   float* scales_;  // [heads][2][kTile] of keys and values, in units of kUnit; of latents [2][kTile] of the value and the rotated key
+  SlotRange* seen_;  // by panels of query rows
   TileAhead<Slot> ahead_;
   ScalesAhead<Slot> scales_ahead_;  // of a pool in 8 bits
 };

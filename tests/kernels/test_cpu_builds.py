@@ -241,7 +241,9 @@ Fault = tuple[tuple[str, str, str], str]  # and what the driver says
 FAULTS: list[Fault] = [
     (("parallel_for.cc", "call(body, item);", ""), "FAILED linear"),
     (("zeros.h", "std::memset(last, 0, end - last)", "(void)0"), "FAILED zeros"),
-    (("attend.h", "low, past - first)", "low, past + 1 - first)"), "FAILED attention"),
+    (("attend.h", "std::min(past - first", "std::min(past + 1 - first"), "FAILED attention"),
+    (("attend.h", "row += L::kCount)", "row += 2 * L::kCount)"), "FAILED attention"),
+    (("attend.h", "L::OrZero(seen.Lanes(i), weight_of(i))", "weight_of(i)"), "FAILED attention"),
     (("attend.h", "before, total * now", "before, total"), "FAILED attention"),
     (("attend.h", "item.span * rows * size", "item.span * size"), "FAILED attention in spans"),
     (("avx2/lanes.h", "0x0680048002800080", "0x0680048002800180"), "FAILED"),
@@ -258,8 +260,10 @@ FAULTS: list[Fault] = [
         "FAILED gated_delta",
     ),
     (("f32_scan.h", "L::Fma(of_x[i], key", "L::Fma(of_x[i], query"), "FAILED mamba2"),
-    (("f32_tiles.h", "v_ + d * kTile;", "v_;"), "FAILED attention"),
-    (("f32_tiles.h", "k_ + slot * D_, D_, std::min", "k_, D_, std::min"), "FAILED attention"),
+    (("f32_tiles.h", "v_ + d % kWide * kTile;", "v_;"), "FAILED attention"),
+    (("f32_tiles.h", "k_ + slot * D_ : k_", "k_ : k_"), "FAILED attention"),
+    (("f32_tiles.h", "k + (begin - slot) * D_", "k"), "FAILED attention"),
+    (("f32_tiles.h", "<= (r + n - 1) / p_.G", "<= r / p_.G"), "FAILED attention"),
     (
         ("f32_panels.h", "n = kWaiting - 1; n >= 0; --n", "n = 0; n < kWaiting; ++n"),
         "has other bits alone",
