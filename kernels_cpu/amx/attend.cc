@@ -21,7 +21,6 @@ constexpr int64_t kColumn = 4 * kSide;         // slots of four tiles
 constexpr int64_t kTileSize = kSide * kDepth;  // bf16 in a tile
 constexpr int64_t kFewRows = 2;                // query rows of a head, up to which values are added up without tiles
 
-
 static_assert(kPair == kDepth && kSpan % kColumn == 0);
 
 // The operand of a product in tiles, 16 rows each: bytes from one row to the next, and numbers from a tile to the next one of
