@@ -51,7 +51,7 @@ def added(x: Array, y: Array) -> Array:
     """Return the sum of x and y of one dtype, rounded to it."""
 
     def written(x: Array, y: Array) -> Array:
-        return _to_bf16(x.astype(jnp.float32) + y.astype(jnp.float32))
+        return jax.lax.optimization_barrier(x + y)  # a residual stream lies in memory anyway
 
     if x.dtype != jnp.bfloat16:
         return x + y
