@@ -297,7 +297,7 @@ FAULTS: list[Fault] = [
         "FAILED quantized int16 interleaved",
     ),
     (("mlp.h", "gate * Sigmoid(u) * up", "u * Sigmoid(u) * up"), "FAILED activation gelu"),
-    (("functions.h", "(r + 1.0f)", "(r + 1.01f)"), "FAILED activation silu"),
+    (("functions.h", "(r + 1.0f)", "(r + 1.01f)"), "FAILED function sigmoid"),
     (("functions.h", "1.0f / 3.0f;", "1.0f / 4.0f;"), "FAILED function softplus"),
     (("functions.h", "count * item / items, past", "0, past"), "FAILED function"),
     (("f32_norms.h", "slot >= 0 && slot < p.slots", "slot < p.slots"), "FAILED heads"),
