@@ -11,17 +11,6 @@ namespace jpaged {
 
 enum class Function { kExp, kSigmoid, kSilu, kSoftplus, kGeluTanh };
 
-inline uint32_t BitsOf(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof(bits));
-  return bits;
-}
-inline float FromBits(uint32_t bits) {
-  float x;
-  std::memcpy(&x, &bits, sizeof(x));
-  return x;
-}
-
 // Returns e^x to 2 units in the last place, x in [-87, 88], as Cephes' expf does; NaN of NaN.
 inline float ExpWithin(float x) {
   float moved = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23, whose last bits are whole numbers

@@ -23,19 +23,23 @@ struct E4m3 {  // a float8 of 4 bits of exponent and 3 of mantissa, without infi
 
 constexpr int64_t kCacheLine = 64;  // bytes
 
-// Returns the f32 of the same value.
-inline float FromBf16(bf16 x) {
-  uint32_t bits = static_cast<uint32_t>(x) << 16;
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
+inline uint32_t BitsOf(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  return bits;
 }
+inline float FromBits(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof(x));
+  return x;
+}
+
+// Returns the f32 of the same value.
+inline float FromBf16(bf16 x) { return FromBits(static_cast<uint32_t>(x) << 16); }
 
 // Returns the nearest bf16, the even one of two; NaN stays NaN.
 inline bf16 ToBf16(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof(bits));
-  uint32_t rounded = bits + 0x7fff + (bits >> 16 & 1);
+  uint32_t bits = BitsOf(x), rounded = bits + 0x7fff + (bits >> 16 & 1);
   return ((bits & 0x7fffffff) > 0x7f800000 ? bits | 0x400000 : rounded) >> 16;
 }
 

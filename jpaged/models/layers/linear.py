@@ -357,8 +357,7 @@ class Linear:
         y = y.reshape(*x.shape[:-1], *outputs)
         if self.bias is not None:
             y = y + self.bias.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + outputs)
-            return rounded(y, dtype)
-        return y.astype(dtype)
+        return y if is_last else rounded(y, dtype)
 
     def alone(
         self, x: Array | jax.ShapeDtypeStruct, step: StepContext, *, is_partial: bool = False
