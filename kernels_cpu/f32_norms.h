@@ -11,10 +11,12 @@ namespace jpaged {
 template <typename L>
 class F32Norms {
  public:
-  static void NormRow(const bf16* from, const float* scale, int64_t D, float eps, bool in_f32, bf16* to) {
-    float factor = 1.0f / std::sqrt(SumOfSquares(from, D) / D + eps);
-    auto write = in_f32 ? &Scale<Norm::kInF32> : &Scale<Norm::kRounded>;
-    write(from, scale, D, factor, to);
+  static void NormRows(const NormProblem& p, int64_t first, int64_t last) {
+    static thread_local Memory memory;
+    float* scale = Scratch<float>(memory, p.E);
+    InPairs(p.scale, p.E, scale);
+    auto norm = p.in_f32 ? &NormSome<Norm::kInF32> : &NormSome<Norm::kRounded>;
+    for (int64_t t = first; t < last; t += kTogether) norm(p, scale, t, std::min(kTogether, last - t));
   }
 
   static void WriteHeads(const HeadProblem& p, int64_t token) {
@@ -24,36 +26,128 @@ class F32Norms {
 
  private:
   using Floats = typename L::Floats;
+  static constexpr int64_t kRegisters = kParts / L::kCount;
   enum class Norm { kNone, kRounded, kInF32 };  // kRounded: normed numbers are rounded before they are scaled
 
-  static float SumOfSquares(const bf16* x, int64_t D) {
-    constexpr int64_t kRegisters = kParts / L::kCount;
-    Floats parts[kRegisters];
-    for (Floats& part : parts) part = L::Zero();
-    for (int64_t d = 0; d < D; d += kParts) {
-      for (int64_t i = 0; i < kRegisters; ++i) {
-        Floats number = L::FromBf16(x + d + i * L::kCount);
-        parts[i] = L::Add(parts[i], L::Mul(number, number));
-      }
+  static constexpr int64_t kTogether = 4;  // rows that are summed side by side, since an addition waits for the one before
+  static constexpr int64_t kPair = 2 * L::kCount;
+
+  // Partial sums of a row's squares.
+  class Squares {
+   public:
+    Squares() {
+      for (Floats& part : parts_) part = L::Zero();
     }
-    if constexpr (kRegisters == 2) parts[0] = L::Add(parts[0], parts[1]);
-    return L::SumOfHalves(parts[0]);
+
+    // Adds those of the register i of kParts numbers.
+    void Add(int64_t i, Floats x) { parts_[i] = L::Add(parts_[i], L::Mul(x, x)); }
+
+    float Sum() const {
+      if constexpr (kRegisters == 2) return L::SumOfHalves(L::Add(parts_[0], parts_[1]));
+      return L::SumOfHalves(parts_[0]);
+    }
+
+   private:
+    Floats parts_[kRegisters];
+  };
+
+  static float SumOfSquares(const bf16* x, int64_t D) {
+    Squares squares;
+    for (int64_t d = 0; d < D; d += kParts) {
+      for (int64_t i = 0; i < kRegisters; ++i) squares.Add(i, L::FromBf16(x + d + i * L::kCount));
+    }
+    return squares.Sum();
   }
 
-  // A register of normed numbers.
+  // Norms `count` rows from row t on. scale: as InPairs writes it.
   template <Norm norm>
-  static Floats Normed(const bf16* from, const float* scale, Floats factor) {
-    Floats x = L::FromBf16(from);
+  static void NormSome(const NormProblem& p, const float* scale, int64_t t, int64_t count) {
+    float sums[kTogether];
+    if (count == kTogether) {
+      p.added != nullptr ? SumRows<kTogether, true>(p, t, sums) : SumRows<kTogether, false>(p, t, sums);
+    } else {
+      for (int64_t i = 0; i < count; ++i) p.added != nullptr ? SumRows<1, true>(p, t + i, sums + i) : SumRows<1, false>(p, t + i, sums + i);
+    }
+    const bf16* from = (p.added != nullptr ? p.sum : p.x) + t * p.E;
+    for (int64_t i = 0; i < count; ++i) {
+      Scale<norm>(from + i * p.E, scale, p.E, 1.0f / std::sqrt(sums[i] / p.E + p.eps), p.y + (t + i) * p.E);
+    }
+  }
+
+  // Sums the squares of kRows rows, to which others are added first.
+  template <int64_t kRows, bool kAdds>
+  static void SumRows(const NormProblem& p, int64_t t, float* sums) {
+    Squares squares[kRows];
+    int64_t d = 0;
+    for (; d + kPair <= p.E; d += kPair) {
+#pragma GCC unroll 4
+      for (int64_t row = 0; row < kRows; ++row) {
+        Floats x[2];
+        Pair<kAdds>(p, (t + row) * p.E + d, x);
+        squares[row].Add(0, x[0]), squares[row].Add(kRegisters - 1, x[1]);
+      }
+    }
+    if (d < p.E) {
+      for (int64_t row = 0; row < kRows; ++row) squares[row].Add(0, One<kAdds>(p, (t + row) * p.E + d));
+    }
+    for (int64_t row = 0; row < kRows; ++row) sums[row] = squares[row].Sum();
+  }
+
+  // Returns kPair numbers from the i-th one on, in their own order. kAdds: others are added first.
+  template <bool kAdds>
+  [[gnu::always_inline]] static void Pair(const NormProblem& p, int64_t i, Floats (&x)[2]) {
+    if constexpr (kAdds) {
+      Floats even, odd, even_added, odd_added;
+      L::EvenOdd(p.x + i, even, odd), L::EvenOdd(p.added + i, even_added, odd_added);
+      even = L::RoundedToBf16(L::Add(even, even_added)), odd = L::RoundedToBf16(L::Add(odd, odd_added));
+      L::PutExact(p.sum + i, even, odd);
+      L::InOrder(even, odd, x);
+    } else {
+      x[0] = L::FromBf16(p.x + i), x[1] = L::FromBf16(p.x + i + L::kCount);
+    }
+  }
+
+  // The same of a register.
+  template <bool kAdds>
+  static Floats One(const NormProblem& p, int64_t i) {
+    Floats x = L::FromBf16(p.x + i);
+    if constexpr (!kAdds) return x;
+    x = L::RoundedToBf16(L::Add(x, L::FromBf16(p.added + i)));
+    L::PutRounded(p.sum + i, x);
+    return x;
+  }
+
+  // Writes a scale as registers of normed numbers are multiplied by it: of each whole kPair numbers first the even ones, as L::EvenOdd
+  // has them.
+  static void InPairs(const float* scale, int64_t D, float* to) {
+    int64_t d = 0;
+    for (; d + kPair <= D; d += kPair) {
+      Floats even, odd;
+      L::EvenOdd(L::Load(scale + d), L::Load(scale + d + L::kCount), even, odd);
+      L::Store(to + d, even), L::Store(to + d + L::kCount, odd);
+    }
+    for (; d < D; d += L::kCount) L::Store(to + d, L::Load(scale + d));
+  }
+
+  // A register of normed numbers before their last rounding, or of x where there is no norm.
+  template <Norm norm>
+  static Floats Normed(Floats x, const float* scale, Floats factor) {
     if constexpr (norm == Norm::kNone) return x;
     x = L::Mul(x, factor);
     if constexpr (norm == Norm::kRounded) x = L::RoundedToBf16(x);
-    return L::RoundedToBf16(L::Mul(x, L::Load(scale)));
+    return L::Mul(x, L::Load(scale));
   }
 
   template <Norm norm>
   static void Scale(const bf16* from, const float* scale, int64_t D, float factor, bf16* to) {
     Floats all = L::Set(factor);
-    for (int64_t d = 0; d < D; d += L::kCount) L::PutRounded(to + d, Normed<norm>(from + d, scale + d, all));
+    int64_t d = 0;
+    for (; d + kPair <= D; d += kPair) {
+      Floats even, odd;
+      L::EvenOdd(from + d, even, odd);
+      L::PutEvenOdd(to + d, Normed<norm>(even, scale + d, all), Normed<norm>(odd, scale + d + L::kCount, all));
+    }
+    for (; d < D; d += L::kCount) L::PutRounded(to + d, Normed<norm>(L::FromBf16(from + d), scale + d, all));
   }
 
   template <Norm norm>
@@ -103,7 +197,10 @@ class F32Norms {
     const int64_t half = p.half, D = p.D;
     const float *cos = p.cos + token * half, *sin = p.sin + token * half;
     Floats all = L::Set(factor);
-    auto normed = [&](int64_t d) { return Normed<norm>(from + d, scale + d, all); };
+    auto normed = [&](int64_t d) {
+      Floats x = Normed<norm>(L::FromBf16(from + d), scale + d, all);
+      return norm == Norm::kNone ? x : L::RoundedToBf16(x);
+    };
     if (half % L::kCount == 0) {
       for (int64_t i = 0; i < half; i += L::kCount) {
         Floats a = normed(i), b = normed(half + i), c = L::Load(cos + i), s = L::Load(sin + i);

@@ -13,7 +13,8 @@ inline ffi::Error ReadScale(const ffi::AnyBuffer& from, bool has_offset, bool in
   }
   for (int64_t d = 0; d < D; ++d) {
     to[d] = is_f32 ? from.typed_data<float>()[d] : FromBf16(static_cast<const bf16*>(from.untyped_data())[d]);
-    if (!in_f32) to[d] = FromBf16(ToBf16(to[d]));
+    // Also a NaN, whose other bits would be taken for those of a number where a normed number is rounded.
+    if (!in_f32 || to[d] != to[d]) to[d] = FromBf16(ToBf16(to[d]));
     if (has_offset) to[d] = in_f32 ? 1.0f + to[d] : FromBf16(ToBf16(1.0f + to[d]));
   }
   return ffi::Error::Success();

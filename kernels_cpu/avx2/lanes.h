@@ -151,13 +151,33 @@ struct Lanes {
     _mm256_storeu_si256((__m256i*)to, _mm256_permute4x64_epi64(words, 0xd8));
   }
 
-  // The same of 8, as f32 or written.
-  static Floats RoundedToBf16(Floats x) {
-    return _mm256_castsi256_ps(_mm256_and_si256(Rounded(x), _mm256_set1_epi32(static_cast<int>(0xffff0000))));
-  }
+  // The same of 8.
   static void PutRounded(bf16* to, Floats x) {
     __m256i words = _mm256_srli_epi32(Rounded(x), 16);
     _mm_storeu_si128((__m128i*)to, _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+  }
+
+  // Rounds 8 numbers. A NaN must end in 16 zeros, as those that come of bf16 do: it stays NaN.
+  static Floats RoundedToBf16(Floats x) {
+    return _mm256_castsi256_ps(_mm256_and_si256(RoundedUp(_mm256_castps_si256(x)), _mm256_set1_epi32(static_cast<int>(0xffff0000))));
+  }
+
+  // Writes numbers of even places and of odd ones, which bf16 holds.
+  static void PutExact(bf16* to, Floats even, Floats odd) {
+    __m256i low = _mm256_srli_epi32(_mm256_castps_si256(even), 16);
+    _mm256_storeu_si256((__m256i*)to, _mm256_or_si256(low, _mm256_castps_si256(odd)));
+  }
+
+  // Puts numbers of even places and of odd ones in their order.
+  static void InOrder(Floats even, Floats odd, Floats (&x)[2]) {
+    Floats low = _mm256_unpacklo_ps(even, odd), high = _mm256_unpackhi_ps(even, odd);
+    x[0] = _mm256_permute2f128_ps(low, high, 0x20), x[1] = _mm256_permute2f128_ps(low, high, 0x31);
+  }
+
+  // The other way round: takes numbers in their order apart.
+  static void EvenOdd(Floats first, Floats second, Floats& even, Floats& odd) {
+    Floats low = _mm256_permute2f128_ps(first, second, 0x20), high = _mm256_permute2f128_ps(first, second, 0x31);
+    even = _mm256_shuffle_ps(low, high, 0x88), odd = _mm256_shuffle_ps(low, high, 0xdd);
   }
 
   // 8 in their own order.
@@ -326,10 +346,14 @@ struct Lanes {
   // The nearest bf16 in the upper half of each lane.
   static __m256i Rounded(Floats x) {
     __m256i bits = _mm256_castps_si256(x);
-    __m256i is_odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-    __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(is_odd, _mm256_set1_epi32(0x7fff)));
     __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
-    return _mm256_blendv_epi8(rounded, quiet, _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
+    return _mm256_blendv_epi8(RoundedUp(bits), quiet, _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
+  }
+
+  // The same of no NaN.
+  static __m256i RoundedUp(__m256i bits) {
+    __m256i is_odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    return _mm256_add_epi32(bits, _mm256_add_epi32(is_odd, _mm256_set1_epi32(0x7fff)));
   }
 };
 

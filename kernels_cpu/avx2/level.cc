@@ -40,9 +40,7 @@ void StepColumns(const DeltaProblem& p, int64_t row, int64_t head, int64_t colum
 
 void StepRows(const ScanProblem& p, int64_t row, int64_t head, int64_t first) { avx2::StepRows(p, row, head, first); }
 
-void NormRow(const bf16* from, const float* scale, int64_t D, float eps, bool in_f32, bf16* to) {
-  avx2::NormRow(from, scale, D, eps, in_f32, to);
-}
+void NormRows(const NormProblem& p, int64_t first, int64_t last) { avx2::NormRows(p, first, last); }
 
 void WriteHeads(const HeadProblem& p, int64_t token) { avx2::WriteHeads(p, token); }
 

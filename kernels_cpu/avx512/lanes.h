@@ -62,12 +62,45 @@ struct Lanes {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16));
   }
 
-  // Rounds to the nearest bf16, the even one of two; NaN stays NaN. Unlike the instruction it keeps what is denormal.
+  // 32 bf16 as numbers of even places and of odd ones.
+  static void EvenOdd(const bf16* from, Floats& even, Floats& odd) {
+    __m512i words = _mm512_loadu_si512(from);
+    even = _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
+    odd = _mm512_castsi512_ps(_mm512_and_si512(words, _mm512_set1_epi32(0xffff0000)));
+  }
+
+  // Rounds to the nearest bf16, the even one of two, what is no NaN, or a NaN that ends in 16 zeros, as those that come of bf16 do: that
+  // one stays NaN. Unlike the instruction it keeps what is denormal.
   static Floats RoundedToBf16(Floats x) {
-    return _mm512_castsi512_ps(_mm512_and_si512(Rounded(x), _mm512_set1_epi32(0xffff0000)));
+    return _mm512_castsi512_ps(_mm512_and_si512(RoundedUp(_mm512_castps_si512(x)), _mm512_set1_epi32(0xffff0000)));
   }
   static void PutRounded(bf16* to, Floats x) {
     _mm256_storeu_si256((__m256i*)to, _mm512_cvtepi32_epi16(_mm512_srli_epi32(Rounded(x), 16)));
+  }
+
+  // Writes 32 numbers of even places and of odd ones, rounded.
+  static void PutEvenOdd(bf16* to, Floats even, Floats odd) {
+    _mm512_storeu_si512(to, _mm512_mask_mov_epi16(_mm512_srli_epi32(Rounded(even), 16), 0xaaaaaaaa, Rounded(odd)));
+  }
+
+  // The same of numbers that bf16 holds.
+  static void PutExact(bf16* to, Floats even, Floats odd) {
+    __m512i low = _mm512_srli_epi32(_mm512_castps_si512(even), 16);
+    _mm512_storeu_si512(to, _mm512_or_si512(low, _mm512_castps_si512(odd)));
+  }
+
+  // Puts numbers of even places and of odd ones in their order.
+  static void InOrder(Floats even, Floats odd, Floats (&x)[2]) {
+    const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    x[0] = _mm512_permutex2var_ps(even, first, odd);
+    x[1] = _mm512_permutex2var_ps(even, _mm512_add_epi32(first, _mm512_set1_epi32(8)), odd);
+  }
+
+  // The other way round: takes numbers in their order apart.
+  static void EvenOdd(Floats first, Floats second, Floats& even, Floats& odd) {
+    const __m512i places = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    even = _mm512_permutex2var_ps(first, places, second);
+    odd = _mm512_permutex2var_ps(first, _mm512_add_epi32(places, _mm512_set1_epi32(1)), second);
   }
 
   // Writes x rounded, and returns what was written.
@@ -92,11 +125,15 @@ struct Lanes {
   // The nearest bf16 in the upper half of each lane.
   static __m512i Rounded(Floats x) {
     constexpr int kQuietNaN = 0x22;  // what becomes of the first two kinds of x, quiet and signalling NaN; others are as rounded
-    __m512i bits = _mm512_castps_si512(x);
+    __m512 rounded = _mm512_castsi512_ps(RoundedUp(_mm512_castps_si512(x)));
+    return _mm512_castps_si512(_mm512_fixupimm_ps(rounded, x, _mm512_set1_epi32(kQuietNaN), 0));
+  }
+
+  // The same of no NaN.
+  static __m512i RoundedUp(__m512i bits) {
     __m512i rounded = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff));
     __mmask16 is_odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
-    rounded = _mm512_mask_add_epi32(rounded, is_odd, bits, _mm512_set1_epi32(0x8000));
-    return _mm512_castps_si512(_mm512_fixupimm_ps(_mm512_castsi512_ps(rounded), x, _mm512_set1_epi32(kQuietNaN), 0));
+    return _mm512_mask_add_epi32(rounded, is_odd, bits, _mm512_set1_epi32(0x8000));
   }
 };
 

@@ -191,13 +191,35 @@ struct Lanes {
     vst1q_u16(to, both(first)), vst1q_u16(to + 8, both(second));
   }
 
-  // The same of 8, as f32 or written.
-  static Floats RoundedToBf16(Floats x) {
-    auto rounded = [](float32x4_t x) { return vreinterpretq_f32_u32(vandq_u32(Rounded(x), vdupq_n_u32(0xffff0000))); };
-    return {rounded(x.low), rounded(x.high)};
-  }
+  // The same of 8.
   static void PutRounded(bf16* to, Floats x) {
     vst1q_u16(to, vuzp2q_u16(vreinterpretq_u16_u32(Rounded(x.low)), vreinterpretq_u16_u32(Rounded(x.high))));
+  }
+
+  // Rounds 8 numbers. A NaN must end in 16 zeros, as those that come of bf16 do: it stays NaN.
+  static Floats RoundedToBf16(Floats x) {
+    auto rounded = [](float32x4_t x) {
+      return vreinterpretq_f32_u32(vandq_u32(RoundedUp(vreinterpretq_u32_f32(x)), vdupq_n_u32(0xffff0000)));
+    };
+    return {rounded(x.low), rounded(x.high)};
+  }
+
+  // Writes numbers of even places and of odd ones, which bf16 holds.
+  static void PutExact(bf16* to, Floats even, Floats odd) {
+    auto both = [](float32x4_t even, float32x4_t odd) { return vtrn2q_u16(vreinterpretq_u16_f32(even), vreinterpretq_u16_f32(odd)); };
+    vst1q_u16(to, both(even.low, odd.low)), vst1q_u16(to + 8, both(even.high, odd.high));
+  }
+
+  // Puts numbers of even places and of odd ones in their order.
+  static void InOrder(Floats even, Floats odd, Floats (&x)[2]) {
+    auto both = [](float32x4_t even, float32x4_t odd) { return Floats{vzip1q_f32(even, odd), vzip2q_f32(even, odd)}; };
+    x[0] = both(even.low, odd.low), x[1] = both(even.high, odd.high);
+  }
+
+  // The other way round: takes numbers in their order apart.
+  static void EvenOdd(Floats first, Floats second, Floats& even, Floats& odd) {
+    even = {vuzp1q_f32(first.low, first.high), vuzp1q_f32(second.low, second.high)};
+    odd = {vuzp2q_f32(first.low, first.high), vuzp2q_f32(second.low, second.high)};
   }
 
   // 8 in their own order.
@@ -401,10 +423,14 @@ struct Lanes {
   // The nearest bf16 in the upper half of each lane.
   static uint32x4_t Rounded(float32x4_t x) {
     uint32x4_t bits = vreinterpretq_u32_f32(x);
-    uint32x4_t is_odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
-    uint32x4_t rounded = vaddq_u32(bits, vaddq_u32(is_odd, vdupq_n_u32(0x7fff)));
     uint32x4_t quiet = vorrq_u32(bits, vdupq_n_u32(0x400000));
-    return vbslq_u32(vceqq_f32(x, x), rounded, quiet);
+    return vbslq_u32(vceqq_f32(x, x), RoundedUp(bits), quiet);
+  }
+
+  // The same of no NaN.
+  static uint32x4_t RoundedUp(uint32x4_t bits) {
+    uint32x4_t is_odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+    return vaddq_u32(bits, vaddq_u32(is_odd, vdupq_n_u32(0x7fff)));
   }
 };
 

@@ -31,7 +31,7 @@ void Multiply(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, Activati
 void MultiplyInt16(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, float* y, int64_t T);
 void StepColumns(const DeltaProblem& p, int64_t row, int64_t head, int64_t column);
 void StepRows(const ScanProblem& p, int64_t row, int64_t head, int64_t first);
-void NormRow(const bf16* from, const float* scale, int64_t D, float eps, bool in_f32, bf16* to);
+void NormRows(const NormProblem& p, int64_t first, int64_t last);
 void WriteHeads(const HeadProblem& p, int64_t token);
 void MultiplyPanels(ffi::ThreadPool& pool, const float* x, const float* w, float* packed, float* y, int64_t T, int64_t N,
                     int64_t E);

@@ -5,9 +5,7 @@
 
 namespace jpaged::neon {
 
-void NormRow(const bf16* from, const float* scale, int64_t D, float eps, bool in_f32, bf16* to) {
-  F32Norms<Lanes>::NormRow(from, scale, D, eps, in_f32, to);
-}
+void NormRows(const NormProblem& p, int64_t first, int64_t last) { F32Norms<Lanes>::NormRows(p, first, last); }
 void WriteHeads(const HeadProblem& p, int64_t token) { F32Norms<Lanes>::WriteHeads(p, token); }
 
 }  // namespace jpaged::neon

@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <type_traits>
 
 #ifdef __AMX_TILE__
@@ -407,27 +408,46 @@ void MlpCases(ffi::ThreadPool& pool) {
   }
 }
 
-// Rows of norms, some of them a million times as large as others.
+// Rows of norms, some of them a million times as large as others, and of sums that are normed; a row alone has the bits that it has among
+// others. A NaN stays one, whatever its bits.
 void Norms() {
-  for (bool in_f32 : {false, true}) {
-    const int64_t T = 5, E = 48;
+  for (auto [in_f32, adds, E] : {std::tuple<bool, bool, int64_t>{false, false, 48}, {true, false, 48}, {false, true, 48}, {true, true, 96}}) {
+    const int64_t T = 7;
     Random random(E);
-    auto x = random.Bf16s(T * E);
+    auto x = random.Bf16s(T * E), added = random.Bf16s(T * E);
     auto scale = random.Floats(E, 0.5f, 2);
     double rounding = 0.00392 * (in_f32 ? 1 : 2);
     for (int64_t i = 0; i < T * E; ++i) x[i] = ToBf16(FromBf16(x[i]) * std::ldexp(1.0f, i / E % 3 * 10 - 10));
-    std::vector<bf16> y(T * E);
-    std::vector<double> wanted(T * E), allowed(T * E);
+    std::vector<bf16> y(T * E), sum(x), alone(T * E), sum_alone(T * E);
+    std::vector<double> wanted(T * E), allowed(T * E), wanted_sum(T * E), exactly(T * E);
+    for (int64_t i = 0; adds && i < T * E; ++i) sum[i] = ToBf16(FromBf16(x[i]) + FromBf16(added[i]));
     for (int64_t t = 0; t < T; ++t) {
-      double sum = 0;
-      for (int64_t e = t * E; e < (t + 1) * E; ++e) sum += double{FromBf16(x[e])} * FromBf16(x[e]);
+      double squares = 0;
+      for (int64_t e = t * E; e < (t + 1) * E; ++e) squares += double{FromBf16(sum[e])} * FromBf16(sum[e]);
       for (int64_t e = 0; e < E; ++e) {
         int64_t i = t * E + e;
-        wanted[i] = FromBf16(x[i]) * scale[e] / std::sqrt(sum / E + 1e-6), allowed[i] = std::fabs(wanted[i]) * rounding;
+        wanted_sum[i] = FromBf16(sum[i]);
+        wanted[i] = FromBf16(sum[i]) * scale[e] / std::sqrt(squares / E + 1e-6), allowed[i] = std::fabs(wanted[i]) * rounding;
       }
-      NormRow(&x[t * E], scale.data(), E, 1e-6f, in_f32, &y[t * E]);
     }
-    Check(in_f32 ? "norm in f32" : "norm", y, wanted, allowed);
+    NormProblem p{.x = x.data(), .scale = scale.data(), .y = y.data(), .E = E, .eps = 1e-6f, .in_f32 = in_f32};
+    if (adds) p.added = added.data(), p.sum = sum.data();
+    std::fill(sum.begin(), sum.end(), 0);
+    NormRows(p, 0, T);
+    std::string name = std::string(in_f32 ? "norm in f32" : "norm") + (adds ? " of a sum" : "");
+    Check(name, y, wanted, allowed);
+    if (adds) Check(name + " before", sum, wanted_sum, exactly);
+    p.y = alone.data();
+    if (adds) p.sum = sum_alone.data();
+    for (int64_t t = 0; t < T; ++t) NormRows(p, t, t + 1);
+    if (alone != y || (adds && sum_alone != sum)) ++failures, std::printf("FAILED %s of a row alone\n", name.c_str());
+    for (bf16 nan : {0x7fff, 0xffff, 0x7f81}) {
+      x[E + 5] = nan;
+      NormRows(p, 1, 2);
+      for (int64_t e = E; e < 2 * E; ++e) {
+        if (!std::isnan(FromBf16(alone[e]))) ++failures, std::printf("FAILED %s of NaN\n", name.c_str());
+      }
+    }
   }
 }
 

@@ -30,7 +30,7 @@ EMULATION = Path(__file__).with_name("amx_emulation.h")
 EMULATED = ("-include", str(EMULATION))
 TILES = {"amx_tile", "amx_bf16", "amx_int8"}
 SANITIZE = ("-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-CASES = 470
+CASES = 474
 
 
 def compiler_of(name: str) -> str:
@@ -304,7 +304,9 @@ FAULTS: list[Fault] = [
     (("f32_norms.h", "b[i] * cos[i] + a[i]", "b[i] * cos[i] - a[i]"), "FAILED heads 2x64"),
     (("f32_norms.h", "L::Add(L::Mul(b, c)", "L::Sub(L::Mul(b, c)"), "FAILED heads 1x32"),
     (("f32_norms.h", "p.k_scale, *factors", "p.k_scale, 1"), "FAILED heads"),
-    (("f32_norms.h", "L::Add(parts[0], parts[1])", "parts[0]"), "FAILED norm"),
+    (("f32_norms.h", "L::Add(parts_[0], parts_[1])", "parts_[0]"), "FAILED norm"),
+    (("f32_norms.h", "L::Add(even, even_added)", "even"), "FAILED norm of a sum"),
+    (("f32_norms.h", "p.y + (t + i) * p.E", "p.y + t * p.E"), "FAILED norm"),
     (("f32_panels.h", "depth, out, N, e > 0", "depth, out, N, false"), "FAILED panels"),
     (("f32_group_attention.h", "alpha == 1.0f", "alpha != 1.0f"), "FAILED groups"),
     (("f32_group_attention.h", "if (!sees_all) Mask", "if (false) Mask"), "FAILED groups"),
@@ -357,6 +359,10 @@ FAULTS_OF_AMX: list[Fault] = [
         "FAILED attention int8",
     ),
     (("avx512/lanes.h", "extractf32x8_ps(x, 1)", "castps512_ps256(x)"), "FAILED norm"),
+    (
+        ("avx512/lanes.h", "epi32(places, _mm512_set1_epi32(1))", "epi32(places, places)"),
+        "FAILED norm",
+    ),
     (("avx512/lanes.h", "Rounded(x), 16)", "_mm512_castps_si512(x), 15)"), "FAILED norm"),
     (("amx/attend.cc", "unpacked[(i + 1) % 2]", "unpacked[i % 2]"), "FAILED attention"),
     (("amx/bf16_products.h", "x + tile * kSide * E, count", "x, count"), "FAILED linear"),

@@ -123,6 +123,27 @@ def test_norms_are_what_the_layers_do(T: int, E: int, has_offset: bool, in_f32: 
     assert np.array_equal(part[: T // 2], found[: T // 2]) and not part[T // 2 :].any()
 
 
+@pytest.mark.parametrize(("has_offset", "in_f32"), [(False, False), (True, True)])
+@pytest.mark.parametrize(("T", "E"), [(1, 16), (5, 528), (70, 1024)])
+def test_what_is_added_before_a_norm(T: int, E: int, has_offset: bool, in_f32: bool) -> None:
+    """One call has the bits of a sum and a norm after it; padding is zero."""
+    rng = np.random.default_rng(T)
+    x, y = (jnp.asarray(3 * rng.standard_normal((T, E)), jnp.bfloat16) for _ in range(2))
+    scale = jnp.asarray(1 + 0.3 * rng.standard_normal(E), jnp.bfloat16)
+    config = NormConfig(eps=1e-5, has_offset=has_offset, in_f32=in_f32)
+    residual = Residual(RMSNorm(scale=scale, config=config), None)
+    few = dataclasses.replace(STEP, num_rows=jnp.int32(T // 2))
+    total, taken = residual.taken_of_sum(x, y, STEP)
+    part, part_taken = residual.taken_of_sum(x.at[T // 2 :].set(jnp.nan), y, few)
+    assert np.array_equal(total, x + y) and np.array_equal(taken, residual.taken(x + y, STEP))
+    for half, whole in ((part, total), (part_taken, taken)):
+        assert np.array_equal(half[: T // 2], whole[: T // 2])
+        assert not np.asarray(half[T // 2 :], np.float32).any()
+    x32, y32 = x.astype(jnp.float32), y.astype(jnp.float32)  # which the kernels do not take
+    total, taken = residual.taken_of_sum(x32, y32, STEP)
+    assert np.array_equal(total, x32 + y32) and np.array_equal(taken, residual.taken(total, STEP))
+
+
 def test_norms_that_are_supported() -> None:
     x, scale = jnp.zeros((2, 32), jnp.bfloat16), jnp.ones(32, jnp.bfloat16)
     assert norm.supported(x, scale) and norm.supported(x, scale.astype(jnp.float32))

@@ -17,7 +17,7 @@ from jpaged.models.layers.delta import Delta, DeltaConfig
 from jpaged.models.layers.experts import Experts, ExpertsConfig, ExpertSharing
 from jpaged.models.layers.kda import KimiDelta, KimiDeltaConfig
 from jpaged.models.layers.latent import Latent, LatentConfig
-from jpaged.models.layers.linear import StepContext
+from jpaged.models.layers.linear import Products, StepContext
 from jpaged.models.layers.mamba import Mamba, MambaConfig
 from jpaged.models.layers.mlp import MLP, MLPConfig
 from jpaged.models.layers.norm import PLAIN_NORM, NormConfig, RMSNorm
@@ -242,21 +242,37 @@ class Residual:
     multiplier: float = dataclasses.field(default=1.0, metadata={"static": True})
 
     def taken(self, x: Array, step: StepContext) -> Array:
-        """Return what the part takes of x [..., E], normed by the step's module of products where
-        that can.
-        """
-        norm, products = self.before, step.products
-        if norm is None:
-            return x
-        if products is None or norm.scale is None or not products.norms(x, norm.scale):
-            return norm(x)
-        config = norm.config
-        rest = (config.eps, config.has_offset, config.in_f32)
-        return products.normed(x, norm.scale, step.count(x), *rest)
+        """Return what the part takes of x [..., E]."""
+        return _normed(self.before, x, step)
 
-    def added(self, x: Array, y: Array) -> Array:
-        """x with what the part gives."""
-        return added(x, scaled(y if self.after is None else self.after(y), self.multiplier))
+    def taken_of_sum(self, x: Array, y: Array, step: StepContext) -> tuple[Array, Array]:
+        """Return x + y [..., E], and what the part takes of that."""
+        norm, products = self.before, step.products
+        if norm is None or products is None or not _is_by(products, norm, x):
+            x = added(x, y)
+            return x, self.taken(x, step)
+        return products.added_and_normed(x, y, norm.scale, step.count(x), *_settings(norm))
+
+    def addend(self, y: Array, step: StepContext) -> Array:
+        """Return what is added to x of what the part gives."""
+        return scaled(_normed(self.after, y, step), self.multiplier)
+
+
+def _normed(norm: RMSNorm | None, x: Array, step: StepContext) -> Array:
+    """Return x normed by the step's module of products where that can; x where there is no norm."""
+    if norm is None:
+        return x
+    if step.products is None or not _is_by(step.products, norm, x):
+        return norm(x)
+    return step.products.normed(x, norm.scale, step.count(x), *_settings(norm))
+
+
+def _is_by(products: Products, norm: RMSNorm, x: Array) -> bool:
+    return norm.scale is not None and products.norms(x, norm.scale)
+
+
+def _settings(norm: RMSNorm) -> tuple[float, bool, bool]:
+    return norm.config.eps, norm.config.has_offset, norm.config.in_f32
 
 
 @jax.tree_util.register_dataclass
@@ -306,13 +322,20 @@ class Layer:
         routes: Place | None = None
         if experts is not None and experts.config.keeps_choice:
             *mixed, routes = places
+        addend: Array | None = None  # of the mixer, not yet added
         if self.mixer is not None:
             with jax.named_scope("attention"):
                 y, kv = self.mixer(self.around_mixer.taken(x, step), step, rotary, kv, tuple(mixed))
-                x = self.around_mixer.added(x, y)
+                addend = self.around_mixer.addend(y, step)
+                if self.ffn is None:
+                    x = added(x, addend)
         if self.ffn is not None:
             with jax.named_scope("mlp"):
-                taken, routed = self.around_ffn.taken(x, step), None
+                if addend is None:
+                    taken = self.around_ffn.taken(x, step)
+                else:
+                    x, taken = self.around_ffn.taken_of_sum(x, addend, step)
+                routed = None
                 if experts is not None and routes is not None:
                     seen = x if isinstance(self.ffn, ParallelFFN) else taken
                     routed, kv = experts.route(seen, step, kv, routes)
@@ -322,7 +345,7 @@ class Layer:
                     y = self.ffn(taken, step, routed=routed)
                 else:
                     y = self.ffn(taken, step)
-                x = self.around_ffn.added(x, y)
+                x = added(x, self.around_ffn.addend(y, step))
         if self.per_layer is not None:
             assert inputs is not None, "the model has them for all layers"
             with jax.named_scope("per_layer"):

@@ -78,6 +78,20 @@ class Products(Adder, Protocol):
         """Return what RMSNorm does of x [T, E]; eps, has_offset and in_f32: of NormConfig."""
         ...
 
+    def added_and_normed(
+        self,
+        x: Array,
+        y: Array,
+        scale: Array,
+        count: Any,
+        eps: float,
+        has_offset: bool,
+        in_f32: bool,
+        /,
+    ) -> tuple[Array, Array]:
+        """Return x + y, of one shape, and that normed."""
+        ...
+
     def apply(self, name: Function, x: Array, /) -> Array:
         """Return a function of f32 x of any shape; the bits of a result depend on its number
         alone.
