@@ -26,7 +26,8 @@ LINE_BEGINS = "@peer "  # no engine prints that
 class Setup:
     """What a driver serves. folder: a checkpoint in Hugging Face's layout; models: where it may
     write what it makes of that; weights: bf16, int8 or int4; tokens: what the cache holds, at least
-    those of `rows` sequences at a time, none of which is longer than max_len.
+    those of `rows` sequences at a time, none of which is longer than max_len; activations: the
+    setting quantized_activations of jpaged.
     """
 
     folder: str
@@ -36,6 +37,7 @@ class Setup:
     rows: int
     max_len: int
     tokens: int
+    activations: str
 
 
 class Engine(Protocol):

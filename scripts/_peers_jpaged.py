@@ -3,7 +3,7 @@
 import importlib.metadata
 import sys
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 from _peers_driver import Engine, New, Setup, serve
 
@@ -20,11 +20,13 @@ class JPaged:
 
         self._jpaged = jpaged
         quantization: dict[str, Literal["int8", "int4"]] = {"int8": "int8", "int4": "int4"}
+        activations: Any = setup.activations
         rows = [rows for rows in (1, 4, 8, 16, 32, 64, 128) if rows < setup.rows]
         self._llm = jpaged.LLM(
             setup.folder,
             dtype="bfloat16",
             quantization=quantization.get(setup.weights),
+            quantized_activations=activations,
             max_model_len=setup.max_len,
             max_num_seqs=setup.rows,
             seq_buckets=(*rows, setup.rows),
@@ -39,6 +41,8 @@ class JPaged:
             "int8": "int8, a scale an output",
             "int4": "int4, a scale for 32; head int8",
         }[setup.weights]
+        if (served := self._llm.stats()["quantized_activations"]) is not None:
+            self.form += f", activations {served}"
 
     def warm(self, prompts: list[list[int]], lengths: list[int], temperature: float) -> None:
         """Compile the steps that the request takes, by taking them."""

@@ -54,6 +54,7 @@ from _peers_driver import LINE_BEGINS
 from safetensors.numpy import save_file
 
 from jpaged.cli.bench import WORKLOADS, Workload
+from jpaged.config import QUANTIZED_ACTIVATIONS
 from jpaged.models.config import ModelConfig
 from kernels_cpu.library import level
 
@@ -331,6 +332,7 @@ def command_of(
         "rows": ROWS,
         "max-len": max_len,
         "tokens": tokens,
+        "activations": args.activations,
     }
     flags = [word for key, value in setup.items() for word in (f"--{key}", str(value))]
     return [pythons(args)[name], str(ENGINES[name].driver), *flags]
@@ -442,6 +444,7 @@ def measure_weights(
                         engines = [other for other in engines if other != name]
                         continue
                     record |= {"engine": name, "threads": args.threads}
+                    record |= {"activations": args.activations}
                     sitting.add(record)
                     value, read = common.number(record["value"]), common.number(record["read_gb_s"])
                     told = f"{value} tokens/s, {read} GB/s, {record['state']}"
@@ -628,6 +631,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--peers", nargs="*", choices=PEERS, default=list(PEERS), help="which (default: all)")
     add("--models", nargs="+", choices=SIZES, default=list(SIZES), help="which (default: all)")
     add("--weights", nargs="+", choices=WEIGHTS, default=list(WEIGHTS), help="default: all")
+    add(
+        "--activations",
+        choices=QUANTIZED_ACTIVATIONS,
+        default="auto",
+        help="the setting quantized_activations of jpaged (default: auto)",
+    )
     add("--cells", nargs="+", choices=CELLS, default=list(CELLS), help="which (default: all)")
     add("--rounds", type=int, default=3, help="figures of each engine and cell (default: 3)")
     add("--seconds", type=float, default=float("inf"), help="start no figure after so many")
@@ -654,6 +663,9 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--prepare needs --folder")
     common.stay_on_cpu()
     began, sitting = time.monotonic(), Sitting.of(args.json)
+    for record in sitting.records:
+        if (other := record.get("activations", "auto")) != args.activations:
+            parser.error(f"--activations {args.activations}: {args.json} has figures of {other}")
     sitting.left_out += absent(args)
     os.sched_setaffinity(0, cores[: args.threads])  # before jax counts them; engines inherit it
     try:

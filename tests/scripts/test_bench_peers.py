@@ -52,6 +52,10 @@ def test_a_run_and_its_going_on(
     assert "vLLM, 60m in bf16: [Errno 2] No such file or directory" in out
     assert "OpenVINO GenAI 1.0: bf16 is bf16 of 60m. Peak GiB: 60m bf16 0." in out
     assert bench_peers.main([*flags, "--rounds", "2"]) == 0
+    with pytest.raises(SystemExit):
+        bench_peers.main([*flags, "--activations", "int8"])
+    error = f"--activations int8: {file} has figures of auto"
+    assert error in " ".join(capsys.readouterr().err.split())
     records = [json.loads(line) for line in file.read_text().splitlines()]
     took = [(record["cell"], record["engine"]) for record in records]
     for cell in ("decode4", "prefill512"):
