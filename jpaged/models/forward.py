@@ -6,9 +6,8 @@ keys and values are kept as they attend. Everything else is the same code.
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +19,7 @@ from jpaged.models.config import LM_HEAD, SCORE_HEAD, ModelConfig
 from jpaged.models.embedded import Embedded
 from jpaged.models.kv_groups import dense_view, kv_places
 from jpaged.models.kv_view import KVView, Place
+from jpaged.models.last import Last
 from jpaged.models.layers.arithmetic import scaled
 from jpaged.models.layers.embedding import EMBED, Embedding
 from jpaged.models.layers.layer import Layer
@@ -34,19 +34,6 @@ from jpaged.models.trees import to_tree
 from jpaged.models.vision.tower import Tower
 
 IN_TRAINING = StepContext()
-
-
-class Last(NamedTuple):
-    """The tokens of a step after which something is drawn: layers past `num_keeping` compute these
-    alone.
-
-    index_R: int32, their places among the step's tokens. step: their context. view: makes of the
-    step's view that in which each of them is a row of one token.
-    """
-
-    index_R: Array
-    step: StepContext
-    view: Callable[[KVView], KVView]
 
 
 @jax.tree_util.register_dataclass
@@ -121,8 +108,7 @@ class Forward:
         """Like __call__, and also returns the residual stream [..., T, E] entering each layer in
         `taps` (num_layers: leaving the last one, before the final norm).
 
-        last: the hidden states [R, E] of these of packed tokens [T] are returned, in place of all;
-        None, or a model whose last layer keeps something: all.
+        last: the hidden states [R, E] of these of packed tokens [T] are returned; None: of all.
         """
         assert last is None or not taps, "a head takes those of all tokens"
         length = step.max_len or tokens.shape[-1]
@@ -136,21 +122,30 @@ class Forward:
         ends = None if embedded is None else embedded.ends
         view: KVView = dense_view(self.config, x, routed, ends) if kv is None else kv
         entering: list[Array] = []
+        are_last = False  # whether x and inputs are of the last tokens alone
         for i, (layer, at) in enumerate(zip(self.layers, kv_places(self.config), strict=True)):
             if last is not None and i == self.config.num_keeping:
-                of_last = functools.partial(jnp.take, indices=last.index_R, axis=0, mode="clip")
-                x, inputs = jax.tree.map(of_last, (x, inputs))
-                assert embedded is None or i >= self.config.num_deepstack, "added before"
+                if not are_last:
+                    x, inputs = jax.tree.map(last.rows_of, (x, inputs))
+                are_last = True
                 axes = None if axes is None else jnp.take(axes, last.index_R, -1, mode="clip")
-                rotaries = self._rotaries(of_last(positions), length, axes)
+                rotaries = self._rotaries(last.rows_of(positions), length, axes)
                 step, view = last.step, last.view(view)
             entering.append(x)
             # The index is an argument of what is traced: layers of one form share one trace.
             places = tuple(Place(group, np.int32(index)) for group, index in at)
             rotary, of_layer = rotaries[layer.rope], None if inputs is None else inputs[..., i, :]
-            x, view = _run_layer(layer, x, step.in_layer(i), rotary, view, places, of_layer)
-            if embedded is not None and i < self.config.num_deepstack:
+            adds = embedded is not None and i < self.config.num_deepstack
+            if last is not None and i + 1 == self.config.num_keeping and layer.narrows and not adds:
+                of_last = last.in_layer(i)
+                x, view = layer(x, step.in_layer(i), rotary, view, places, of_layer, of_last)
+                inputs, are_last = jax.tree.map(last.rows_of, inputs), True
+            else:
+                x, view = _run_layer(layer, x, step.in_layer(i), rotary, view, places, of_layer)
+            if embedded is not None and adds:
                 x = embedded.added(x, i)
+        if last is not None and not are_last:
+            x = last.rows_of(x)
         entering.append(x)
         return self.norm(x), view, [entering[i] for i in taps]
 

@@ -28,9 +28,10 @@ from jpaged.engine.shapes import (
 )
 from jpaged.models.config import ModelConfig
 from jpaged.models.embedded import Embedded
-from jpaged.models.forward import Forward, Last
+from jpaged.models.forward import Forward
 from jpaged.models.head_modules import Head
 from jpaged.models.kv_view import KVView, Place
+from jpaged.models.last import Last
 from jpaged.models.layers.experts import ExpertsConfig
 from jpaged.models.layers.linear import StepContext
 from jpaged.models.layers.low_rank import AdapterTable
@@ -255,15 +256,14 @@ class _Step:
         return self.to.context(num_rows, slot_T, tables)
 
     def skips_to_last(self, most: int) -> bool:
-        """Return whether layers that keep nothing leave out tokens after which nothing is drawn.
-        most: tokens after which something can be. Scores of prompts and heads take hidden states of
-        all tokens.
+        """Return whether what follows the last keys and values leaves out tokens after which
+        nothing is drawn. most: tokens after which something can be. Scores of prompts and heads
+        take hidden states of all tokens.
         """
-        bucket, model = self.bucket, self.to.model
+        bucket = self.bucket
         assert isinstance(bucket, PrefillShape)
         takes_all = bucket.scores or bucket.keeps_states or self.to.has_head
-        keeps_nothing = model.num_keeping < model.num_layers
-        return keeps_nothing and not takes_all and most < bucket.tokens
+        return not takes_all and most < bucket.tokens
 
     @property
     def own(self) -> slice:

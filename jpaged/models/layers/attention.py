@@ -11,6 +11,7 @@ from jpaged.checks import at_least, positive
 from jpaged.combinations import Facts, check_combination
 from jpaged.errors import ConfigError
 from jpaged.models.kv_view import KVView, Place
+from jpaged.models.last import Last
 from jpaged.models.layers.arithmetic import multiplied, rounded
 from jpaged.models.layers.heads import Heads
 from jpaged.models.layers.linear import Linear, StepContext
@@ -278,9 +279,10 @@ class Attention:
         rotary: Rotary | None,
         kv: KVView,
         places: tuple[Place, ...],
+        last: Last | None = None,
     ) -> tuple[Array, KVView]:
         """x [..., E]; rotary: of config.rope. places: where the cache holds what `keeps` says, or
-        what the layer that has the keys keeps.
+        what the layer that has the keys keeps. last: the tokens that attend; None is all.
         """
         (place,) = places
         config = self.config
@@ -303,13 +305,16 @@ class Attention:
             q, kv = kv.write(place, qkv, heads)  # q, k, v = heads(qkv), of which k and v are kept
         else:
             q = heads.queries(product)
-        sinks = None if self.sinks is None else self.sinks.reshape(-1)
-        o = kv.attend(place, q, config.options, sinks)
+        sinks, seen = None if self.sinks is None else self.sinks.reshape(-1), kv
+        if last is not None:
+            q, gate = jax.tree.map(last.rows_of, (q, gate))
+            step, seen = last.step, last.view(kv)
+        o = seen.attend(place, q, config.options, sinks)
         with jax.named_scope("out"):
             if gate is not None:
                 gate = rounded(step.apply("sigmoid", gate.astype(jnp.float32)), o.dtype)
                 o = multiplied(o, gate)
-            return self.out(o.reshape(*x.shape[:-1], -1), step), kv
+            return self.out(o.reshape(*o.shape[:-2], -1), step), kv
 
 
 def split_gates(product: Array, group_size: int) -> tuple[Array, Array]:

@@ -10,6 +10,7 @@ from jax import Array
 from jpaged.checks import positive
 from jpaged.errors import ConfigError
 from jpaged.models.kv_view import KVView, Place
+from jpaged.models.last import Last
 from jpaged.models.layers.arithmetic import added, multiplied, scaled
 from jpaged.models.layers.attention import Attention, AttentionConfig
 from jpaged.models.layers.conv import Conv, ConvConfig
@@ -301,6 +302,12 @@ class Layer:
         return ffn if isinstance(ffn, Experts) else None
 
     @property
+    def narrows(self) -> bool:
+        """Whether what follows what it keeps can be computed for some of a step's tokens alone."""
+        keeps_choice = self.experts is not None and self.experts.config.keeps_choice
+        return self.mixer is not None and not keeps_choice
+
+    @property
     def rope(self) -> RopeConfig | None:
         """The rotation that it takes."""
         return None if self.mixer is None else self.mixer.config.rope
@@ -313,10 +320,12 @@ class Layer:
         kv: KVView,
         places: tuple[Place, ...],
         inputs: Array | None = None,
+        last: Last | None = None,
     ) -> tuple[Array, KVView]:
         """x [..., E]. rotary: of `rope`. places: where the cache holds what LayerConfig.keeps says,
         or what the layer keeps whose keys it reads. inputs [..., P]: of per-layer embeddings.
-        Returns x after the layer, and the view with what it kept.
+        last: the tokens that are wanted of what leaves a layer that `narrows`; None is all.
+        Returns x after the layer, and the view with what it kept of all tokens.
         """
         experts, mixed = self.experts, places
         routes: Place | None = None
@@ -325,7 +334,17 @@ class Layer:
         addend: Array | None = None  # of the mixer, not yet added
         if self.mixer is not None:
             with jax.named_scope("attention"):
-                y, kv = self.mixer(self.around_mixer.taken(x, step), step, rotary, kv, tuple(mixed))
+                taken = self.around_mixer.taken(x, step)
+                if last is None:
+                    y, kv = self.mixer(taken, step, rotary, kv, tuple(mixed))
+                elif isinstance(self.mixer, Attention):
+                    y, kv = self.mixer(taken, step, rotary, kv, tuple(mixed), last)
+                else:
+                    y, kv = self.mixer(taken, step, rotary, kv, tuple(mixed))
+                    y = last.rows_of(y)
+                if last is not None:
+                    x, inputs = jax.tree.map(last.rows_of, (x, inputs))
+                    step = last.step
                 addend = self.around_mixer.addend(y, step)
                 if self.ffn is None:
                     x = added(x, addend)
