@@ -28,7 +28,7 @@ from jpaged.runtime.runner import Runner
 from kernels_cpu.library import unavailable
 from kernels_cpu.rates import Rates
 from tests.hlo import first_operations, forbid_donation, in_place
-from tests.recurrent import HYBRID
+from tests.recurrent import HYBRID, hybrid
 from tests.tiny import CONFIG, config, engine, make_params
 
 ONE_DEVICE = Placement(mesh=None, axis=None, device=jax.devices()[0])
@@ -193,6 +193,29 @@ def test_temporaries_do_not_depend_on_the_pool(name: str, model: ModelConfig, mi
     small, large = (compiled(name, blocks, model, mixed)[0] for blocks in (FEW, MANY))
     sizes = [step.memory_analysis().temp_size_in_bytes for step in (small, large)]
     assert sizes[0] == sizes[1] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "attending", "feeding"),
+    [
+        pytest.param("prefill", CONFIG, {16, 8}, {16, 8}, id="prefill"),
+        pytest.param("prefill prompt", CONFIG, {16}, {16}, id="prefill prompt"),
+        pytest.param("prefill", hybrid((1, 2)), {16}, {16, 8}, id="a state in the last layer"),
+    ],
+)
+def test_the_last_layer_computes_what_is_drawn_after(
+    name: str, model: ModelConfig, attending: set[int], feeding: set[int]
+) -> None:
+    """Of 16 tokens with 8 rows: by the inputs of what attention gives (64) and of a feed-forward
+    part's second product (48).
+    """
+    table = make_steps((127,) * 2, model)
+    bucket = dataclasses.replace(BUCKETS[name], tables=len(table.setting.pools))
+    products = re.findall(
+        r"dot_general.* : \(tensor<(\d+)x(\d+)xf32>", table.lower(bucket).as_text()
+    )
+    rows = {inputs: {int(T) for T, E in products if inputs == E} for inputs in ("64", "48")}
+    assert rows == {"64": attending, "48": feeding}
 
 
 def test_locate_and_slots() -> None:
