@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 import jax
 from jax import Array
@@ -248,11 +248,12 @@ class Residual:
 
     def taken_of_sum(self, x: Array, y: Array, step: StepContext) -> tuple[Array, Array]:
         """Return x + y [..., E], and what the part takes of that."""
-        norm, products = self.before, step.products
-        if norm is None or products is None or not _is_by(products, norm, x):
+        kernel = _kernel_of(self.before, x, step)
+        if kernel is None:
             x = added(x, y)
             return x, self.taken(x, step)
-        return products.added_and_normed(x, y, norm.scale, step.count(x), *_settings(norm))
+        products, settings = kernel
+        return products.added_and_normed(x, y, *settings)
 
     def addend(self, y: Array, step: StepContext) -> Array:
         """Return what is added to x of what the part gives."""
@@ -261,19 +262,24 @@ class Residual:
 
 def _normed(norm: RMSNorm | None, x: Array, step: StepContext) -> Array:
     """Return x normed by the step's module of products where that can; x where there is no norm."""
-    if norm is None:
-        return x
-    if step.products is None or not _is_by(step.products, norm, x):
-        return norm(x)
-    return step.products.normed(x, norm.scale, step.count(x), *_settings(norm))
+    kernel = _kernel_of(norm, x, step)
+    if kernel is not None:
+        products, settings = kernel
+        return products.normed(x, *settings)
+    return x if norm is None else norm(x)
 
 
-def _is_by(products: Products, norm: RMSNorm, x: Array) -> bool:
-    return norm.scale is not None and products.norms(x, norm.scale)
-
-
-def _settings(norm: RMSNorm) -> tuple[float, bool, bool]:
-    return norm.config.eps, norm.config.has_offset, norm.config.in_f32
+def _kernel_of(
+    norm: RMSNorm | None, x: Array, step: StepContext
+) -> tuple[Products, tuple[Array, Any, float, bool, bool]] | None:
+    """Return the step's module of products, and what it takes beside x, where it norms x."""
+    if norm is None or norm.scale is None or step.products is None:
+        return None
+    if not step.products.norms(x, norm.scale):
+        return None
+    config = norm.config
+    settings = norm.scale, step.count(x), config.eps, config.has_offset, config.in_f32
+    return step.products, settings
 
 
 @jax.tree_util.register_dataclass
