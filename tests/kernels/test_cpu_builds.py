@@ -30,7 +30,7 @@ EMULATION = Path(__file__).with_name("amx_emulation.h")
 EMULATED = ("-include", str(EMULATION))
 TILES = {"amx_tile", "amx_bf16", "amx_int8"}
 SANITIZE = ("-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-CASES = 470
+CASES = 473
 
 
 def compiler_of(name: str) -> str:
@@ -325,11 +325,15 @@ FAULTS_OF_AMX: list[Fault] = [
     (("amx/attend.cc", "weights + row, begin", "weights, begin"), "FAILED attention"),
     (("amx/attend.cc", "add(odd, slot + 1)", "add(even, slot + 1)"), "of a query alone"),
     (("amx/attend.cc", "    FlushDenormals in_this_thread;", ""), "of a query alone"),
-    (("amx/attend.h", "_mm512_cmple_epi32_mask(low, at)", "0xffff"), "FAILED attention"),
+    (("amx/attend.h", "_mm512_set1_epi32(slot), low)", "_mm512_set1_epi32(slot), {})"), "FAILED attention"),
     (("amx/attend.cc", "scores_ + kSpan * kSide, begin)", "scores_, begin)"), "FAILED attention"),
     (("amx/attend.cc", "_mm512_srli_epi32(bits, 16)", "bits"), "FAILED attention"),
     (("amx/attend.h", "add(sums + kSide, high)", "add(sums + kSide, low)"), "FAILED attention"),
-    (("amx/attend.h", "rows.all_end - first)", "rows.end - first)"), "FAILED attention"),
+    (("amx/attend.h", "block.all_end - first)", "block.end - first)"), "FAILED attention"),
+    (("amx/attend.h", "any_end = std::clamp(block.end", "any_end = std::clamp(block.all_end"), "FAILED attention"),
+    (("amx/attend.cc", "End() <= first + kSpan", "Begin() <= first + kSpan"), "FAILED attention"),
+    (("amx/attend.cc", "half * 4 + i % 4", "i % 4"), "FAILED attention"),
+    (("amx/attend.cc", "factors.saw_before == 0 && factors.seen", "factors.seen"), "FAILED attention"),
     (("amx/attend.h", "saw_before >> row & 1", "false && row"), "FAILED attention"),
     (("amx/attend_int8.cc", "factors.saw_before, to)", "0, to)"), "FAILED attention int8"),
     (("amx/attend.h", "span.total, now)", "span.total, before)"), "FAILED attention"),
