@@ -412,36 +412,37 @@ Totals Bf16Products::Softmax(const Seen& seen, float* scores) {
     if constexpr (form == WeightForm::kFloats) store(slot, first), store(slot + 1, second);
     return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(bits, 16), next);
   };
-  // Goes through steps of 32 slots: take_eight(slot, put) calls put for four pairs of slots.
-  auto take_steps = [&](int64_t slot, int64_t to, const auto& take_eight) {
-    for (; slot < to; slot += kDepth) {
-      __m512i pairs[kSide];
-#pragma GCC unroll 4
-      for (int i = 0; i < kSide; i += 4) {
-        take_eight(slot + 2 * i, [&](int pair, __m512i words) {
-          if constexpr (form == WeightForm::kRows) pairs[i + pair] = words;
-          if constexpr (form == WeightForm::kPairs) store(slot + i + pair, words);  // scores of this place have been taken
-        });
-        ahead_.Fetch(1);
+  for (int64_t slot = seen.begin; slot < seen.end; slot += kDepth) {
+    __m512i pairs[kSide];
+    auto put = [&](int64_t i, __m512 x, __m512 y) {
+      __m512i words = take(slot + 2 * i, x, y);
+      if constexpr (form == WeightForm::kRows) pairs[i] = words;
+      if constexpr (form == WeightForm::kPairs) store(slot + i, words);  // scores of this place have been taken
+    };
+    if (slot >= seen.all_begin && slot < seen.all_end) {
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < kSide; ++i) {
+        put(i, weight(slot + 2 * i), weight(slot + 2 * i + 1));
+        if (i % 4 == 3) ahead_.Fetch(1);
       }
-      if constexpr (form == WeightForm::kRows) Transpose(pairs, [&](int64_t row, __m512i of_row) { store(slot + row, of_row); });
-      if constexpr (form == WeightForm::kPairs) results_.Fetch(p_.V);
-    }
-  };
-  auto in_part = [&](int64_t slot, const auto& put) {
-    bool is_seen = slot < seen.any_end && slot + 8 > seen.any_begin;
+    } else {
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-      int64_t at = slot + 2 * i;
-      put(i, is_seen ? take(at, masked(at), masked(at + 1)) : take(at, _mm512_setzero_ps(), _mm512_setzero_ps()));
-    }
-  };
-  auto by_all = [&](int64_t slot, const auto& put) {
+      for (int64_t i = 0; i < kSide; i += 4) {
+        bool is_seen = slot + 2 * i < seen.any_end && slot + 2 * i + 8 > seen.any_begin;
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) put(i, take(slot + 2 * i, weight(slot + 2 * i), weight(slot + 2 * i + 1)));
-  };
-  seen.InTurn([&](int64_t slot, int64_t to) { take_steps(slot, to, in_part); },
-              [&](int64_t slot, int64_t to) { take_steps(slot, to, by_all); });
+        for (int64_t pair = i; pair < i + 4; ++pair) {
+          if (is_seen) {
+            put(pair, masked(slot + 2 * pair), masked(slot + 2 * pair + 1));
+          } else {
+            put(pair, _mm512_setzero_ps(), _mm512_setzero_ps());
+          }
+        }
+      }
+      ahead_.Fetch(4);
+    }
+    if constexpr (form == WeightForm::kRows) Transpose(pairs, [&](int64_t row, __m512i of_row) { store(slot + row, of_row); });
+    if constexpr (form == WeightForm::kPairs) results_.Fetch(p_.V);
+  }
   return {top, _mm512_add_ps(even, odd)};
 }
 
