@@ -326,7 +326,7 @@ FAULTS_OF_AMX: list[Fault] = [
     (("amx/attend.cc", "add(odd, slot + 1)", "add(even, slot + 1)"), "of a query alone"),
     (("amx/attend.cc", "    FlushDenormals in_this_thread;", ""), "of a query alone"),
     (
-        ("amx/attend.h", "_mm512_set1_epi32(slot), low)", "_mm512_set1_epi32(slot), {})"),
+        ("amx/attend.h", "_mm512_set1_epi32(slot), low)", "_mm512_set1_epi32(slot), low - low)"),
         "FAILED attention",
     ),
     (("amx/attend.cc", "scores_ + kSpan * kSide, begin)", "scores_, begin)"), "FAILED attention"),
