@@ -517,13 +517,14 @@ void Bf16Products::AddWeighed(int64_t head, int64_t block, int64_t d, const floa
   }
 }
 
-// Calls body(sum_of), where sum_of(now, until_now) is what all rows of a block have of a dimension, of a span and of those before.
+// Calls body(sum_of), where sum_of(sum, until_now) is what all rows of a block have of a dimension, with a span and those before it.
 template <typename Body>
 void WithSpan(const Factors& factors, const Body& body) {
   const __m512 before = _mm512_load_ps(factors.before), now = _mm512_load_ps(factors.now), zero = _mm512_setzero_ps();
   bool is_first = factors.saw_before == 0 && factors.seen == 0xffff;
   if (is_first && _mm512_cmp_ps_mask(now, _mm512_set1_ps(1.0f), _CMP_EQ_OQ) == 0xffff) {
-    return body([&](const float* sum, const float*) { return _mm512_add_ps(_mm512_load_ps(sum), zero); });  // of -0 too it makes 0
+    // What is added makes 0 of -0, as multiplying and adding does below.
+    return body([&](const float* sum, const float*) { return _mm512_add_ps(_mm512_load_ps(sum), zero); });
   }
   body([&](const float* sum, const float* until_now) {
     __m512 old = _mm512_maskz_load_ps(factors.saw_before, until_now);

@@ -169,7 +169,9 @@ inline __m512 Largest(const Seen& seen, const float* scores) {
   auto score = [&](int64_t slot) { return _mm512_load_ps(scores + slot * kSide); };
   seen.InTurn(
       [&](int64_t slot, int64_t to) {
-        for (slot = std::max(slot, seen.any_begin), to = std::min(to, seen.any_end); slot < to; ++slot) tops[0] = _mm512_mask_max_ps(tops[0], seen(slot), tops[0], score(slot));
+        for (slot = std::max(slot, seen.any_begin), to = std::min(to, seen.any_end); slot < to; ++slot) {
+          tops[0] = _mm512_mask_max_ps(tops[0], seen(slot), tops[0], score(slot));
+        }
       },
       [&](int64_t slot, int64_t to) {
         for (; slot < to; slot += 4) {

@@ -848,6 +848,7 @@ struct AttentionCase {
   bool sinks, latent = false;  // latent: K parts of the query heads
   bool largest = false;        // queries and keys of int8 whose products are as large as can be, of one sign in a slot
   bool tiny = false;           // values of bf16 that make denormal numbers of most products with weights
+  bool growing = false;        // keys of bf16 that are larger after the first span, so that largest scores grow
 };
 
 template <typename Slot>
@@ -876,6 +877,9 @@ void Attention(const char* pool_name, const AttentionCase& c, bool decode) {
   if constexpr (std::is_same_v<Slot, bf16>) {
     for (int64_t i = 0; c.tiny && i < N * c.P * row; ++i) {
       if (i % head_size >= c.D) pool[i] = ToBf16(FromBf16(pool[i]) * 0x1p-122f);
+    }
+    for (int64_t i = 0; c.growing && i < (N - kSpan / c.P) * c.P * row; ++i) {  // block i of the pool is block N - 1 - i of the row
+      if (i % head_size < c.D) pool[i] = ToBf16(FromBf16(pool[i]) * 4);
     }
   }
   auto value = [&](int64_t index) -> double {  // of an element of the pool
@@ -976,6 +980,7 @@ void AttentionCases() {
     }
   }
   for (int64_t G : {1, 2, 3}) Attention<bf16>("bf16 tiny", {90, 9, 16, G, 1, 64, 160, 0, 0, false, false, false, true}, false);
+  Attention<bf16>("bf16 growing", {330, 49, 16, 4, 2, 64, 64, 0, 0, false, false, false, false, true}, false);
   // Sums of products that fill 32 bits, and head dimensions whose would overflow them.
   for (int64_t D : {512, 544, 1056}) {
     for (bool decode : {false, true}) Attention<int8_t>("int8", {70, 1, 16, 3, 1, D, 32, 0, 0, false, false, true}, decode);
