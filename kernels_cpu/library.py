@@ -81,7 +81,7 @@ LEVELS = (  # the best first
     Level(
         name="amx",
         needs=AVX512 | {"avx512vbmi", "amx_tile", "amx_bf16", "amx_int8"},
-        flags=(*AVX512_FLAGS, "-mavx512vbmi", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+        flags=(*AVX512_FLAGS, "-mavx512vbmi", "-mprfchw", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
         activations="plain",
         uses=(*AVX512_FILES, *AVX2_FILES),
         interleaved=("int8", "int16"),

@@ -40,7 +40,7 @@ inline Operand Weights(const float* scores, int64_t begin) {
 // sums[i][j] = a[i] . b[j], each along so many tiles. The operands a or b (streams_a) are loaded past the
 // L1 cache, where they would take the place of what is used again. Calls `between` for each.
 template <bool streams_a, typename Between>
-void MultiplyPairs(const Operand& a0, const Operand& a1, const bf16* b0, const bf16* b1, int64_t tiles,
+void MultiplyPairs(const Operand& a0, const Operand& a1, const Operand& b0, const Operand& b1, int64_t tiles,
                    float* const (&sums)[2][2], const Between& between) {
   WriteBeforeTiles();
   _tile_zero(0);
@@ -50,14 +50,14 @@ void MultiplyPairs(const Operand& a0, const Operand& a1, const bf16* b0, const b
   for (int64_t i = 0; i < tiles; ++i) {
     if constexpr (streams_a) {
       _tile_stream_loadd(4, a0.rows + i * a0.step, a0.stride);
-      _tile_loadd(6, b0 + i * kTileSize, 64);
+      _tile_loadd(6, b0.rows + i * b0.step, 64);
       _tile_stream_loadd(5, a1.rows + i * a1.step, a1.stride);
-      _tile_loadd(7, b1 + i * kTileSize, 64);
+      _tile_loadd(7, b1.rows + i * b1.step, 64);
     } else {
       _tile_loadd(4, a0.rows + i * a0.step, a0.stride);
-      _tile_stream_loadd(6, b0 + i * kTileSize, 64);
+      _tile_stream_loadd(6, b0.rows + i * b0.step, 64);
       _tile_loadd(5, a1.rows + i * a1.step, a1.stride);
-      _tile_stream_loadd(7, b1 + i * kTileSize, 64);
+      _tile_stream_loadd(7, b1.rows + i * b1.step, 64);
     }
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(2, 5, 6);
@@ -147,6 +147,24 @@ inline __m512 PowerToCut(__m512 x) {
   return _mm512_scalef_ps(y, x);
 }
 
+// Where the query rows of a pair of blocks have their results. They are brought into the L1 cache for what will be written, some at a
+// time: a core that begins to write lines which another one has waits for them.
+struct Results {
+  bf16* rows[kPair];
+  int64_t count = 0, share = 0;  // rows, and lines that are fetched at a time
+  int64_t row = 0, d = 0;        // what is fetched next
+
+  void Fetch(int64_t V) {
+    for (int64_t i = 0; i < share && row < count; ++i) {
+      __builtin_prefetch(rows[row] + d, 1, 3);
+      if ((d += kDepth) >= V) d = 0, ++row;
+    }
+  }
+};
+
+// What weights become: floats of each slot, or bf16 as tiles, [16 rows][32 slots] or [16 pairs of slots][16 rows][2].
+enum class WeightForm { kFloats, kRows, kPairs };
+
 class Bf16Products : public SpanAttention<Bf16Products, bf16> {
  public:
   static constexpr int64_t kStep = kDepth, kMostShared = kSide;
@@ -158,6 +176,10 @@ class Bf16Products : public SpanAttention<Bf16Products, bf16> {
   template <typename FetchNext>
   void AttendHeads(int64_t begin, int64_t end, int64_t first, const FetchNext& fetch_next);
   void AttendSpan(int64_t group, int64_t first);
+  bool WritesEarly() const { return transposes_values_; }
+  void Write(int64_t group) {
+    if (!WritesEarly()) SpanAttention::Write(group);
+  }
   static void Put(bf16* to, __m512 low, __m512 high) { avx512::PutUnpacked(to, low, high); }
 
  private:
@@ -173,13 +195,15 @@ class Bf16Products : public SpanAttention<Bf16Products, bf16> {
   void AttendPairs(int64_t head, int64_t first);
   void ScorePair(int64_t head, int64_t pair, int64_t begin, int64_t end);
   void ScoreColumn(int64_t group, int64_t block, int64_t column, float* scores);
-  template <typename Weight>
+  template <WeightForm form>
   Totals Softmax(const Seen& seen, float* scores);
-  void WeighPair(int64_t head, int64_t pair, int64_t begin, int64_t end);
+  void WeighPair(int64_t head, int64_t pair, int64_t begin, int64_t end, bool is_last);
   void WeighOnly(int64_t group, int64_t first, float* scores);
   template <int N>
   void WeighAlone(int64_t head, int64_t d, const float* scores, int64_t begin, int64_t end);
   void AddWeighed(int64_t head, int64_t block, int64_t d, const float* sums);
+  void AddTransposed(int64_t head, int64_t block, int64_t d, const float* sums);
+  void WriteTransposed(int64_t head, int64_t block, int64_t d, const float* sums, bf16* const* to);
   template <int kRows>
   void WeighFew(int64_t head, const float* weights, int64_t begin, int64_t end);
   template <int kRows, int N>
@@ -190,12 +214,18 @@ class Bf16Products : public SpanAttention<Bf16Products, bf16> {
   Operand key_tiles_[kSide][kSpan / kSide];  // of a group's heads
   bf16* q_;                                  // [groups][shared heads][blocks][D / 2][16 rows][2]
   bf16* keys_;     // [shared heads][kSpan / 16][D / 32][16 slots][32], those that are not used as they lie
-  bf16* values_;   // [V / 32][2][kSpan / 32][16 pairs of slots][16 dimensions][2], of 32 those that unpacking puts first first
+  bf16* values_;   // [V / 32][2][kSpan / 32] tiles: [16 pairs of slots][16 dimensions][2], of 32 dimensions those that unpacking puts
+                   // first first; or transposed, [16 dimensions][32 slots]
+  // Whether values are transposed, once for all query rows, and not the weights of each block.
+  bool transposes_values_;
+  Results results_;  // of the pair at work, if they are known at the end of this span
   float* scores_;  // [2, or groups that are at work together][kSpan][16 rows]; then weights, see Softmax
   Memory memory_[4];
 };
 
 void Bf16Products::Begin() {
+  // A step's values of 32 dimensions take as long as the weights of a pair of blocks.
+  transposes_values_ = blocks_ > p_.V / kSide && item_.spans == nullptr;
   q_ = Scratch<bf16>(memory_[0], (groups_ * shared_ * blocks_ + 1) * kSide * p_.D);  // the last block may be read as one of a pair
   keys_ = Scratch<bf16>(memory_[1], shared_ * kSpan * p_.D), values_ = Scratch<bf16>(memory_[2], kSpan * p_.V);
   scores_ = Scratch<float>(memory_[3], std::max<int64_t>(2, together_ / shared_) * kSpan * kSide);
@@ -205,10 +235,8 @@ void Bf16Products::Begin() {
 void Bf16Products::PackQueries(int64_t group) {
   for (int64_t block = 0; block < blocks_; ++block) {
     const bf16* from[kSide];
-    for (int64_t i = 0; i < kSide; ++i) {
-      int64_t row = block * kSide + i;
-      from[i] = row < GroupRows(group) ? p_.q + Place(group, row, p_.D) : zeros_;
-    }
+    std::fill(from, from + kSide, zeros_);
+    EachRow(group, block, [&](int64_t row, int64_t place) { from[row] = p_.q + place * p_.D; });
     for (int64_t d = 0; d < p_.D; d += kDepth) {
       __m512i rows[kSide];
 #pragma GCC unroll 16
@@ -257,12 +285,22 @@ void Bf16Products::AttendPairs(int64_t head, int64_t first) {
   SlotRange slots = InSpan(item_, first);
   PackValues(head, slots.begin / kDepth * kDepth, (slots.end + kDepth - 1) / kDepth * kDepth);
   EachPair(first, [&](int64_t pair, int64_t begin, int64_t end) {
-    ScorePair(head, pair, begin, end);
-    for (int64_t half = 0; half < 1 + HasSecond(pair); ++half) {
-      Seen seen = SeenBy(pairs_[pair / 2], half, first, begin, end);
-      TakeTotals(head, pair + half, Softmax<bf16>(seen, scores_ + half * kSpan * kSide));
+    int64_t blocks = 1 + HasSecond(pair);
+    bool is_last = transposes_values_ && pairs_[pair / 2].End() <= first + kSpan;
+    results_.count = 0;
+    for (int64_t half = 0; is_last && half < blocks; ++half) {
+      EachRow(head, pair + half, [&](int64_t, int64_t place) { results_.rows[results_.count++] = p_.o + place * p_.V; });
     }
-    WeighPair(head, pair, begin, end);
+    int64_t steps = blocks * (end - begin) / kDepth;
+    results_.share = (results_.count * p_.V / kDepth + steps - 1) / steps, results_.row = results_.d = 0;
+    ScorePair(head, pair, begin, end);
+    for (int64_t half = 0; half < blocks; ++half) {
+      Seen seen = SeenBy(pairs_[pair / 2], half, first, begin, end);
+      float* scores = scores_ + half * kSpan * kSide;
+      Totals totals = transposes_values_ ? Softmax<WeightForm::kPairs>(seen, scores) : Softmax<WeightForm::kRows>(seen, scores);
+      TakeTotals(head, pair + half, totals);
+    }
+    WeighPair(head, pair, begin, end, is_last);
   });
 }
 
@@ -301,13 +339,33 @@ void UnpackValues(const bf16* const* slots, int64_t offset, bf16* low, bf16* hig
   }
 }
 
-// Unpacks the values of these slots, whole 32.
+// Transposes 32 dimensions of the values of 32 slots. tiles: [16 dimensions][32 slots], and those of the other 16 dimensions, so
+// far apart. Lines of slots may lie in the same few places of the L1 cache, so they are read once.
+inline void TransposeValues(const bf16* const* slots, int64_t offset, bf16* tiles, int64_t apart) {
+  alignas(64) bf16 unpacked[2][kTileSize];
+  UnpackValues(slots, offset, unpacked[0], unpacked[1], [] {});
+  for (int64_t half = 0; half < 2; ++half) {
+    __m512i pairs[kSide];  // of slots; a lane of 128 bits has four of its eight dimensions
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < kSide; ++i) pairs[i] = _mm512_load_si512(unpacked[half] + i * kDepth);
+    Transpose(pairs, [&](int64_t i, __m512i of_dimension) {
+      int64_t d = i / 4 * 8 + half * 4 + i % 4;
+      _mm512_store_si512(tiles + d / kSide * apart + d % kSide * kDepth, of_dimension);
+    });
+  }
+}
+
+// Unpacks the values of these slots, whole 32, or transposes them.
 void Bf16Products::PackValues(int64_t head, int64_t begin, int64_t end) {
   int64_t offset = head * p_.Apart() + p_.ValueAt();
   for (int64_t slot = begin; slot < end; slot += kDepth) {
     for (int64_t d = 0; d < p_.V; d += kPair) {
       bf16* low = values_ + d * kSpan + slot * kSide;
-      UnpackValues(slots_ + slot, offset + d, low, low + kSpan * kSide, [] {});
+      if (transposes_values_) {
+        TransposeValues(slots_ + slot, offset + d, low, kSpan * kSide);
+      } else {
+        UnpackValues(slots_ + slot, offset + d, low, low + kSpan * kSide, [] {});
+      }
       ahead_.Fetch(1);
     }
   }
@@ -320,7 +378,7 @@ void Bf16Products::ScorePair(int64_t head, int64_t pair, int64_t begin, int64_t 
   for (int64_t slot = begin; slot < end; slot += kPair) {
     const Operand* keys = key_tiles_[0] + slot / kSide;
     float *left = scores_ + slot * kSide, *right = left + kSpan * kSide;
-    MultiplyPairs<true>(keys[0], keys[1], q, q + kSide * p_.D, p_.D / kDepth,
+    MultiplyPairs<true>(keys[0], keys[1], Packed(q), Packed(q + kSide * p_.D), p_.D / kDepth,
                         {{left, right}, {left + kSide * kSide, right + kSide * kSide}}, [&] { ahead_.Fetch(2); });
   }
 }
@@ -333,9 +391,9 @@ void Bf16Products::ScoreColumn(int64_t group, int64_t block, int64_t column, flo
 }
 
 // Makes weights, relative to a row's largest score, of the scores of slots; 0 where a row does not see the slot. They are rounded to
-// bf16, and take the place of scores: in f32, or in bf16 as tiles, [16 rows][32 slots], each in the first half of the place of its
-// slots. So what a pair of blocks has of a span, 32 KiB, stays in the L1 cache.
-template <typename Weight>
+// bf16, and take the place of scores, tiles the first half of the place of their slots. So what a pair of blocks has of a span,
+// 32 KiB, stays in the L1 cache.
+template <WeightForm form>
 Totals Bf16Products::Softmax(const Seen& seen, float* scores) {
   if (p_.soft_cap > 0) CapScores(scores, seen.begin, seen.end);
   float scale = p_.soft_cap > 0 ? 1.0f : p_.scale;
@@ -343,55 +401,76 @@ Totals Bf16Products::Softmax(const Seen& seen, float* scores) {
   const __m512 factor = _mm512_set1_ps(scale * kLog2E), base = _mm512_mul_ps(top, _mm512_set1_ps(kLog2E));
   const __m512i upper = _mm512_set1_epi32(0xffff0000);
   __m512 even = _mm512_setzero_ps(), odd = _mm512_setzero_ps();
-  auto score = [&](int64_t slot) { return _mm512_load_ps(scores + slot * kSide); };
-  auto weight = [&](int64_t slot) { return PowerToCut(_mm512_fmsub_ps(score(slot), factor, base)); };
+  auto weight = [&](int64_t slot) { return PowerToCut(_mm512_fmsub_ps(_mm512_load_ps(scores + slot * kSide), factor, base)); };
+  auto masked = [&](int64_t slot) { return _mm512_maskz_mov_ps(seen(slot), weight(slot)); };
+  auto store = [&](int64_t slot, __m512i words) { _mm512_store_si512(scores + slot * kSide, words); };
   // Takes the weights of two slots, cuts them off, and returns them in pairs. Sums are those of rounded weights.
   auto take = [&](int64_t slot, __m512 x, __m512 y) {
     __m512i bits = _mm512_castps_si512(x), next = _mm512_castps_si512(y);
-    __m512 first = _mm512_castsi512_ps(_mm512_and_si512(bits, upper)), second = _mm512_castsi512_ps(_mm512_and_si512(next, upper));
-    even = _mm512_add_ps(even, first), odd = _mm512_add_ps(odd, second);
-    if constexpr (std::is_same_v<Weight, float>) {
-      _mm512_store_ps(scores + slot * kSide, first), _mm512_store_ps(scores + (slot + 1) * kSide, second);
-    }
+    __m512i first = _mm512_and_si512(bits, upper), second = _mm512_and_si512(next, upper);
+    even = _mm512_add_ps(even, _mm512_castsi512_ps(first)), odd = _mm512_add_ps(odd, _mm512_castsi512_ps(second));
+    if constexpr (form == WeightForm::kFloats) store(slot, first), store(slot + 1, second);
     return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(bits, 16), next);
   };
-  auto transpose = [&](__m512i (&pairs)[kSide], int64_t slot) {
-    if constexpr (std::is_same_v<Weight, float>) return;
-    Transpose(pairs, [&](int64_t row, __m512i of_row) { _mm512_store_si512(scores + (slot + row) * kSide, of_row); });
-  };
-  __m512i pairs[kSide];
-  seen.InTurn(
-      [&](int64_t slot, int64_t to) {
-        for (; slot < to; slot += kDepth) {
-          auto masked = [&](int64_t at) { return _mm512_maskz_mov_ps(seen(at), weight(at)); };
+  for (int64_t slot = seen.begin; slot < seen.end; slot += kDepth) {
+    __m512i pairs[kSide];
+    auto put = [&](int64_t i, __m512 x, __m512 y) {
+      __m512i words = take(slot + 2 * i, x, y);
+      if constexpr (form == WeightForm::kRows) pairs[i] = words;
+      if constexpr (form == WeightForm::kPairs) store(slot + i, words);  // scores of this place have been taken
+    };
+    if (slot >= seen.all_begin && slot < seen.all_end) {
 #pragma GCC unroll 16
-          for (int i = 0; i < kSide; ++i) pairs[i] = take(slot + 2 * i, masked(slot + 2 * i), masked(slot + 2 * i + 1));
-          transpose(pairs, slot), ahead_.Fetch(4);
-        }
-      },
-      [&](int64_t slot, int64_t to) {
-        for (; slot < to; slot += kDepth) {
-#pragma GCC unroll 16
-          for (int i = 0; i < kSide; ++i) {
-            pairs[i] = take(slot + 2 * i, weight(slot + 2 * i), weight(slot + 2 * i + 1));
-            if (i % 4 == 3) ahead_.Fetch(1);
+      for (int64_t i = 0; i < kSide; ++i) {
+        put(i, weight(slot + 2 * i), weight(slot + 2 * i + 1));
+        if (i % 4 == 3) ahead_.Fetch(1);
+      }
+    } else {
+#pragma GCC unroll 4
+      for (int64_t i = 0; i < kSide; i += 4) {
+        bool is_seen = slot + 2 * i < seen.any_end && slot + 2 * i + 8 > seen.any_begin;
+#pragma GCC unroll 4
+        for (int64_t pair = i; pair < i + 4; ++pair) {
+          if (is_seen) {
+            put(pair, masked(slot + 2 * pair), masked(slot + 2 * pair + 1));
+          } else {
+            put(pair, _mm512_setzero_ps(), _mm512_setzero_ps());
           }
-          transpose(pairs, slot);
         }
-      });
+      }
+      ahead_.Fetch(4);
+    }
+    if constexpr (form == WeightForm::kRows) Transpose(pairs, [&](int64_t row, __m512i of_row) { store(slot + row, of_row); });
+    if constexpr (form == WeightForm::kPairs) results_.Fetch(p_.V);
+  }
   return {top, _mm512_add_ps(even, odd)};
 }
 
-// Adds up the values of slots [begin, end) by the weights of a pair of blocks.
-void Bf16Products::WeighPair(int64_t head, int64_t pair, int64_t begin, int64_t end) {
+// Adds up the values of slots [begin, end) by the weights of a pair of blocks. is_last: their results are written.
+void Bf16Products::WeighPair(int64_t head, int64_t pair, int64_t begin, int64_t end, bool is_last) {
   Operand first = Weights(scores_, begin), second = Weights(scores_ + kSpan * kSide, begin);
+  int64_t tiles = (end - begin) / kDepth;
+  auto fetch = [&] { ahead_.Fetch(2); };
   for (int64_t d = 0; d < p_.V; d += kPair) {
-    alignas(64) float sums[2][2][kSide][kSide];  // of a block: those of low and of high dimensions
-    const bf16 *low = values_ + d * kSpan + begin * kSide, *high = low + kSpan * kSide;
-    MultiplyPairs<false>(first, second, low, high, (end - begin) / kDepth,
-                         {{sums[0][0][0], sums[0][1][0]}, {sums[1][0][0], sums[1][1][0]}}, [&] { ahead_.Fetch(2); });
-    AddWeighed(head, pair, d, sums[0][0][0]);
-    if (HasSecond(pair)) AddWeighed(head, pair + 1, d, sums[1][0][0]);
+    // Of a block: those of low and of high dimensions, [2][16 rows][16], or transposed, [32][16 rows].
+    alignas(64) float sums[2][2][kSide][kSide];
+    float *low_sums[2] = {sums[0][0][0], sums[1][0][0]}, *high_sums[2] = {sums[0][1][0], sums[1][1][0]};
+    const bf16* values = values_ + d * kSpan + begin * kSide;
+    Operand low = Packed(values), high = Packed(values + kSpan * kSide);
+    if (transposes_values_) {
+      MultiplyPairs<true>(low, high, first, second, tiles, {{low_sums[0], low_sums[1]}, {high_sums[0], high_sums[1]}}, fetch);
+    } else {
+      MultiplyPairs<false>(first, second, low, high, tiles, {{low_sums[0], high_sums[0]}, {low_sums[1], high_sums[1]}}, fetch);
+    }
+    for (int64_t half = 0; half < 1 + HasSecond(pair); ++half) {
+      if (!transposes_values_) {
+        AddWeighed(head, pair + half, d, low_sums[half]);
+      } else if (is_last) {
+        WriteTransposed(head, pair + half, d, low_sums[half], results_.rows + half * kSide);
+      } else {
+        AddTransposed(head, pair + half, d, low_sums[half]);
+      }
+    }
   }
 }
 
@@ -400,7 +479,7 @@ void Bf16Products::WeighOnly(int64_t group, int64_t first, float* scores) {
   EachPair(first, [&](int64_t block, int64_t begin, int64_t end) {
     Seen seen = SeenBy(pairs_[0], 0, first, begin, end);
     bool is_few = head_rows_ <= kFewRows;
-    TakeTotals(group, block, is_few ? Softmax<float>(seen, scores) : Softmax<bf16>(seen, scores));
+    TakeTotals(group, block, is_few ? Softmax<WeightForm::kFloats>(seen, scores) : Softmax<WeightForm::kRows>(seen, scores));
     for (int64_t head = group * shared_, last = head + GroupHeads(group); head < last; ++head) {
       if (is_few) {
         auto weigh = head_rows_ == 1 ? &Bf16Products::WeighFew<1> : &Bf16Products::WeighFew<2>;
@@ -436,6 +515,52 @@ void Bf16Products::AddWeighed(int64_t head, int64_t block, int64_t d, const floa
   for (sums += row * kSide; row < end; ++row, sums += kSide) {
     AddSums(GroupOf(head), block, row, d, _mm512_load_ps(sums), _mm512_load_ps(sums + kSide * kSide));
   }
+}
+
+// Calls body(sum_of), where sum_of(sum, until_now) is what all rows of a block have of a dimension, with a span and those before it.
+template <typename Body>
+void WithSpan(const Factors& factors, const Body& body) {
+  const __m512 before = _mm512_load_ps(factors.before), now = _mm512_load_ps(factors.now), zero = _mm512_setzero_ps();
+  bool is_first = factors.saw_before == 0 && factors.seen == 0xffff;
+  if (is_first && _mm512_cmp_ps_mask(now, _mm512_set1_ps(1.0f), _CMP_EQ_OQ) == 0xffff) {
+    // What is added makes 0 of -0, as multiplying and adding does below.
+    return body([&](const float* sum, const float*) { return _mm512_add_ps(_mm512_load_ps(sum), zero); });
+  }
+  body([&](const float* sum, const float* until_now) {
+    __m512 old = _mm512_maskz_load_ps(factors.saw_before, until_now);
+    return _mm512_mask_mov_ps(old, factors.seen, _mm512_fmadd_ps(old, before, _mm512_mul_ps(_mm512_load_ps(sum), now)));
+  });
+}
+
+// Adds what a span has of 32 dimensions to the transposed sums of a block, [V][16 rows]. sums: [32][16 rows].
+void Bf16Products::AddTransposed(int64_t head, int64_t block, int64_t d, const float* sums) {
+  float* o = Sums(head, block * kSide, d);
+  WithSpan(factors_[block], [&](const auto& sum_of) {
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < kPair * kSide; i += kSide) _mm512_store_ps(o + i, sum_of(sums + i, o + i));
+  });
+}
+
+// Writes these dimensions of a block's results, of which the last span's sums are these, to where those of each row begin.
+void Bf16Products::WriteTransposed(int64_t head, int64_t block, int64_t d, const float* sums, bf16* const* to) {
+  const float* o = Sums(head, block * kSide, d);
+  const __m512 inverse = _mm512_div_ps(_mm512_set1_ps(1.0f), _mm512_load_ps(totals_ + (head * blocks_ + block) * kSide));
+  const __m512i row = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512i in_turn = _mm512_or_si512(row, _mm512_slli_epi32(_mm512_add_epi32(row, _mm512_set1_epi32(kSide)), 16));
+  __m512i pairs[kSide];  // of dimensions
+  WithSpan(factors_[block], [&](const auto& sum_of) {
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < kSide; ++i) {
+      const float *sum = sums + i * kPair, *until_now = o + i * kPair;
+      __m512 first = _mm512_mul_ps(sum_of(sum, until_now), inverse);
+      __m512 second = _mm512_mul_ps(sum_of(sum + kSide, until_now + kSide), inverse);
+      pairs[i] = _mm512_permutexvar_epi16(in_turn, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+    }
+  });
+  int64_t rows = BlockRows(head, block);
+  Transpose(pairs, [&](int64_t row, __m512i of_row) {
+    if (row < rows) _mm512_storeu_si512(to[row] + d, of_row);
+  });
 }
 
 // Adds up the values of slots [begin, end) for the few rows of a head, by weights in f32: [kSpan][16 rows].

@@ -13,6 +13,8 @@
 // attend.cc multiplies over a pool of bf16, attend_int8.cc over one of int8.
 #pragma once
 
+#include <limits>
+
 #include "../attend.h"
 #include "../avx512/lanes.h"
 #include "tiles.h"
@@ -84,10 +86,17 @@ struct Ahead {
   }
 };
 
-// The query rows of two blocks: which positions a row sees, and which are seen by any of them and by all.
+// The query rows of two blocks: which positions a row sees, and which are seen by any row of a block and by all.
 struct BlockPair {
+  struct Block {
+    int64_t begin, end, all_begin, all_end;
+  };
+
   alignas(64) int32_t low[kPair], high[kPair];
-  int64_t begin, end, all_begin, all_end;
+  Block blocks[2];
+
+  int64_t Begin() const { return std::min(blocks[0].begin, blocks[1].begin); }
+  int64_t End() const { return std::max(blocks[0].end, blocks[1].end); }
 };
 
 // What a block of query rows has in a span: the largest score and the sum of the weights.
@@ -137,14 +146,14 @@ struct SlotRange {
   int64_t begin, end;
 };
 
-// Which slots of a span the rows of a block see: of [begin, end) all rows see [all_begin, all_end), whole steps all of them.
+// Which slots of a span the rows of a block see: of [begin, end) all rows see [all_begin, all_end), whole steps all of them, and
+// none sees any before any_begin or from any_end on.
 struct Seen {
-  int64_t begin, all_begin, all_end, end;
-  __m512i low, high;  // of each row
+  int64_t begin, all_begin, all_end, end, any_begin, any_end;
+  __m512i low, count;  // of each row: the first slot that it sees, and how many
 
   __mmask16 operator()(int64_t slot) const {
-    __m512i at = _mm512_set1_epi32(slot);
-    return _mm512_mask_cmpgt_epi32_mask(_mm512_cmple_epi32_mask(low, at), high, at);
+    return _mm512_cmplt_epu32_mask(_mm512_sub_epi32(_mm512_set1_epi32(slot), low), count);
   }
   // Goes through the slots in order: in_part(begin, end) where some rows see them, by_all(begin, end) where all do.
   template <typename InPart, typename ByAll>
@@ -160,7 +169,9 @@ inline __m512 Largest(const Seen& seen, const float* scores) {
   auto score = [&](int64_t slot) { return _mm512_load_ps(scores + slot * kSide); };
   seen.InTurn(
       [&](int64_t slot, int64_t to) {
-        for (; slot < to; ++slot) tops[0] = _mm512_mask_max_ps(tops[0], seen(slot), tops[0], score(slot));
+        for (slot = std::max(slot, seen.any_begin), to = std::min(to, seen.any_end); slot < to; ++slot) {
+          tops[0] = _mm512_mask_max_ps(tops[0], seen(slot), tops[0], score(slot));
+        }
       },
       [&](int64_t slot, int64_t to) {
         for (; slot < to; slot += 4) {
@@ -176,7 +187,8 @@ inline __m512 Largest(const Seen& seen, const float* scores) {
 //   Begin(): takes memory for an item; PackQueries(group)
 //   Shares(heads): how often memory is fetched while so many heads of 32 slots are at work
 //   AttendSpan(group, first): the totals and sums of a span
-//   Write(group): writes its results, unless the one here does
+//   WritesEarly(): whether AttendSpan writes the results of rows that see no later span
+//   Write(group): writes the others, unless the one here does
 //   TogetherBytes() and AttendHeads(), if those here do not serve it
 //   Put(to, low, high): 32 dimensions of a result, from the order in which o_ has them
 template <typename Products, typename Slot>
@@ -213,8 +225,8 @@ class SpanAttention {
     SlotRange slots = InSpan(item_, first);
     for (int64_t block = 0; block < blocks_; block += 2) {
       const BlockPair& rows = pairs_[block / 2];
-      int64_t low = std::max(rows.begin - first, slots.begin) / Products::kStep * Products::kStep;
-      int64_t high = (std::min(rows.end - first, slots.end) + Products::kStep - 1) / Products::kStep * Products::kStep;
+      int64_t low = std::max(rows.Begin() - first, slots.begin) / Products::kStep * Products::kStep;
+      int64_t high = (std::min(rows.End() - first, slots.end) + Products::kStep - 1) / Products::kStep * Products::kStep;
       if (low < high) body(block, low, high);
     }
   }
@@ -248,11 +260,16 @@ class SpanAttention {
   int64_t GroupRows(int64_t group) const { return GroupHeads(group) * head_rows_; }
   int64_t BlockRows(int64_t group, int64_t block) const { return std::min(kSide, GroupRows(group) - block * kSide); }
   bool HasSecond(int64_t block) const { return block + 1 < blocks_; }  // of a pair that begins with this block
-  // Where a query row of a group lies in q or o.
-  int64_t Place(int64_t group, int64_t row, int64_t width) const {
-    int64_t head = item_.head + group * shared_;
-    for (; row >= head_rows_; row -= head_rows_) ++head;
-    return ((item_.token + row / p_.G) * p_.H + head * p_.G + row % p_.G) * width;
+  // Calls body(row, place) for the query rows of a block in order, with the place of each among the query heads of all tokens.
+  template <typename Body>
+  void EachRow(int64_t group, int64_t block, const Body& body) const {
+    int64_t first = block * kSide, token = first / p_.G, g = first % p_.G, head = item_.head + group * shared_;
+    for (int64_t row = 0, rows = BlockRows(group, block); row < rows; ++row) {
+      body(row, (item_.token + token) * p_.H + head * p_.G + g);
+      if (++g < p_.G) continue;
+      g = 0;
+      if (++token == item_.count) token = 0, ++head;  // blocks of several heads are their heads' only ones
+    }
   }
   // The rows [begin, end) of a block that are those of a head.
   void RowsOf(int64_t head, int64_t block, int64_t* begin, int64_t* end) const {
@@ -328,7 +345,7 @@ void SpanAttention<Products, Slot>::Attend(const Problem& p, const Item& item, c
         }
         if (p.decode || !is_next || next == &item) return;
         if (next != nullptr) ahead_.Add(0, RowsOfItem(p.q, *next, p.D), shares);
-        ahead_.Add(1, RowsOfItem(p.o, item, p.V), shares);
+        if (!Self().WritesEarly()) ahead_.Add(1, RowsOfItem(p.o, item, p.V), shares);
       };
       ahead_ = {};
       Self().AttendHeads(begin, end, first, fetch_next);
@@ -363,20 +380,22 @@ void SpanAttention<Products, Slot>::BeginItem() {
   factors_ = Scratch<Factors>(memory_[2], blocks_);
   std::fill(zeros_, zeros_ + zeros, 0);
   int64_t row = 0, token = 0, g = 0;
-  for (int64_t i = 0; i < pairs * kPair; ++i) {
-    int64_t position = item_.position + token, low = p_.window > 0 ? std::max<int64_t>(0, position + 1 - p_.window) : 0;
-    int64_t high = Past(p_, item_.token + token, position);
-    BlockPair& rows = pairs_[i / kPair];
-    rows.low[i % kPair] = low, rows.high[i % kPair] = high;
-    if (i % kPair == 0) rows.begin = rows.all_begin = low, rows.end = rows.all_end = high;
-    rows.begin = std::min(rows.begin, low), rows.all_begin = std::max(rows.all_begin, low);
-    rows.end = std::max(rows.end, high), rows.all_end = std::min(rows.all_end, high);
-    if (row + 1 < head_rows_) {
-      ++row;
-      if (++g == p_.G) g = 0, ++token;
-    } else if (shared_ > 1) {
-      row = token = g = 0;
-    }  // else, past the end, the last row again
+  for (int64_t block = 0; block < 2 * pairs; ++block) {
+    BlockPair& pair = pairs_[block / 2];
+    BlockPair::Block seen{std::numeric_limits<int64_t>::max(), 0, 0, std::numeric_limits<int64_t>::max()};
+    for (int64_t i = block % 2 * kSide, end = i + kSide; i < end; ++i) {
+      int64_t position = item_.position + token, low = p_.window > 0 ? std::max<int64_t>(0, position + 1 - p_.window) : 0;
+      int64_t high = Past(p_, item_.token + token, position);
+      pair.low[i] = low, pair.high[i] = high;
+      seen = {std::min(seen.begin, low), std::max(seen.end, high), std::max(seen.all_begin, low), std::min(seen.all_end, high)};
+      if (row + 1 < head_rows_) {
+        ++row;
+        if (++g == p_.G) g = 0, ++token;
+      } else if (shared_ > 1) {
+        row = token = g = 0;
+      }  // else, past the end, the last row again
+    }
+    pair.blocks[block % 2] = seen;
   }
   Self().Begin();
   for (int64_t group = 0; group < groups_; ++group) Self().PackQueries(group);
@@ -390,11 +409,10 @@ void SpanAttention<Products, Slot>::BeginSums() {
   std::fill(tops_, tops_ + rows, kMasked), std::fill(totals_, totals_ + rows, 0.0f);
   if (p_.sinks == nullptr) return;
   std::fill(o_, o_ + rows * p_.V, 0.0f);
-  for (int64_t group = 0; group < groups_; ++group) {
-    for (int64_t row = 0; row < GroupRows(group); ++row) {  // a score before any other
-      int64_t i = group * blocks_ * kSide + row;
-      tops_[i] = p_.sinks[Place(group, row, 1) % p_.H], totals_[i] = 1.0f;
-    }
+  for (int64_t i = 0; i < groups_ * blocks_; ++i) {
+    EachRow(i / blocks_, i % blocks_, [&](int64_t row, int64_t place) {  // a score before any other
+      tops_[i * kSide + row] = p_.sinks[place % p_.H], totals_[i * kSide + row] = 1.0f;
+    });
   }
 }
 
@@ -428,11 +446,13 @@ void SpanAttention<Products, Slot>::CapScores(float* scores, int64_t begin, int6
 template <typename Products, typename Slot>
 Seen SpanAttention<Products, Slot>::SeenBy(const BlockPair& rows, int64_t half, int64_t first, int64_t begin, int64_t end) const {
   constexpr int64_t kStep = Products::kStep;
-  int64_t all_begin = std::clamp((rows.all_begin - first + kStep - 1) / kStep * kStep, begin, end);
-  int64_t all_end = std::clamp((rows.all_end - first) / kStep * kStep, all_begin, end);
+  const BlockPair::Block& block = rows.blocks[half];
+  int64_t all_begin = std::clamp((block.all_begin - first + kStep - 1) / kStep * kStep, begin, end);
+  int64_t all_end = std::clamp((block.all_end - first) / kStep * kStep, all_begin, end);
+  int64_t any_begin = std::clamp(block.begin - first, begin, end), any_end = std::clamp(block.end - first, begin, end);
   __m512i low = _mm512_sub_epi32(_mm512_load_si512(rows.low + half * kSide), _mm512_set1_epi32(first));
   __m512i high = _mm512_sub_epi32(_mm512_load_si512(rows.high + half * kSide), _mm512_set1_epi32(first));
-  return {begin, all_begin, all_end, end, low, high};
+  return {begin, all_begin, all_end, end, any_begin, any_end, low, _mm512_sub_epi32(high, low)};
 }
 
 // Takes what a block has in a span.
@@ -499,13 +519,15 @@ void SpanAttention<Products, Slot>::AddSpans() {
 
 template <typename Products, typename Slot>
 void SpanAttention<Products, Slot>::Write(int64_t group) {
-  for (int64_t row = 0, rows = GroupRows(group); row < rows; ++row) {
-    bf16* to = p_.o + Place(group, row, p_.V);
-    __m512 inverse = _mm512_set1_ps(1.0f / totals_[group * blocks_ * kSide + row]);
-    for (int64_t d = 0; d < p_.V; d += kPair) {
-      const float* o = Sums(group, row, d);
-      Products::Put(to + d, _mm512_mul_ps(_mm512_load_ps(o), inverse), _mm512_mul_ps(_mm512_load_ps(o + kSide), inverse));
-    }
+  for (int64_t block = 0; block < blocks_; ++block) {
+    EachRow(group, block, [&](int64_t row, int64_t place) {
+      bf16* to = p_.o + place * p_.V;
+      __m512 inverse = _mm512_set1_ps(1.0f / totals_[(group * blocks_ + block) * kSide + row]);
+      for (int64_t d = 0; d < p_.V; d += kPair) {
+        const float* o = Sums(group, block * kSide + row, d);
+        Products::Put(to + d, _mm512_mul_ps(_mm512_load_ps(o), inverse), _mm512_mul_ps(_mm512_load_ps(o + kSide), inverse));
+      }
+    });
   }
 }
 

@@ -146,6 +146,7 @@ class Int8Products : public SpanAttention<Int8Products, int8_t> {
     return heads * (blocks_ * DTiles() * 8 + VTiles() * (blocks_ * 4 + 8)) + groups * blocks_ * 24;
   }
   void AttendSpan(int64_t group, int64_t first);
+  bool WritesEarly() const { return false; }
   void Write(int64_t group);
   static void Put(bf16* to, __m512 low, __m512 high) { avx512::PutRounded(to, low), avx512::PutRounded(to + kSide, high); }
 
@@ -241,14 +242,10 @@ void Int8Products::PackQueries(int64_t group) {
   for (int64_t block = 0; block < blocks_; ++block) {
     const bf16* from[kSide];
     float inverses[kSide], *steps = q_steps_ + (group * blocks_ + block) * kSide;
-    for (int64_t i = 0; i < kSide; ++i) {
-      int64_t row = block * kSide + i;
-      if (row < GroupRows(group)) {
-        from[i] = p_.q + Place(group, row, p_.D), std::tie(steps[i], inverses[i]) = StepOf(from[i]);
-      } else {
-        from[i] = p_.q, steps[i] = inverses[i] = 0.0f;
-      }
-    }
+    std::fill(from, from + kSide, p_.q), std::fill(steps, steps + kSide, 0.0f), std::fill(inverses, inverses + kSide, 0.0f);
+    EachRow(group, block, [&](int64_t row, int64_t place) {
+      from[row] = p_.q + place * p_.D, std::tie(steps[row], inverses[row]) = StepOf(from[row]);
+    });
     int8_t* packed = q_ + (group * shared_ * blocks_ + block) * size;
     for (int64_t d = 0; d < p_.D; d += kBytes, packed += kPlanes * kTileBytes) {
       __m512i uppers[kSide], lowers[kSide];
@@ -562,7 +559,7 @@ void Int8Products::Write(int64_t group) {
     const __m512 inverse = _mm512_div_ps(_mm512_set1_ps(1.0f), _mm512_load_ps(totals_ + (group * blocks_ + block) * kSide));
     int64_t rows = BlockRows(group, block);
     bf16* to[kSide];
-    for (int64_t row = 0; row < rows; ++row) to[row] = p_.o + Place(group, block * kSide + row, p_.V);
+    EachRow(group, block, [&](int64_t row, int64_t place) { to[row] = p_.o + place * p_.V; });
     for (int64_t d = 0; d < p_.V; d += kPair) {
       alignas(64) float results[kSide][kPair];
       const float* sums = Sums(group, block * kSide, d);

@@ -868,6 +868,7 @@ struct AttentionCase {
   bool sinks, latent = false;  // latent: K parts of the query heads
   bool largest = false;        // queries and keys of int8 whose products are as large as can be, of one sign in a slot
   bool tiny = false;           // values of bf16 that make denormal numbers of most products with weights
+  bool growing = false;        // keys of bf16 that are larger after the first span, so that largest scores grow
 };
 
 template <typename Slot>
@@ -896,6 +897,9 @@ void Attention(const char* pool_name, const AttentionCase& c, bool decode) {
   if constexpr (std::is_same_v<Slot, bf16>) {
     for (int64_t i = 0; c.tiny && i < N * c.P * row; ++i) {
       if (i % head_size >= c.D) pool[i] = ToBf16(FromBf16(pool[i]) * 0x1p-122f);
+    }
+    for (int64_t i = 0; c.growing && i < (N - kSpan / c.P) * c.P * row; ++i) {  // block i of the pool is block N - 1 - i of the row
+      if (i % head_size < c.D) pool[i] = ToBf16(FromBf16(pool[i]) * 4);
     }
   }
   auto value = [&](int64_t index) -> double {  // of an element of the pool
@@ -981,7 +985,8 @@ void AttentionCases() {
                                  {150, 1, 16, 6, 3, 192, 128, 0, 0, true},  {90, 11, 16, 6, 3, 192, 128, 40, 0, true},
                                  {70, 1, 16, 4, 2, 32, 96, 0, 0, false},    {70, 5, 16, 4, 2, 32, 96, 0, 0, false},
                                  {600, 1, 16, 4, 2, 64, 64, 0, 0, true},    {700, 1, 64, 8, 2, 96, 96, 330, 0, false},
-                                 {520, 9, 16, 6, 2, 64, 64, 260, 0, true},  {300, 70, 64, 6, 2, 64, 96, 0, 0, false},  {530, 1, 16, 10, 2, 96, 64, 0, 0, false, true},
+                                 {520, 9, 16, 6, 2, 64, 64, 260, 0, true},  {300, 70, 64, 6, 2, 64, 96, 0, 0, false},
+                                 {290, 49, 16, 4, 2, 64, 64, 0, 0, false},  {530, 1, 16, 10, 2, 96, 64, 0, 0, false, true},
                                  {150, 1, 16, 10, 2, 96, 64, 0, 0, false, true}, {90, 3, 16, 10, 2, 96, 64, 0, 0, false, true},
                                  {130, 1, 16, 5, 5, 64, 64, 0, 0, false},    {300, 1, 16, 7, 1, 256, 256, 0, 0, false},
                                  {75, 1, 16, 16, 2, 32, 32, 60, 0, true},    {9, 1, 8, 6, 2, 32, 64, 0, 0, false},
@@ -995,6 +1000,7 @@ void AttentionCases() {
     }
   }
   for (int64_t G : {1, 2, 3}) Attention<bf16>("bf16 tiny", {90, 9, 16, G, 1, 64, 160, 0, 0, false, false, false, true}, false);
+  Attention<bf16>("bf16 growing", {330, 49, 16, 4, 2, 64, 64, 0, 0, false, false, false, false, true}, false);
   // Sums of products that fill 32 bits, and head dimensions whose would overflow them.
   for (int64_t D : {512, 544, 1056}) {
     for (bool decode : {false, true}) Attention<int8_t>("int8", {70, 1, 16, 3, 1, D, 32, 0, 0, false, false, true}, decode);
