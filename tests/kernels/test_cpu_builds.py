@@ -30,7 +30,7 @@ EMULATION = Path(__file__).with_name("amx_emulation.h")
 EMULATED = ("-include", str(EMULATION))
 TILES = {"amx_tile", "amx_bf16", "amx_int8"}
 SANITIZE = ("-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-CASES = 474
+CASES = 478
 
 
 def compiler_of(name: str) -> str:
