@@ -374,14 +374,16 @@ void MultiplyBlock(const bf16* x, int64_t first, int64_t last, int64_t E, int64_
   for (int64_t i = 0; i < before.count * pieces; ++i) write(i);
 }
 
-// How x is cut into blocks that stay in the L2 cache while the weight passes: of whole steps, and of so many bytes.
+// How x is cut into blocks that stay in the L2 cache while the weight passes: of whole steps, of up to so many bytes, and at least so
+// many blocks where there are as many steps.
 struct Blocking {
-  int64_t bytes;
+  int64_t bytes, least = 1;
 
   // Into how many blocks T rows are cut.
   int64_t Count(int64_t T, int64_t E) const {
     int64_t most = std::max<int64_t>(kTogether, bytes / static_cast<int64_t>(kSide * E * sizeof(bf16)));
-    return (TilesOf(T) + most - 1) / most;
+    int64_t steps = (TilesOf(T) + kTogether - 1) / kTogether;
+    return std::max((TilesOf(T) + most - 1) / most, std::min(least, steps));
   }
   // The first tile of a block.
   int64_t First(int64_t block, int64_t T, int64_t E) const {
@@ -393,10 +395,11 @@ struct Blocking {
 // More than half of the cache is left for the weight and the results, and for the other thread of a core.
 constexpr Blocking kBlocking{kCacheBytes * 3 / 8};
 
-// Divides a product between threads: calls body(first, last, begin, end) for tiles of x and groups of the weight.
+// Divides a product between threads: calls body(first, last, begin, end) for tiles of x and groups of the weight. a_thread: about how
+// many items of work a thread has.
 template <typename Body>
-void ForBlocks(ffi::ThreadPool& pool, const Blocking& blocking, int64_t T, int64_t E, int64_t groups, const Body& body) {
-  int64_t blocks = blocking.Count(T, E), shares = (SharesOf(pool, groups, 1) + blocks - 1) / blocks;
+void ForBlocks(ffi::ThreadPool& pool, const Blocking& blocking, int64_t T, int64_t E, int64_t groups, int64_t a_thread, const Body& body) {
+  int64_t blocks = blocking.Count(T, E), shares = (SharesOf(pool, groups, 1, a_thread) + blocks - 1) / blocks;
   ParallelFor(pool, blocks * shares, [&](int64_t item) {
     Tiles tiles_of_this_thread;
     int64_t block = item / shares, share = item % shares;

@@ -45,13 +45,30 @@ class GateUp {
   int64_t F_, E_;
 };
 
+// Returns how x is cut for N outputs. Threads that have blocks of their own find the rows of x in their own caches, and leave the rows
+// of the result there for the next operation, which divides rows too; but each block reads the whole weight. So there are as many
+// blocks as leave a thread's share of a block at most twice as many outputs as rows.
+Blocking BlockingOf(ffi::ThreadPool& pool, int64_t T, int64_t N) {
+  int64_t threads = NumThreads(pool), blocks = 1;
+  while (blocks < threads && (blocks + 1) * (blocks + 1) * N <= 2 * threads * T) ++blocks;
+  return {kBlocking.bytes, blocks};
+}
+
+// Returns how many items of work a thread has. One that is done waits for another's last item, so they are smaller where x is not cut
+// into many blocks. But what an item begins and ends with has no products beside it, and few rows have little else.
+int64_t ItemsOfThread(ffi::ThreadPool& pool, const Blocking& blocking, int64_t T, int64_t E) {
+  return T < 256 || blocking.Count(T, E) > NumThreads(pool) ? 8 : 16;
+}
+
 // y of packed rows.
 template <typename Out>
 void MultiplyPacked(ffi::ThreadPool& pool, const bf16* packed, const bf16* w, Out* y, int64_t T, int64_t N, int64_t E) {
   RowWriter writer = WriterOf(y, T, N);
-  ForBlocks(pool, kBlocking, T, E, (N + kGroup - 1) / kGroup, [&](int64_t first, int64_t last, int64_t begin, int64_t end) {
+  Blocking blocking = BlockingOf(pool, T, N);
+  auto work = [&](int64_t first, int64_t last, int64_t begin, int64_t end) {
     MultiplyBlock(packed, first, last, E, begin, end, Linear(w, N, E), writer);
-  });
+  };
+  ForBlocks(pool, blocking, T, E, (N + kGroup - 1) / kGroup, ItemsOfThread(pool, blocking, T, E), work);
 }
 
 template <typename Out>
@@ -64,9 +81,10 @@ const bf16* MultiplyGated(ffi::ThreadPool& pool, const bf16* packed, const bf16*
   static thread_local Memory memory;
   bf16* h = Scratch<bf16>(memory, Packed(T, F));
   GatedWriter<kind> writer(h, T, F, nullptr, PairOrder::kNatural);
-  ForBlocks(pool, kBlocking, T, E, F / kSide, [&](int64_t first, int64_t last, int64_t begin, int64_t end) {
+  auto work = [&](int64_t first, int64_t last, int64_t begin, int64_t end) {
     MultiplyBlock(packed, first, last, E, begin, end, GateUp(w, F, E), writer);
-  });
+  };
+  ForBlocks(pool, kBlocking, T, E, F / kSide, ItemsOfThread(pool, kBlocking, T, E), work);
   return h;
 }
 

@@ -20,6 +20,7 @@ constexpr int64_t kChunkSize = kGroup * kChunk;  // its numbers
 constexpr int64_t kTileSize = kSide * kDepth;
 constexpr int64_t kRowBytes = kDepth * sizeof(bf16);  // of a tile
 constexpr int64_t kLeastGroups = 2;       // of an item for more than 32 rows of x
+constexpr int64_t kItemsOfThread = 8;
 constexpr int64_t kLeastGroupsOfFew = 4;  // of an item for fewer: its first chunk has no products beside it, and its last one no other
 // Each block of x has the weight widened anew, so blocks are larger than those beside weights of bf16.
 constexpr Blocking kWidenedBlocking{kCacheBytes * 9 / 16};
@@ -384,9 +385,10 @@ void MultiplyPacked(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, co
   int64_t groups = (w.N + kGroup - 1) / kGroup;
   // What is made before the first products of an item begin has nothing beside it, so for many rows of x an item has several groups.
   int64_t least = TilesOf(T) > kTogether ? kLeastGroups : 1;
-  ForBlocks(pool, kWidenedBlocking, T, w.E, (groups + least - 1) / least, [&](int64_t first, int64_t last, int64_t begin, int64_t end) {
+  auto work = [&](int64_t first, int64_t last, int64_t begin, int64_t end) {
     multiply(x, w, result, first, last, begin * least, std::min(end * least, groups));
-  });
+  };
+  ForBlocks(pool, kWidenedBlocking, T, w.E, (groups + least - 1) / least, kItemsOfThread, work);
 }
 
 // y of up to kTogether tiles of x.

@@ -380,6 +380,7 @@ FAULTS_OF_AMX: list[Fault] = [
     (("amx/attend.cc", "unpacked[(i + 1) % 2]", "unpacked[i % 2]"), "FAILED attention"),
     (("amx/bf16_products.h", "x + tile * kSide * E, count", "x, count"), "FAILED linear"),
     (("amx/bf16_products.h", "{group, tile, count}", "{group, 0, count}"), "FAILED linear"),
+    (("amx/bf16_products.h", "blocking.First(block + 1", "blocking.First(1"), "FAILED linear"),
     (
         ("amx/bf16_products.h", "PlaceOf(e / 2 + pair, order)", "PlaceOf(pair, order)"),
         "FAILED linear",
