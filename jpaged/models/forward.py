@@ -128,6 +128,7 @@ class Forward:
                 if not are_last:
                     x, inputs = jax.tree.map(last.rows_of, (x, inputs))
                 are_last = True
+                assert embedded is None or i >= self.config.num_deepstack, "added before"
                 axes = None if axes is None else jnp.take(axes, last.index_R, -1, mode="clip")
                 rotaries = self._rotaries(last.rows_of(positions), length, axes)
                 step, view = last.step, last.view(view)

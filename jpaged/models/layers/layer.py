@@ -341,13 +341,11 @@ class Layer:
         if self.mixer is not None:
             with jax.named_scope("attention"):
                 taken = self.around_mixer.taken(x, step)
-                if last is None:
-                    y, kv = self.mixer(taken, step, rotary, kv, tuple(mixed))
-                elif isinstance(self.mixer, Attention):
+                if isinstance(self.mixer, Attention):
                     y, kv = self.mixer(taken, step, rotary, kv, tuple(mixed), last)
                 else:
                     y, kv = self.mixer(taken, step, rotary, kv, tuple(mixed))
-                    y = last.rows_of(y)
+                    y = y if last is None else last.rows_of(y)
                 if last is not None:
                     x, inputs = jax.tree.map(last.rows_of, (x, inputs))
                     step = last.step
