@@ -316,7 +316,7 @@ def test_a_draft_model_with_states(monkeypatch: pytest.MonkeyPatch, target: Mode
     """What it guesses is what it goes on with alone: its own guesses, right or wrong, leave no
     trace in its states, which rows, hits and the store find as single tokens leave them.
     """
-    params, drafting = make_params(0, target, jnp.bfloat16), make_params(4, MODEL, jnp.bfloat16)
+    params, drafting = make_params(0, target, jnp.bfloat16), make_params(5, MODEL, jnp.bfloat16)
     guessing = {**GUESSES, "method": "draft", "num_tokens": 3, "model": drafting}
     few = {"num_blocks": 24, "num_states": None, "swap_space_gib": 0.01, "swap_min_tokens": 0}
     alone, seen = served(params, num_states=None), guesses_of(monkeypatch)

@@ -485,8 +485,8 @@ def _make_prefill(step: _Step) -> Callable[..., Any]:
         last = _Places(fields["logits_indices"], _last_row(step.drawn_lens(fields["sample"])))
         skips = step.skips_to_last(last.index_R.shape[0])
         _, x_TE, kv, replayed = step.advance(params, kv, inputs, slot_T, last if skips else None)
-        # What follows does not fuse into the last norm: a token's bits are those of a prefill that
-        # scores its prompt.
+        # What follows does not fuse into the last norm: where serving is deterministic, a token's
+        # bits are those of a prefill that scores its prompt.
         x_TE, out = jax.lax.optimization_barrier(x_TE), None
         assert isinstance(step.bucket, PrefillShape)
         if step.bucket.scores:
