@@ -444,7 +444,7 @@ def measure_weights(
                         engines = [other for other in engines if other != name]
                         continue
                     record |= {"engine": name, "threads": args.threads}
-                    record |= {"activations": args.activations}
+                    record["activations"] = args.activations
                     sitting.add(record)
                     value, read = common.number(record["value"]), common.number(record["read_gb_s"])
                     told = f"{value} tokens/s, {read} GB/s, {record['state']}"

@@ -206,8 +206,8 @@ def test_temporaries_do_not_depend_on_the_pool(name: str, model: ModelConfig, mi
 def test_the_last_layer_computes_what_is_drawn_after(
     name: str, model: ModelConfig, attending: set[int], feeding: set[int]
 ) -> None:
-    """Of 16 tokens with 8 rows: by the inputs of what attention gives (64) and of a feed-forward
-    part's second product (48).
+    """A step has 16 tokens of 8 rows. Products are told by their inputs: what attention gives has
+    64 numbers, and a feed-forward part's second product takes 48.
     """
     table = make_steps((127,) * 2, model)
     bucket = dataclasses.replace(BUCKETS[name], tables=len(table.setting.pools))
