@@ -75,26 +75,19 @@ class NativeProducts:
         return norm.supported(x, scale)
 
     def normed(
-        self, x: Array, scale: Array, count: Any, eps: float, has_offset: bool, in_f32: bool
-    ) -> Array:
-        """See kernels_cpu.norm.norm: for any number of rows, since XLA makes four operations of it,
-        each waiting for the one before.
-        """
-        return norm.norm(x, scale, count, eps, has_offset=has_offset, in_f32=in_f32)
-
-    def added_and_normed(
         self,
         x: Array,
-        y: Array,
+        added: Array | None,
         scale: Array,
         count: Any,
         eps: float,
         has_offset: bool,
         in_f32: bool,
     ) -> tuple[Array, Array]:
-        """See kernels_cpu.norm.add_and_norm: what is added need not come from memory again."""
-        rest = {"has_offset": has_offset, "in_f32": in_f32}
-        return norm.add_and_norm(x, y, scale, count, eps, **rest)
+        """See kernels_cpu.norm.norm: for any number of rows, since XLA makes four operations of it,
+        each waiting for the one before.
+        """
+        return norm.norm(x, added, scale, count, eps, has_offset=has_offset, in_f32=in_f32)
 
     def activates(self, activation: str) -> bool:
         """Return whether `mlp` and `activated` have the activation of this name."""

@@ -60,10 +60,7 @@ class Recorder:
     def norms(self, x: jax.Array, scale: jax.Array) -> bool:
         return False
 
-    def normed(self, *args: Any) -> jax.Array:
-        raise AssertionError("it has no norms")
-
-    def added_and_normed(self, *args: Any) -> tuple[jax.Array, jax.Array]:
+    def normed(self, *args: Any) -> tuple[jax.Array, jax.Array]:
         raise AssertionError("it has no norms")
 
     def apply(self, name: Any, x: jax.Array) -> jax.Array:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, Protocol, Self
+from typing import Literal, Protocol, Self
 
 import jax
 from jax import Array
@@ -18,7 +18,7 @@ from jpaged.models.layers.delta import Delta, DeltaConfig
 from jpaged.models.layers.experts import Experts, ExpertsConfig, ExpertSharing
 from jpaged.models.layers.kda import KimiDelta, KimiDeltaConfig
 from jpaged.models.layers.latent import Latent, LatentConfig
-from jpaged.models.layers.linear import Products, StepContext
+from jpaged.models.layers.linear import StepContext
 from jpaged.models.layers.mamba import Mamba, MambaConfig
 from jpaged.models.layers.mlp import MLP, MLPConfig
 from jpaged.models.layers.norm import PLAIN_NORM, NormConfig, RMSNorm
@@ -244,42 +244,30 @@ class Residual:
 
     def taken(self, x: Array, step: StepContext) -> Array:
         """Return what the part takes of x [..., E]."""
-        return _normed(self.before, x, step)
+        return _normed(self.before, x, None, step)[1]
 
-    def taken_of_sum(self, x: Array, y: Array, step: StepContext) -> tuple[Array, Array]:
-        """Return x + y [..., E], and what the part takes of that."""
-        kernel = _kernel_of(self.before, x, step)
-        if kernel is None:
-            x = added(x, y)
-            return x, self.taken(x, step)
-        products, settings = kernel
-        return products.added_and_normed(x, y, *settings)
+    def taken_of_sum(self, x: Array, y: Array | None, step: StepContext) -> tuple[Array, Array]:
+        """Return x + y [..., E] (None: x), and what the part takes of that."""
+        return _normed(self.before, x, y, step)
 
     def addend(self, y: Array, step: StepContext) -> Array:
         """Return what is added to x of what the part gives."""
-        return scaled(_normed(self.after, y, step), self.multiplier)
+        return scaled(_normed(self.after, y, None, step)[1], self.multiplier)
 
 
-def _normed(norm: RMSNorm | None, x: Array, step: StepContext) -> Array:
-    """Return x normed by the step's module of products where that can; x where there is no norm."""
-    kernel = _kernel_of(norm, x, step)
-    if kernel is not None:
-        products, settings = kernel
-        return products.normed(x, *settings)
-    return x if norm is None else norm(x)
-
-
-def _kernel_of(
-    norm: RMSNorm | None, x: Array, step: StepContext
-) -> tuple[Products, tuple[Array, Any, float, bool, bool]] | None:
-    """Return the step's module of products, and what it takes beside x, where it norms x."""
-    if norm is None or norm.scale is None or step.products is None:
-        return None
-    if not step.products.norms(x, norm.scale):
-        return None
+def _normed(
+    norm: RMSNorm | None, x: Array, y: Array | None, step: StepContext
+) -> tuple[Array, Array]:
+    """Return x + y (None: x), and that normed by the step's module of products where that can; as
+    it is where there is no norm.
+    """
+    scale, products = None if norm is None else norm.scale, step.products
+    if norm is None or scale is None or products is None or not products.norms(x, scale):
+        x = x if y is None else added(x, y)
+        return x, x if norm is None else norm(x)
     config = norm.config
-    settings = norm.scale, step.count(x), config.eps, config.has_offset, config.in_f32
-    return step.products, settings
+    rest = (config.eps, config.has_offset, config.in_f32)
+    return products.normed(x, y, scale, step.count(x), *rest)
 
 
 @jax.tree_util.register_dataclass
@@ -354,10 +342,7 @@ class Layer:
                     x = added(x, addend)
         if self.ffn is not None:
             with jax.named_scope("mlp"):
-                if addend is None:
-                    taken = self.around_ffn.taken(x, step)
-                else:
-                    x, taken = self.around_ffn.taken_of_sum(x, addend, step)
+                x, taken = self.around_ffn.taken_of_sum(x, addend, step)
                 routed = None
                 if experts is not None and routes is not None:
                     seen = x if isinstance(self.ffn, ParallelFFN) else taken

@@ -73,15 +73,9 @@ class Products(Adder, Protocol):
         ...
 
     def normed(
-        self, x: Array, scale: Array, count: Any, eps: float, has_offset: bool, in_f32: bool, /
-    ) -> Array:
-        """Return what RMSNorm does of x [T, E]; eps, has_offset and in_f32: of NormConfig."""
-        ...
-
-    def added_and_normed(
         self,
         x: Array,
-        y: Array,
+        added: Array | None,
         scale: Array,
         count: Any,
         eps: float,
@@ -89,7 +83,9 @@ class Products(Adder, Protocol):
         in_f32: bool,
         /,
     ) -> tuple[Array, Array]:
-        """Return x + y, of one shape, and that normed."""
+        """Return x [T, E] with what is added to it (None: x), and what RMSNorm does of that; eps,
+        has_offset and in_f32: of NormConfig.
+        """
         ...
 
     def apply(self, name: Function, x: Array, /) -> Array:
