@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import pytest
+
 from jpaged import LLM, AsyncLLM
 from jpaged.engine.integrity import check
 from jpaged.fleet.face import FleetLLM
@@ -112,6 +114,21 @@ class Live:
 
         generation = self.server._generation
         return *self.call(left), generation._choices, generation.room.used
+
+
+def first_tops(answer: Any) -> dict[str, float]:
+    """The log probability of each of the best tokens in the first place of a chat's answer."""
+    first = answer["choices"][0]["logprobs"]["content"][0]
+    return {top["token"]: top["logprob"] for top in first["top_logprobs"]}
+
+
+def same_tops(answer: Any, other: Any) -> bool:
+    """Whether two answers saw the same prompt, by the best tokens in their first place.
+
+    Not to the bit: who comes second finds the first's blocks, and the program of a prompt's tail
+    may round another way than that of a whole prompt, by the processor.
+    """
+    return first_tops(answer) == pytest.approx(first_tops(other), abs=1e-4)
 
 
 def http_post(path: str, body: Any) -> bytes:

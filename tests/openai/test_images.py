@@ -34,7 +34,7 @@ pytest.importorskip("starlette", reason="pip install 'jpaged[server]'")
 pytest.importorskip("uvicorn", reason="pip install 'jpaged[server]'")
 
 from jpaged.openai.server.bodies import Served
-from tests.openai.live import Live, serving
+from tests.openai.live import Live, same_tops, serving
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 DRAWN: dict[str, Any] = {"max_tokens": 4, "temperature": 0, "logprobs": True, "top_logprobs": 3}
@@ -69,11 +69,6 @@ def _others_are_served(live: Live) -> Iterator[None]:
     assert live.post(CHAT, body)["choices"] == before
 
 
-def tops(answer: Any) -> Any:
-    """What a model thought of its first token."""
-    return answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
-
-
 def prompt_size(message: Any) -> int:
     """How many tokens the prompt of Anthropic's form had."""
     return message["usage"]["input_tokens"] + message["usage"]["cache_read_input_tokens"]
@@ -84,9 +79,9 @@ class TestForms:
         answer = live.post(CHAT, {"messages": seen(), **DRAWN})
         assert answer["usage"]["prompt_tokens"] == len("u:what?;a:") + 2 + ROWS
         other = live.post(CHAT, {"messages": seen(data_url(png(picture(2)))), **DRAWN})
-        assert tops(other) != tops(answer)
+        assert not same_tops(other, answer)
         again = live.post(CHAT, {"messages": seen(), **DRAWN})
-        assert tops(again) == tops(answer)
+        assert same_tops(again, answer)
 
     def test_streams_and_samples(self, live: Live) -> None:
         body = {"messages": seen(), "max_tokens": 5, "seed": 3, "n": 2, "ignore_eos": True}
@@ -307,7 +302,7 @@ class TestWhatIsRefused:
         turned = png(np.rot90(wide, 1).copy(), exif=exif)
         straight = live.post(CHAT, {"messages": seen(data_url(png(wide))), **DRAWN})
         answer = live.post(CHAT, {"messages": seen(data_url(turned)), **DRAWN})
-        assert tops(answer) == tops(straight)
+        assert same_tops(answer, straight)
 
 
 def test_a_model_that_sees_nothing_says_so(tmp_path: Path) -> None:
@@ -393,7 +388,7 @@ def test_urls_of_listed_hosts(live: Live, elsewhere: str, monkeypatch: pytest.Mo
         fetched = live.post(CHAT, {"messages": seen(url, url), **DRAWN})
         assert Handler.asked == 1
         sent = live.post(CHAT, {"messages": seen(data_url(), data_url()), **DRAWN})
-        assert tops(fetched) == tops(sent)
+        assert same_tops(fetched, sent)
         source = {"type": "url", "url": url}
         blocks = [{"type": "image", "source": source}, TEXT]
         body = {"messages": [{"role": "user", "content": blocks}], "max_tokens": 2}
