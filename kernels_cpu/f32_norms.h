@@ -19,9 +19,8 @@ class F32Norms {
     for (int64_t t = first; t < last; t += kTogether) norm(p, scale, t, std::min(kTogether, last - t));
   }
 
-  static void WriteHeads(const HeadProblem& p, int64_t token) {
-    auto write = p.q_scale == nullptr ? &Write<Norm::kNone> : p.in_f32 ? &Write<Norm::kInF32> : &Write<Norm::kRounded>;
-    write(p, token);
+  static void WriteHeads(const HeadProblem& p, int64_t first, int64_t last) {
+    p.half % kPair == 0 ? WriteBy<2>(p, first, last) : WriteBy<1>(p, first, last);
   }
 
  private:
@@ -31,6 +30,13 @@ class F32Norms {
 
   static constexpr int64_t kTogether = 4;  // rows that are summed side by side, since an addition waits for the one before
   static constexpr int64_t kPair = 2 * L::kCount;
+  static constexpr int64_t kAhead = 3;  // tokens from one that is prepared to one that is fetched
+
+  template <int64_t n>
+  static void WriteBy(const HeadProblem& p, int64_t first, int64_t last) {
+    auto write = p.q_scale == nullptr ? &Write<Norm::kNone, n> : p.in_f32 ? &Write<Norm::kInF32, n> : &Write<Norm::kRounded, n>;
+    write(p, first, last);
+  }
 
   // Partial sums of a row's squares.
   class Squares {
@@ -42,21 +48,18 @@ class F32Norms {
     // Adds those of the register i of kParts numbers.
     void Add(int64_t i, Floats x) { parts_[i] = L::Add(parts_[i], L::Mul(x, x)); }
 
-    float Sum() const {
-      if constexpr (kRegisters == 2) return L::SumOfHalves(L::Add(parts_[0], parts_[1]));
-      return L::SumOfHalves(parts_[0]);
+    // A register whose halves are to be added until there is one sum.
+    Floats Parts() const {
+      if constexpr (kRegisters == 2) return L::Add(parts_[0], parts_[1]);
+      return parts_[0];
     }
 
    private:
     Floats parts_[kRegisters];
   };
 
-  static float SumOfSquares(const bf16* x, int64_t D) {
-    Squares squares;
-    for (int64_t d = 0; d < D; d += kParts) {
-      for (int64_t i = 0; i < kRegisters; ++i) squares.Add(i, L::FromBf16(x + d + i * L::kCount));
-    }
-    return squares.Sum();
+  static void PutSums(const Squares (&squares)[kTogether], float* sums) {
+    L::PutSumsOfHalves(sums, squares[0].Parts(), squares[1].Parts(), squares[2].Parts(), squares[3].Parts());
   }
 
   // Norms `count` rows from row t on. scale: as InPairs writes it.
@@ -90,7 +93,8 @@ class F32Norms {
     if (d < p.E) {
       for (int64_t row = 0; row < kRows; ++row) squares[row].Add(0, One<kAdds>(p, (t + row) * p.E + d));
     }
-    for (int64_t row = 0; row < kRows; ++row) sums[row] = squares[row].Sum();
+    if constexpr (kRows == kTogether) return PutSums(squares, sums);
+    for (int64_t row = 0; row < kRows; ++row) sums[row] = L::SumOfHalves(squares[row].Parts());
   }
 
   // Returns kPair numbers from the i-th one on, in their own order. kAdds: others are added first.
@@ -145,76 +149,149 @@ class F32Norms {
     for (; d + kPair <= D; d += kPair) {
       Floats even, odd;
       L::EvenOdd(from + d, even, odd);
-      L::PutEvenOdd(to + d, Normed<norm>(even, scale + d, all), Normed<norm>(odd, scale + d + L::kCount, all));
+      L::PutRounded(to + d, Normed<norm>(even, scale + d, all), Normed<norm>(odd, scale + d + L::kCount, all));
     }
     for (; d < D; d += L::kCount) L::PutRounded(to + d, Normed<norm>(L::FromBf16(from + d), scale + d, all));
   }
 
-  template <Norm norm>
-  static void Write(const HeadProblem& p, int64_t token) {
+  // Prepares the heads of the tokens [first, last), n registers at a time: two have the numbers of even and of odd places, as
+  // L::EvenOdd has them, and one has numbers in their own order.
+  template <Norm norm, int64_t n>
+  static void Write(const HeadProblem& p, int64_t first, int64_t last) {
     static thread_local Memory memory;
-    int64_t heads = p.K * (p.G + 1), slot = p.slots[token];  // of queries and keys
-    float *factors = Scratch<float>(memory, heads + kParts + p.D), *x = factors + (heads + kParts - 1) / kParts * kParts;
-    const bf16* from = p.qkv + token * p.K * (p.G + 2) * p.D;
-    if constexpr (norm != Norm::kNone) Factors(p, from, factors);
-    bf16* q = p.q + token * p.K * p.G * p.D;
-    bf16* kept = slot >= 0 && slot < p.slots_of_layer ? p.pool + (p.first_slot + slot) * 2 * p.K * p.D : nullptr;
-    // The next token is brought into the cache meanwhile: products may have written it past the cache.
-    auto fetch_next = [&] {
-      for (int64_t d = 0; d < p.D; d += kCacheLine / sizeof(bf16)) PrefetchL1(from + p.K * (p.G + 2) * p.D + d);
+    const int64_t G = p.G, D = p.D, row = p.K * (G + 2) * D, heads = (p.K * (G + 1) + kParts - 1) / kParts * kParts;
+    float* factors = Scratch<float>(memory, 2 * heads + 3 * D + 2 * p.half);  // of this token's queries and keys
+    float *factors_after = factors + heads, *q_scale = factors_after + heads, *k_scale = q_scale + D, *x = k_scale + D;
+    float *cos = x + D, *sin = cos + p.half;
+    if constexpr (norm != Norm::kNone) InRegisters<n>(p.q_scale, D, q_scale), InRegisters<n>(p.k_scale, D, k_scale);
+    auto put_factors = [&](int64_t t, float* to) {
+      if (norm != Norm::kNone && t < last) Factors(p, p.qkv + t * row, to);
     };
-    for (int64_t k = 0; k < p.K; ++k) {
-      for (int64_t g = 0; g < p.G; ++g, from += p.D, q += p.D) {
-        fetch_next();
-        Prepare<norm>(p, token, from, p.q_scale, *factors++, x, q);
+    std::fill(factors, factors + 2 * heads, 1.0f);  // what comes of no head is divided too
+    put_factors(first, factors);
+    for (int64_t t = first; t < last; ++t, std::swap(factors, factors_after)) {
+      // Those of the next token before this one is prepared: a head waits long for its sum, a root and two quotients.
+      put_factors(t + 1, factors_after);
+      InRegisters<n>(p.cos + t * p.half, p.half, cos), InRegisters<n>(p.sin + t * p.half, p.half, sin);
+      const bf16* from = p.qkv + t * row;
+      bf16 *q = p.q + t * p.K * G * D, *kept = Kept(p, t);
+      const float* factor = factors;
+      // A token after this one is brought into the cache meanwhile: products may have written it past the cache.
+      auto fetch = [&] {
+        for (int64_t d = 0; d < D; d += kCacheLine / sizeof(bf16)) PrefetchL2(from + kAhead * row + d);
+      };
+      for (int64_t k = 0; k < p.K; ++k) {
+        for (int64_t g = 0; g < G; ++g, from += D, q += D) {
+          fetch();
+          Prepare<norm, n>(p, from, q_scale, *factor++, cos, sin, x, q);
+        }
+        fetch();
+        if (kept != nullptr) Prepare<norm, n>(p, from, k_scale, *factor, cos, sin, x, kept);
+        ++factor, from += D;
+        fetch();
+        if (kept != nullptr) std::memcpy(kept + D, from, D * sizeof(bf16)), kept += 2 * D;
+        from += D;
       }
-      fetch_next();
-      if (kept != nullptr) Prepare<norm>(p, token, from, p.k_scale, *factors, x, kept);
-      ++factors, from += p.D;
-      fetch_next();
-      if (kept != nullptr) std::memcpy(kept + p.D, from, p.D * sizeof(bf16)), kept += 2 * p.D;
-      from += p.D;
     }
   }
 
-  // Writes by what to multiply each of a token's queries and keys. All of them before any other work: a head waits long for its
-  // sum, a root and two quotients, and others can be summed meanwhile.
+  // Where a token's keys and values lie in the pool; null where they are dropped.
+  static bf16* Kept(const HeadProblem& p, int64_t token) {
+    int64_t slot = p.slots[token];
+    return slot >= 0 && slot < p.slots_of_layer ? p.pool + (p.first_slot + slot) * 2 * p.K * p.D : nullptr;
+  }
+
+  // Writes by what to multiply each of a token's queries and keys.
   static void Factors(const HeadProblem& p, const bf16* from, float* factors) {
-    int64_t heads = p.K * (p.G + 1), head = 0;
+    const bf16* heads[kTogether];
+    int64_t all = p.K * (p.G + 1), head = 0, count = 0;
     for (int64_t k = 0; k < p.K; ++k, from += p.D) {
-      for (int64_t i = 0; i < p.G + 1; ++i, from += p.D) factors[head++] = SumOfSquares(from, p.D);
+      for (int64_t i = 0; i < p.G + 1; ++i, from += p.D) {
+        heads[count++] = from;
+        if (count == kTogether) SumHeads(heads, p.D, factors + head), head += kTogether, count = 0;
+      }
     }
-    std::fill(factors + heads, factors + (heads + kParts - 1) / kParts * kParts, 1.0f);
-    for (head = 0; head < heads; head += L::kCount) {
+    if (count > 0) std::fill(heads + count, heads + kTogether, heads[0]), SumHeads(heads, p.D, factors + head);
+    for (head = 0; head < all; head += L::kCount) {
       Floats mean = L::Div(L::Load(factors + head), L::Set(p.D));
       L::Store(factors + head, L::Div(L::Set(1.0f), L::Sqrt(L::Add(mean, L::Set(p.eps)))));
     }
   }
 
-  // Writes a head, normed where there is a scale, and rotated. x: memory for D numbers.
-  template <Norm norm>
-  static void Prepare(const HeadProblem& p, int64_t token, const bf16* from, const float* scale, float factor, float* x, bf16* to) {
-    const int64_t half = p.half, D = p.D;
-    const float *cos = p.cos + token * half, *sin = p.sin + token * half;
-    Floats all = L::Set(factor);
-    auto normed = [&](int64_t d) {
-      Floats x = Normed<norm>(L::FromBf16(from + d), scale + d, all);
-      return norm == Norm::kNone ? x : L::RoundedToBf16(x);
-    };
-    if (half % L::kCount == 0) {
-      for (int64_t i = 0; i < half; i += L::kCount) {
-        Floats a = normed(i), b = normed(half + i), c = L::Load(cos + i), s = L::Load(sin + i);
-        L::PutRounded(to + i, L::Sub(L::Mul(a, c), L::Mul(b, s)));
-        L::PutRounded(to + half + i, L::Add(L::Mul(b, c), L::Mul(a, s)));
+  // Sums the squares of each of some heads.
+  static void SumHeads(const bf16* const (&heads)[kTogether], int64_t D, float* sums) {
+    Squares squares[kTogether];
+    for (int64_t d = 0; d < D; d += kParts) {
+      for (int64_t i = 0; i < kRegisters; ++i) {
+#pragma GCC unroll 4
+        for (int64_t head = 0; head < kTogether; ++head) squares[head].Add(i, L::FromBf16(heads[head] + d + i * L::kCount));
       }
-      for (int64_t d = 2 * half; d < D; d += L::kCount) L::PutRounded(to + d, normed(d));
+    }
+    PutSums(squares, sums);
+  }
+
+  // Writes numbers as n registers of a head are multiplied by them.
+  template <int64_t n>
+  static void InRegisters(const float* from, int64_t count, float* to) {
+    if constexpr (n == 2) {
+      InPairs(from, count, to);
     } else {
-      for (int64_t d = 0; d < D; d += L::kCount) L::Store(x + d, normed(d));
+      std::copy(from, from + count, to);
+    }
+  }
+
+  // Writes a head, normed where there is a scale, and rotated. x: memory for D numbers.
+  template <Norm norm, int64_t n>
+  [[gnu::always_inline]] static void Prepare(const HeadProblem& p, const bf16* from, const float* scale, float factor, const float* cos,
+                                             const float* sin, float* x, bf16* to) {
+    constexpr int64_t kStep = n * L::kCount;
+    const int64_t half = p.half, D = p.D;
+    Floats all = L::Set(factor);
+    if (n == 2 || half % kStep == 0) {
+      for (int64_t i = 0; i < half; i += kStep) {
+        Floats a[n], b[n], turned_a[n], turned_b[n];
+        Read<norm>(from + i, scale + i, all, a), Read<norm>(from + half + i, scale + half + i, all, b);
+        for (int64_t j = 0; j < n; ++j) {
+          Floats c = L::Load(cos + i + j * L::kCount), s = L::Load(sin + i + j * L::kCount);
+          turned_a[j] = L::Sub(L::Mul(a[j], c), L::Mul(b[j], s));
+          turned_b[j] = L::Add(L::Mul(b[j], c), L::Mul(a[j], s));
+        }
+        Put(to + i, turned_a), Put(to + half + i, turned_b);
+      }
+      for (int64_t d = 2 * half; d < D; d += kStep) {
+        Floats y[n];
+        Read<norm>(from + d, scale + d, all, y), Put(to + d, y);
+      }
+    } else {
+      for (int64_t d = 0; d < D; d += L::kCount) {
+        Floats y[1];
+        Read<norm>(from + d, scale + d, all, y), L::Store(x + d, y[0]);
+      }
       const float *a = x, *b = x + half;
       for (int64_t i = 0; i < half; ++i) {
         to[i] = ToBf16(a[i] * cos[i] - b[i] * sin[i]), to[half + i] = ToBf16(b[i] * cos[i] + a[i] * sin[i]);
       }
       for (int64_t d = 2 * half; d < D; ++d) to[d] = ToBf16(x[d]);
+    }
+  }
+
+  // Takes numbers of a head, normed and rounded where there is a scale.
+  template <Norm norm, int64_t n>
+  [[gnu::always_inline]] static void Read(const bf16* from, const float* scale, Floats factor, Floats (&x)[n]) {
+    if constexpr (n == 2) {
+      L::EvenOdd(from, x[0], x[1]);
+    } else {
+      x[0] = L::FromBf16(from);
+    }
+    for (int64_t i = 0; i < n && norm != Norm::kNone; ++i) x[i] = L::RoundedToBf16(Normed<norm>(x[i], scale + i * L::kCount, factor));
+  }
+
+  template <int64_t n>
+  [[gnu::always_inline]] static void Put(bf16* to, const Floats (&x)[n]) {
+    if constexpr (n == 2) {
+      L::PutRounded(to, x[0], x[1]);
+    } else {
+      L::PutRounded(to, x[0]);
     }
   }
 };

@@ -30,9 +30,7 @@ ffi::Error HeadWrite(ffi::ThreadPool pool, Bf16<4> qkv, Bf16<4> kept, Int32<0> l
     if (error.failure()) return error;
   }
   int64_t items = SharesOf(pool, T, std::max<int64_t>(1, kAtOnce / (p.K * shape[2] * p.D)));
-  auto work = [&](int64_t item) {
-    for (int64_t t = T * item / items; t < T * (item + 1) / items; ++t) WriteHeads(p, t);
-  };
+  auto work = [&](int64_t item) { WriteHeads(p, T * item / items, T * (item + 1) / items); };
   if (items == 1) return work(0), ffi::Error::Success();
   ParallelFor(pool, items, work);
   return ffi::Error::Success();

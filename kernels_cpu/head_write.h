@@ -21,7 +21,7 @@ struct HeadProblem {
   bool in_f32 = false;
 };
 
-// Prepares the heads of one token. Each level of processors defines it in its level.cc, by f32_norms.h.
-void WriteHeads(const HeadProblem& p, int64_t token);
+// Prepares the heads of the tokens [first, last). Each level of processors defines it in its level.cc, by f32_norms.h.
+void WriteHeads(const HeadProblem& p, int64_t first, int64_t last);
 
 }  // namespace jpaged

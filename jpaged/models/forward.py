@@ -22,7 +22,7 @@ from jpaged.models.kv_view import KVView, Place
 from jpaged.models.last import Last
 from jpaged.models.layers.arithmetic import scaled
 from jpaged.models.layers.embedding import EMBED, Embedding
-from jpaged.models.layers.layer import Layer
+from jpaged.models.layers.layer import Layer, Stream
 from jpaged.models.layers.linear import Linear, StepContext
 from jpaged.models.layers.norm import RMSNorm
 from jpaged.models.layers.per_layer import PerLayerInputs
@@ -121,34 +121,37 @@ class Forward:
         inputs = None if self.per_layer is None else self.per_layer(tokens, x, step)
         ends = None if embedded is None else embedded.ends
         view: KVView = dense_view(self.config, x, routed, ends) if kv is None else kv
-        entering: list[Array] = []
-        are_last = False  # whether x and inputs are of the last tokens alone
+        stream = Stream(x)
+        entering: list[Stream] = []
+        are_last = False  # whether stream and inputs are of the last tokens alone
         for i, (layer, at) in enumerate(zip(self.layers, kv_places(self.config), strict=True)):
             if last is not None and i == self.config.num_keeping:
                 if not are_last:
-                    x, inputs = jax.tree.map(last.rows_of, (x, inputs))
+                    stream, inputs = jax.tree.map(last.rows_of, (stream, inputs))
                 are_last = True
                 assert embedded is None or i >= self.config.num_deepstack, "added before"
                 axes = None if axes is None else jnp.take(axes, last.index_R, -1, mode="clip")
                 rotaries = self._rotaries(last.rows_of(positions), length, axes)
                 step, view = last.step, last.view(view)
-            entering.append(x)
+            entering.append(stream)
             # The index is an argument of what is traced: layers of one form share one trace.
             places = tuple(Place(group, np.int32(index)) for group, index in at)
             rotary, of_layer = rotaries[layer.rope], None if inputs is None else inputs[..., i, :]
             adds = embedded is not None and i < self.config.num_deepstack
             if last is not None and i + 1 == self.config.num_keeping and layer.narrows and not adds:
                 of_last = last.in_layer(i)
-                x, view = layer(x, step.in_layer(i), rotary, view, places, of_layer, of_last)
+                rest = (rotary, view, places, of_layer, of_last)
+                stream, view = layer(stream, step.in_layer(i), *rest)
                 inputs, are_last = jax.tree.map(last.rows_of, inputs), True
             else:
-                x, view = _run_layer(layer, x, step.in_layer(i), rotary, view, places, of_layer)
+                rest = (rotary, view, places, of_layer)
+                stream, view = _run_layer(layer, stream, step.in_layer(i), *rest)
             if embedded is not None and adds:
-                x = embedded.added(x, i)
+                stream = Stream(embedded.added(stream.sum, i))
         if last is not None and not are_last:
-            x = last.rows_of(x)
-        entering.append(x)
-        return self.norm(x), view, [entering[i] for i in taps]
+            stream = jax.tree.map(last.rows_of, stream)
+        entering.append(stream)
+        return self.norm(stream.sum), view, [entering[i].sum for i in taps]
 
     def _rotaries(
         self, positions: Array, length: int, axes: Array | None
@@ -206,16 +209,16 @@ class Unembedding:
 @jax.jit
 def _run_layer(
     layer: Layer,
-    x: Array,
+    stream: Stream,
     step: StepContext,
     rotary: Rotary | None,
     kv: KVView,
     places: tuple[Place, ...],
     inputs: Array | None,
-) -> tuple[Array, KVView]:
+) -> tuple[Stream, KVView]:
     # Inside another jit: layers of one form are traced and lowered once, not once each. XLA inlines
     # the calls.
-    return layer(x, step, rotary, kv, places, inputs)
+    return layer(stream, step, rotary, kv, places, inputs)
 
 
 def bind(config: ModelConfig, tree: Mapping[str, Any]) -> Forward:

@@ -25,6 +25,7 @@ from jpaged.models.head import DraftHead
 from jpaged.models.kv_view import KVView, Place
 from jpaged.models.layers.attention import AttentionConfig
 from jpaged.models.layers.latent import LatentConfig
+from jpaged.models.layers.layer import Stream
 from jpaged.models.layers.linear import Linear, StepContext
 from jpaged.models.layers.norm import RMSNorm
 from jpaged.models.layers.rope import Rotary
@@ -91,8 +92,8 @@ class MTPHead(DraftHead):
         rotary, rope = None, self.layer.rope
         if rope is not None:
             rotary = Rotary.at(rope, positions, step.max_len or tokens.shape[-1])
-        x, kv = self.layer(x, step, rotary, kv, (Place(0, np.int32(0)),))
-        return self.norm(x), kv
+        stream, kv = self.layer(Stream(x), step, rotary, kv, (Place(0, np.int32(0)),))
+        return self.norm(stream.sum), kv
 
     def logits(self, target: Forward, x: Array, step: StepContext) -> Array:
         """Return f32 logits [..., V] for what the head gave."""

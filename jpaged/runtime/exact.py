@@ -21,7 +21,7 @@ from jpaged.config import EngineConfig
 from jpaged.models.forward import IN_TRAINING, Forward, Unembedding
 from jpaged.models.kv_view import DenseKV, Place
 from jpaged.models.layers.heads import Heads, LatentHeads
-from jpaged.models.layers.layer import Layer
+from jpaged.models.layers.layer import Layer, Stream
 from jpaged.models.layers.linear import StepContext
 from jpaged.models.layers.per_layer import PerLayerInputs
 from jpaged.models.layers.rope import RopeConfig, Rotary
@@ -188,25 +188,29 @@ class ExactLayer:
 
     def __call__(
         self,
-        x: Array,
+        stream: Stream,
         step: StepContext,
         rotary: Rotary | None,
         kv: DenseKV,
         places: tuple[Place, ...],
         inputs: Array | None = None,
-    ) -> tuple[Array, DenseKV]:
-        """See Layer; x [B, L, E]."""
+    ) -> tuple[Stream, DenseKV]:
+        """See Layer; x [B, L, E]. Nothing is left to be added, so that one array is kept."""
 
         def serve(layer: Layer, x: Array, rotary: Any, kv: DenseKV, places: Any, inputs: Any):
             view: Any = ExactKV(dense=kv, by=self.by, batch=(x.shape[0], x.shape[1]))
             packed = _packed((x, rotary, inputs))
-            y, view = layer(packed[0], self.by.context, packed[1], view, places, packed[2])
-            return y.reshape(x.shape), view.dense
+            stream = Stream(packed[0])
+            stream, view = layer(stream, self.by.context, packed[1], view, places, packed[2])
+            return stream.sum.reshape(x.shape), view.dense
 
         def train(layer: Layer, x: Array, rotary: Any, kv: DenseKV, places: Any, inputs: Any):
-            return layer(x, step, rotary, kv, places, inputs)
+            stream, view = layer(Stream(x), step, rotary, kv, places, inputs)
+            return stream.sum, view
 
-        return _with_gradient_of(train, serve)(self.layer, x, rotary, kv, places, inputs)
+        with_gradient = _with_gradient_of(train, serve)
+        y, view = with_gradient(self.layer, stream.sum, rotary, kv, places, inputs)
+        return Stream(y), view
 
 
 @jax.tree_util.register_dataclass

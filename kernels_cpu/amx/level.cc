@@ -66,7 +66,7 @@ void StepRows(const ScanProblem& p, int64_t row, int64_t head, int64_t first) { 
 
 void NormRows(const NormProblem& p, int64_t first, int64_t last) { avx512::NormRows(p, first, last); }
 
-void WriteHeads(const HeadProblem& p, int64_t token) { avx512::WriteHeads(p, token); }
+void WriteHeads(const HeadProblem& p, int64_t first, int64_t last) { avx512::WriteHeads(p, first, last); }
 
 void AddLowRank(const float* const* h, float* const* y, int64_t count, const bf16* b, int64_t rank, int64_t N, int64_t width) {
   avx2::AddLowRank(h, y, count, b, rank, N, width);

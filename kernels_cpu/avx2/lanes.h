@@ -94,6 +94,15 @@ struct Lanes {
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
   }
 
+  // Element i is that sum of the i-th.
+  static void PutSumsOfHalves(float* to, Floats a0, Floats a1, Floats a2, Floats a3) {
+    auto halves = [](Floats a, Floats b) { return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31)); };
+    Floats four = halves(a0, a2), others = halves(a1, a3);
+    Floats two = _mm256_add_ps(_mm256_shuffle_ps(four, others, 0x44), _mm256_shuffle_ps(four, others, 0xee));
+    Floats one = _mm256_add_ps(two, _mm256_movehdup_ps(two));
+    _mm_storeu_ps(to, _mm_shuffle_ps(_mm256_castps256_ps128(one), _mm256_extractf128_ps(one, 1), 0x88));
+  }
+
   static float Largest(Floats x) {
     __m128 four = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
     __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
@@ -151,15 +160,18 @@ struct Lanes {
     _mm256_storeu_si256((__m256i*)to, _mm256_permute4x64_epi64(words, 0xd8));
   }
 
-  // The same of 8.
+  // Rounds 8 numbers. A NaN must end in 16 zeros, as those that come of bf16 do: it stays NaN.
+  static Floats RoundedToBf16(Floats x) {
+    return _mm256_castsi256_ps(_mm256_and_si256(RoundedUp(x), _mm256_set1_epi32(static_cast<int>(0xffff0000))));
+  }
   static void PutRounded(bf16* to, Floats x) {
-    __m256i words = _mm256_srli_epi32(Rounded(x), 16);
+    __m256i words = _mm256_srli_epi32(RoundedUp(x), 16);
     _mm_storeu_si128((__m128i*)to, _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
   }
 
-  // Rounds 8 numbers. A NaN must end in 16 zeros, as those that come of bf16 do: it stays NaN.
-  static Floats RoundedToBf16(Floats x) {
-    return _mm256_castsi256_ps(_mm256_and_si256(RoundedUp(_mm256_castps_si256(x)), _mm256_set1_epi32(static_cast<int>(0xffff0000))));
+  // Writes 16 numbers of even places and of odd ones, rounded in the same way.
+  static void PutRounded(bf16* to, Floats even, Floats odd) {
+    _mm256_storeu_si256((__m256i*)to, _mm256_blend_epi16(_mm256_srli_epi32(RoundedUp(even), 16), RoundedUp(odd), 0xaa));
   }
 
   // Writes numbers of even places and of odd ones, which bf16 holds.
@@ -345,14 +357,13 @@ struct Lanes {
 
   // The nearest bf16 in the upper half of each lane.
   static __m256i Rounded(Floats x) {
-    __m256i bits = _mm256_castps_si256(x);
-    __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
-    return _mm256_blendv_epi8(RoundedUp(bits), quiet, _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
+    __m256i quiet = _mm256_or_si256(_mm256_castps_si256(x), _mm256_set1_epi32(0x400000));
+    return _mm256_blendv_epi8(RoundedUp(x), quiet, _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
   }
 
-  // The same of no NaN.
-  static __m256i RoundedUp(__m256i bits) {
-    __m256i is_odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  // The same of no NaN but those that RoundedToBf16 takes.
+  static __m256i RoundedUp(Floats x) {
+    __m256i bits = _mm256_castps_si256(x), is_odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     return _mm256_add_epi32(bits, _mm256_add_epi32(is_odd, _mm256_set1_epi32(0x7fff)));
   }
 };

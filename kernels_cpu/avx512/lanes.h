@@ -56,6 +56,17 @@ struct Lanes {
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
   }
 
+  // Element i is that sum of the i-th.
+  static void PutSumsOfHalves(float* to, Floats a0, Floats a1, Floats a2, Floats a3) {
+    auto halves = [](Floats a, Floats b) { return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee)); };
+    Floats eight = halves(a0, a1), others = halves(a2, a3);
+    Floats four = _mm512_add_ps(_mm512_shuffle_f32x4(eight, others, 0x88), _mm512_shuffle_f32x4(eight, others, 0xdd));
+    Floats two = _mm512_add_ps(four, _mm512_permute_ps(four, 0x4e));
+    Floats one = _mm512_add_ps(two, _mm512_movehdup_ps(two));
+    const __m512i firsts = _mm512_castsi128_si512(_mm_setr_epi32(0, 4, 8, 12));
+    _mm_storeu_ps(to, _mm512_castps512_ps128(_mm512_permutexvar_ps(firsts, one)));
+  }
+
   static float Largest(Floats x) { return _mm512_reduce_max_ps(x); }
 
   static Floats FromBf16(const bf16* from) {
@@ -72,18 +83,18 @@ struct Lanes {
   // Rounds to the nearest bf16, the even one of two, what is no NaN, or a NaN that ends in 16 zeros, as those that come of bf16 do: that
   // one stays NaN. Unlike the instruction it keeps what is denormal.
   static Floats RoundedToBf16(Floats x) {
-    return _mm512_castsi512_ps(_mm512_and_si512(RoundedUp(_mm512_castps_si512(x)), _mm512_set1_epi32(0xffff0000)));
+    return _mm512_castsi512_ps(_mm512_and_si512(Rounded(x), _mm512_set1_epi32(0xffff0000)));
   }
   static void PutRounded(bf16* to, Floats x) {
     _mm256_storeu_si256((__m256i*)to, _mm512_cvtepi32_epi16(_mm512_srli_epi32(Rounded(x), 16)));
   }
 
-  // Writes 32 numbers of even places and of odd ones, rounded.
-  static void PutEvenOdd(bf16* to, Floats even, Floats odd) {
+  // Writes 32 numbers of even places and of odd ones, rounded in the same way.
+  static void PutRounded(bf16* to, Floats even, Floats odd) {
     _mm512_storeu_si512(to, _mm512_mask_mov_epi16(_mm512_srli_epi32(Rounded(even), 16), 0xaaaaaaaa, Rounded(odd)));
   }
 
-  // The same of numbers that bf16 holds.
+  // Writes 32 numbers which bf16 holds.
   static void PutExact(bf16* to, Floats even, Floats odd) {
     __m512i low = _mm512_srli_epi32(_mm512_castps_si512(even), 16);
     _mm512_storeu_si512(to, _mm512_or_si512(low, _mm512_castps_si512(odd)));
@@ -122,16 +133,9 @@ struct Lanes {
   };
 
  private:
-  // The nearest bf16 in the upper half of each lane.
+  // The nearest bf16 in the upper half of each lane; of no NaN but those that RoundedToBf16 takes.
   static __m512i Rounded(Floats x) {
-    constexpr int kQuietNaN = 0x22;  // what becomes of the first two kinds of x, quiet and signalling NaN; others are as rounded
-    __m512 rounded = _mm512_castsi512_ps(RoundedUp(_mm512_castps_si512(x)));
-    return _mm512_castps_si512(_mm512_fixupimm_ps(rounded, x, _mm512_set1_epi32(kQuietNaN), 0));
-  }
-
-  // The same of no NaN.
-  static __m512i RoundedUp(__m512i bits) {
-    __m512i rounded = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff));
+    __m512i bits = _mm512_castps_si512(x), rounded = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff));
     __mmask16 is_odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
     return _mm512_mask_add_epi32(rounded, is_odd, bits, _mm512_set1_epi32(0x8000));
   }

@@ -117,6 +117,15 @@ struct Lanes {
     return vget_lane_f32(two, 0) + vget_lane_f32(two, 1);
   }
 
+  // Element i is that sum of the i-th.
+  static void PutSumsOfHalves(float* to, Floats a0, Floats a1, Floats a2, Floats a3) {
+    auto halves = [](Floats a, Floats b) {
+      float32x4_t x = vaddq_f32(a.low, a.high), y = vaddq_f32(b.low, b.high);
+      return vaddq_f32(vcombine_f32(vget_low_f32(x), vget_low_f32(y)), vcombine_f32(vget_high_f32(x), vget_high_f32(y)));
+    };
+    vst1q_f32(to, vpaddq_f32(halves(a0, a1), halves(a2, a3)));
+  }
+
   static float Largest(Floats x) { return vmaxnmvq_f32(vmaxnmq_f32(x.low, x.high)); }
 
   // Writes x, and returns what was written.
@@ -191,17 +200,21 @@ struct Lanes {
     vst1q_u16(to, both(first)), vst1q_u16(to + 8, both(second));
   }
 
-  // The same of 8.
-  static void PutRounded(bf16* to, Floats x) {
-    vst1q_u16(to, vuzp2q_u16(vreinterpretq_u16_u32(Rounded(x.low)), vreinterpretq_u16_u32(Rounded(x.high))));
-  }
-
   // Rounds 8 numbers. A NaN must end in 16 zeros, as those that come of bf16 do: it stays NaN.
   static Floats RoundedToBf16(Floats x) {
-    auto rounded = [](float32x4_t x) {
-      return vreinterpretq_f32_u32(vandq_u32(RoundedUp(vreinterpretq_u32_f32(x)), vdupq_n_u32(0xffff0000)));
-    };
+    auto rounded = [](float32x4_t x) { return vreinterpretq_f32_u32(vandq_u32(RoundedUp(x), vdupq_n_u32(0xffff0000))); };
     return {rounded(x.low), rounded(x.high)};
+  }
+  static void PutRounded(bf16* to, Floats x) {
+    vst1q_u16(to, vuzp2q_u16(vreinterpretq_u16_u32(RoundedUp(x.low)), vreinterpretq_u16_u32(RoundedUp(x.high))));
+  }
+
+  // Writes 16 numbers of even places and of odd ones, rounded in the same way.
+  static void PutRounded(bf16* to, Floats even, Floats odd) {
+    auto both = [](float32x4_t even, float32x4_t odd) {
+      return vtrn2q_u16(vreinterpretq_u16_u32(RoundedUp(even)), vreinterpretq_u16_u32(RoundedUp(odd)));
+    };
+    vst1q_u16(to, both(even.low, odd.low)), vst1q_u16(to + 8, both(even.high, odd.high));
   }
 
   // Writes numbers of even places and of odd ones, which bf16 holds.
@@ -422,14 +435,13 @@ struct Lanes {
 
   // The nearest bf16 in the upper half of each lane.
   static uint32x4_t Rounded(float32x4_t x) {
-    uint32x4_t bits = vreinterpretq_u32_f32(x);
-    uint32x4_t quiet = vorrq_u32(bits, vdupq_n_u32(0x400000));
-    return vbslq_u32(vceqq_f32(x, x), RoundedUp(bits), quiet);
+    uint32x4_t quiet = vorrq_u32(vreinterpretq_u32_f32(x), vdupq_n_u32(0x400000));
+    return vbslq_u32(vceqq_f32(x, x), RoundedUp(x), quiet);
   }
 
-  // The same of no NaN.
-  static uint32x4_t RoundedUp(uint32x4_t bits) {
-    uint32x4_t is_odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+  // The same of no NaN but those that RoundedToBf16 takes.
+  static uint32x4_t RoundedUp(float32x4_t x) {
+    uint32x4_t bits = vreinterpretq_u32_f32(x), is_odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
     return vaddq_u32(bits, vaddq_u32(is_odd, vdupq_n_u32(0x7fff)));
   }
 };

@@ -32,7 +32,7 @@ void MultiplyInt16(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, flo
 void StepColumns(const DeltaProblem& p, int64_t row, int64_t head, int64_t column);
 void StepRows(const ScanProblem& p, int64_t row, int64_t head, int64_t first);
 void NormRows(const NormProblem& p, int64_t first, int64_t last);
-void WriteHeads(const HeadProblem& p, int64_t token);
+void WriteHeads(const HeadProblem& p, int64_t first, int64_t last);
 void MultiplyPanels(ffi::ThreadPool& pool, const float* x, const float* w, float* packed, float* y, int64_t T, int64_t N,
                     int64_t E);
 void MultiplyPanels(ffi::ThreadPool& pool, const bf16* x, const bf16* w, float* packed, float* y, int64_t T, int64_t N,

@@ -6,6 +6,6 @@
 namespace jpaged::neon {
 
 void NormRows(const NormProblem& p, int64_t first, int64_t last) { F32Norms<Lanes>::NormRows(p, first, last); }
-void WriteHeads(const HeadProblem& p, int64_t token) { F32Norms<Lanes>::WriteHeads(p, token); }
+void WriteHeads(const HeadProblem& p, int64_t first, int64_t last) { F32Norms<Lanes>::WriteHeads(p, first, last); }
 
 }  // namespace jpaged::neon

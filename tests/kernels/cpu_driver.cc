@@ -457,7 +457,8 @@ struct HeadCase {
   float size = 1;
 };
 
-// A token in three is dropped, by a slot on either side of the layer's.
+// A token in three is dropped, by a slot on either side of the layer's. A token alone has the bits that it has among others. A NaN stays one,
+// whatever its bits.
 void HeadWrites() {
   const HeadCase cases[] = {{3, 1, 1, 32, 16, true, false},  {7, 2, 3, 96, 32, true, true},
                             {5, 3, 2, 64, 0, false, false},  {4, 2, 2, 64, 20, true, false},
@@ -510,9 +511,21 @@ void HeadWrites() {
     if (c.norm) p.q_scale = q_scale.data(), p.k_scale = k_scale.data();
     p.cos = cos.data(), p.sin = sin.data(), p.K = c.K, p.G = c.G, p.D = c.D, p.half = c.half, p.eps = 1e-6f, p.in_f32 = c.in_f32;
     p.first_slot = slots, p.slots_of_layer = slots;
-    for (int64_t t = 0; t < c.T; ++t) WriteHeads(p, t);
+    std::vector<bf16> q_alone(q.size()), pool_alone(pool);
+    WriteHeads(p, 0, c.T);
     std::string name = "heads " + std::to_string(c.K) + "x" + std::to_string(c.D) + (c.size < 1 ? " denormal" : "");
     Check(name, q, wanted_q, allowed_q), Check(name + " pool", pool, wanted, allowed);
+    p.q = q_alone.data(), p.pool = pool_alone.data();
+    for (int64_t t = c.T - 1; t >= 0; --t) WriteHeads(p, t, t + 1);
+    if (q_alone != q || pool_alone != pool) ++failures, std::printf("FAILED %s of a token alone\n", name.c_str());
+    for (bf16 nan : {0x7fff, 0xffff, 0x7f81}) {
+      if (!c.norm) break;
+      qkv[5] = nan;
+      WriteHeads(p, 0, 1);
+      for (int64_t d = 0; d < row; ++d) {
+        if (!std::isnan(FromBf16(q_alone[d]))) ++failures, std::printf("FAILED %s of NaN\n", name.c_str());
+      }
+    }
   }
 }
 

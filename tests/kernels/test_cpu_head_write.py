@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.models.layers.layer import Residual
+from jpaged.models.layers.layer import Residual, Stream
 from jpaged.models.layers.linear import StepContext
 from jpaged.models.layers.norm import NormConfig, RMSNorm
 from kernels_cpu import head_write, norm
@@ -133,14 +133,15 @@ def test_what_is_added_before_a_norm(T: int, E: int, has_offset: bool, in_f32: b
     config = NormConfig(eps=1e-5, has_offset=has_offset, in_f32=in_f32)
     residual = Residual(RMSNorm(scale=scale, config=config), None)
     few = dataclasses.replace(STEP, num_rows=jnp.int32(T // 2))
-    total, taken = residual.taken_of_sum(x, y, STEP)
-    part, part_taken = residual.taken_of_sum(x.at[T // 2 :].set(jnp.nan), y, few)
+    total, taken = residual.taken_of_sum(Stream(x, y), STEP)
+    padded = Stream(x.at[T // 2 :].set(jnp.nan), y)
+    part, part_taken = residual.taken_of_sum(padded, few)
     assert np.array_equal(total, x + y) and np.array_equal(taken, residual.taken(x + y, STEP))
     for half, whole in ((part, total), (part_taken, taken)):
         assert np.array_equal(half[: T // 2], whole[: T // 2])
         assert not np.asarray(half[T // 2 :], np.float32).any()
     x32, y32 = x.astype(jnp.float32), y.astype(jnp.float32)  # which the kernels do not take
-    total, taken = residual.taken_of_sum(x32, y32, STEP)
+    total, taken = residual.taken_of_sum(Stream(x32, y32), STEP)
     assert np.array_equal(total, x32 + y32) and np.array_equal(taken, residual.taken(total, STEP))
 
 

@@ -233,6 +233,22 @@ def check_layers(layers: Sequence[LayerConfig]) -> None:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Stream:
+    """The residual stream: x [..., E] and what is not yet added to it, of the same shape; None is
+    nothing. The next norm can do both at once.
+    """
+
+    x: Array
+    addend: Array | None = None
+
+    @property
+    def sum(self) -> Array:
+        """What it stands for."""
+        return self.x if self.addend is None else added(self.x, self.addend)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Residual:
     """The residual connection around a part. before, after: norms of what it takes and of what it
     gives, or None. multiplier: of what is added.
@@ -244,30 +260,28 @@ class Residual:
 
     def taken(self, x: Array, step: StepContext) -> Array:
         """Return what the part takes of x [..., E]."""
-        return _normed(self.before, x, None, step)[1]
+        return self.taken_of_sum(Stream(x), step)[1]
 
-    def taken_of_sum(self, x: Array, y: Array | None, step: StepContext) -> tuple[Array, Array]:
-        """Return x + y [..., E] (None: x), and what the part takes of that."""
-        return _normed(self.before, x, y, step)
+    def taken_of_sum(self, stream: Stream, step: StepContext) -> tuple[Array, Array]:
+        """Return what the stream stands for [..., E], and what the part takes of that."""
+        return _normed(self.before, stream, step)
 
     def addend(self, y: Array, step: StepContext) -> Array:
         """Return what is added to x of what the part gives."""
-        return scaled(_normed(self.after, y, None, step)[1], self.multiplier)
+        return scaled(_normed(self.after, Stream(y), step)[1], self.multiplier)
 
 
-def _normed(
-    norm: RMSNorm | None, x: Array, y: Array | None, step: StepContext
-) -> tuple[Array, Array]:
-    """Return x + y (None: x), and that normed by the step's module of products where that can; as
-    it is where there is no norm.
+def _normed(norm: RMSNorm | None, stream: Stream, step: StepContext) -> tuple[Array, Array]:
+    """Return what the stream stands for, and that normed by the step's module of products where
+    that can; as it is where there is no norm.
     """
-    scale, products = None if norm is None else norm.scale, step.products
+    x, scale, products = stream.x, None if norm is None else norm.scale, step.products
     if norm is None or scale is None or products is None or not products.norms(x, scale):
-        x = x if y is None else added(x, y)
+        x = stream.sum
         return x, x if norm is None else norm(x)
     config = norm.config
     rest = (config.eps, config.has_offset, config.in_f32)
-    return products.normed(x, y, scale, step.count(x), *rest)
+    return products.normed(x, stream.addend, scale, step.count(x), *rest)
 
 
 @jax.tree_util.register_dataclass
@@ -308,27 +322,26 @@ class Layer:
 
     def __call__(
         self,
-        x: Array,
+        stream: Stream,
         step: StepContext,
         rotary: Rotary | None,
         kv: KVView,
         places: tuple[Place, ...],
         inputs: Array | None = None,
         last: Last | None = None,
-    ) -> tuple[Array, KVView]:
-        """x [..., E]. rotary: of `rope`. places: where the cache holds what LayerConfig.keeps says,
-        or what the layer keeps whose keys it reads. inputs [..., P]: of per-layer embeddings.
-        last: the tokens that are wanted of what leaves a layer that `narrows`; None is all.
-        Returns x after the layer, and the view with what it kept of all tokens.
+    ) -> tuple[Stream, KVView]:
+        """rotary: of `rope`. places: where the cache holds what LayerConfig.keeps says, or what the
+        layer keeps whose keys it reads. inputs [..., P]: of per-layer embeddings. last: the tokens
+        that are wanted of what leaves a layer that `narrows`; None is all. Returns the stream after
+        the layer, and the view with what it kept of all tokens.
         """
         experts, mixed = self.experts, places
         routes: Place | None = None
         if experts is not None and experts.config.keeps_choice:
             *mixed, routes = places
-        addend: Array | None = None  # of the mixer, not yet added
         if self.mixer is not None:
             with jax.named_scope("attention"):
-                taken = self.around_mixer.taken(x, step)
+                x, taken = self.around_mixer.taken_of_sum(stream, step)
                 if isinstance(self.mixer, Attention):
                     y, kv = self.mixer(taken, step, rotary, kv, tuple(mixed), last)
                 else:
@@ -337,12 +350,10 @@ class Layer:
                 if last is not None:
                     x, inputs = jax.tree.map(last.rows_of, (x, inputs))
                     step = last.step
-                addend = self.around_mixer.addend(y, step)
-                if self.ffn is None:
-                    x = added(x, addend)
+                stream = Stream(x, self.around_mixer.addend(y, step))
         if self.ffn is not None:
             with jax.named_scope("mlp"):
-                x, taken = self.around_ffn.taken_of_sum(x, addend, step)
+                x, taken = self.around_ffn.taken_of_sum(stream, step)
                 routed = None
                 if experts is not None and routes is not None:
                     seen = x if isinstance(self.ffn, ParallelFFN) else taken
@@ -353,9 +364,11 @@ class Layer:
                     y = self.ffn(taken, step, routed=routed)
                 else:
                     y = self.ffn(taken, step)
-                x = added(x, self.around_ffn.addend(y, step))
+                stream = Stream(x, self.around_ffn.addend(y, step))
         if self.per_layer is not None:
             assert inputs is not None, "the model has them for all layers"
             with jax.named_scope("per_layer"):
-                x = self.per_layer(x, step, inputs)
-        return (x if self.scalar is None else multiplied(x, self.scalar[0])), kv
+                stream = Stream(self.per_layer(stream.sum, step, inputs))
+        if self.scalar is not None:
+            stream = Stream(multiplied(stream.sum, self.scalar[0]))
+        return stream, kv
