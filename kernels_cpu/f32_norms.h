@@ -72,8 +72,11 @@ class F32Norms {
       for (int64_t i = 0; i < count; ++i) p.added != nullptr ? SumRows<1, true>(p, t + i, sums + i) : SumRows<1, false>(p, t + i, sums + i);
     }
     const bf16* from = (p.added != nullptr ? p.sum : p.x) + t * p.E;
+    const bf16* added = p.added != nullptr ? p.added : p.x;
     for (int64_t i = 0; i < count; ++i) {
-      Scale<norm>(from + i * p.E, scale, p.E, 1.0f / std::sqrt(sums[i] / p.E + p.eps), p.y + (t + i) * p.E);
+      // A row that is summed next is brought into the cache meanwhile: a product may have written it past the cache.
+      auto fetch = [after = (t + kTogether + i) * p.E, &p, added](int64_t d) { PrefetchL1(p.x + after + d), PrefetchL1(added + after + d); };
+      Scale<norm>(from + i * p.E, scale, p.E, 1.0f / std::sqrt(sums[i] / p.E + p.eps), p.y + (t + i) * p.E, fetch);
     }
   }
 
@@ -142,12 +145,14 @@ class F32Norms {
     return L::Mul(x, L::Load(scale));
   }
 
-  template <Norm norm>
-  static void Scale(const bf16* from, const float* scale, int64_t D, float factor, bf16* to) {
+  // Writes a row times its factor and the scale, and calls fetch(d) beside the numbers from each d on.
+  template <Norm norm, typename Fetch>
+  static void Scale(const bf16* from, const float* scale, int64_t D, float factor, bf16* to, const Fetch& fetch) {
     Floats all = L::Set(factor);
     int64_t d = 0;
     for (; d + kPair <= D; d += kPair) {
       Floats even, odd;
+      fetch(d);
       L::EvenOdd(from + d, even, odd);
       L::PutRounded(to + d, Normed<norm>(even, scale + d, all), Normed<norm>(odd, scale + d + L::kCount, all));
     }
