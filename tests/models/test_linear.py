@@ -228,7 +228,9 @@ def test_what_is_summed_follows_from_the_table(width: int, summed: set[str]) -> 
 
 
 def test_every_product_of_a_step_goes_through_the_products_that_it_is_given() -> None:
-    """Four of each kind of layer (traced once) and the head; none of them in training."""
+    """Four of each kind of layer (traced once, and once more for the first layer, before which
+    nothing is added) and the head; none of them in training.
+    """
     recorder, c = Recorder(), config()
     params, (prompt,) = make_params(0, c), make_prompts(7)
 
@@ -237,9 +239,9 @@ def test_every_product_of_a_step_goes_through_the_products_that_it_is_given() ->
         return model.logits(model(tokens, step=context)[0], context)
 
     logits = jax.jit(step)(params, jnp.asarray(prompt), jnp.int32(7))
-    assert len(recorder.counts) == 5 and all(count.shape == () for count in recorder.counts)
+    assert len(recorder.counts) == 9 and all(count.shape == () for count in recorder.counts)
     dense = bind(c, params)
     np.testing.assert_allclose(
         logits, dense.logits(dense(jnp.asarray([prompt]))[0])[0], rtol=1e-4, atol=1e-4
     )
-    assert len(recorder.counts) == 5
+    assert len(recorder.counts) == 9
