@@ -15,7 +15,7 @@ from jpaged.models.layers.heads import Heads
 from jpaged.models.layers.norm import NormConfig, RMSNorm
 from jpaged.models.layers.rope import Rotary
 from kernels_pallas import vocab_tiles
-from kernels_pallas.implementation import Implementation
+from kernels_pallas.implementation import CUDA, Implementation
 from kernels_pallas.paged_attention import head_write
 from kernels_pallas.paged_attention.interface import Shapes
 from kernels_pallas.paged_attention.kv_write import write_kv
@@ -33,14 +33,19 @@ def launch_calls(dry: bool) -> dict[str, dict[str, StateCall]]:
     )
     layout = plain_pool_layout(K, D)
     heads = {"xla": heads_written(None, rows, K, G, blocks)}
-    for name, writer in head_write.IMPLEMENTATIONS.items():
+    for name, writer in kernels_of(head_write.IMPLEMENTATIONS):
         if writer.module().unsupported(shapes, layout, device) is None:
             heads[name] = heads_written(writer, rows, K, G, blocks)
     sums = {"xla": tiles_read(None, rows, tiles)}
-    for name, reader in vocab_tiles.IMPLEMENTATIONS.items():
+    for name, reader in kernels_of(vocab_tiles.IMPLEMENTATIONS):
         if reader.module().unsupported(rows, tiles * TILE, TILE, device) is None:
             sums[name] = tiles_read(reader, rows, tiles)
     return {"heads written": heads, "logits read": sums}
+
+
+def kernels_of(implementations: dict[str, Implementation]) -> list[tuple[str, Implementation]]:
+    """Return what compiles for a card, by name: a dry run interprets it."""
+    return [(name, x) for name, x in implementations.items() if x.is_compiled_for(CUDA[0])]
 
 
 def heads_written(writer: Implementation | None, rows: int, K: int, G: int, N: int) -> StateCall:

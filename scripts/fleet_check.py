@@ -287,8 +287,9 @@ class Process:
             text=True,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            preexec_fn=lambda: os.sched_setaffinity(0, {core}),
         )
+        # Set at once: a thread inherits the core of the thread that makes it.
+        os.sched_setaffinity(self._process.pid, {core})
 
     def order(self, **order: Any) -> None:
         """Send an order."""

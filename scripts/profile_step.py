@@ -5,13 +5,17 @@ faults.
     python scripts/profile_step.py --random 60m --phase both --rows 8
     python scripts/profile_step.py CHECKPOINT --phase prefill --context 125 --ops 20
 
-Steps run through the public LLM, first timed, then under jax's profiler. XLA:CPU runs independent
-operations on different threads; time that several operations share is split evenly between them, so
-that the table adds up to the span of the traced steps. `(no operation)` is the rest: dispatch, host
-and waiting. Tracing makes small operations a little slower: compare the sum with the untraced time
-above it. Products within a call of a layer's whole feed-forward part (kernels_cpu/mlp.py) have no
-rates. The trace can be read as HLO on CPU only. scripts/bench_cpu_kernels.py shows what plain
-matmuls of the same shapes reach.
+Steps run through the public LLM, first timed, then under jax's profiler. They run ahead as where
+they serve: the host prepares the next step while the device works on this one. Prompts of one call
+do so, calls do not, so `--phase prefill --rows 1` shows the whole of a call of one prompt. Do not
+run it with a real-time priority: the host then waits until the threads that compute have ended.
+
+XLA:CPU runs independent operations on different threads; time that several operations share is
+split evenly between them, so that the table adds up to the span of the traced steps. `(no
+operation)` is the rest: dispatch, host and waiting. Tracing makes small operations a little slower:
+compare the sum with the untraced time above it. Products within a call of a layer's whole
+feed-forward part (kernels_cpu/mlp.py) have no rates. The trace can be read as HLO on CPU only.
+scripts/bench_cpu_kernels.py shows what plain matmuls of the same shapes reach.
 """
 
 import argparse
@@ -76,9 +80,6 @@ class Steps:
         sizes = {"max_num_seqs": args.rows, "max_model_len": 1 << longest.bit_length()}
         settings = sizes | engine_settings(args)
         self.llm = jpaged.LLM(common.load_model(args, args.dtype), **settings)
-        self.llm.session.engine.in_flight.depth = (
-            1  # no dispatch under way when a trace begins or ends
-        )
         vocab_size = self.llm.model_config.vocab_size
         self.prompts = common.random_ids(args.rows, args.context, vocab_size)
 
@@ -96,16 +97,24 @@ class Steps:
         self._step_until(16)
 
     def decodes(self) -> int:
-        """`steps` decode steps of all rows (or a few more, if a dispatch makes several); how
-        many.
+        """Run `steps` decode steps of all rows (or a few more, if a dispatch makes several). Return
+        how many there were.
         """
         return self._step_until(self.steps)
 
     def _step_until(self, steps: int) -> int:
-        before = self.llm.stats()["decode_tokens"]
-        while (done := self.llm.stats()["decode_tokens"] - before) < steps * self.rows:
+        before, in_flight = self.llm.stats()["decode_tokens"], self.llm.session.engine.in_flight
+
+        def done() -> int:
+            return (self.llm.stats()["decode_tokens"] - before) // self.rows
+
+        while done() + len(in_flight) < steps - 1:
             self.llm.step()
-        return done // self.rows
+        # No dispatch is under way when a trace begins or ends.
+        depth, in_flight.depth = in_flight.depth, 1
+        self.llm.step()
+        in_flight.depth = depth
+        return done()
 
 
 class Event(NamedTuple):

@@ -24,9 +24,8 @@ def test_run(random_folder, capsys, tmp_path):
         }
         assert {"attention/paged_attention", "mlp", "(no"} < shares.keys()
         assert sum(shares.values()) == pytest.approx(200, abs=1)  # all the scopes, and "all"
-        assert re.search(
-            r"bf16\[\d+, 32\] . bf16\[96, 32\] +2 ", table[2]
-        )  # gate_up, once in each of two layers
+        # qkv, once in each of two layers; the last layer's others have fewer rows in a prefill.
+        assert re.search(r"bf16\[\d+, 32\] . bf16\[128, 32\] +2 ", table[2])
     assert "GB/s in a plain read" in printed
     assert list(tmp_path.rglob("*.xplane.pb"))
 
