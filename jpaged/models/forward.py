@@ -138,14 +138,12 @@ class Forward:
             places = tuple(Place(group, np.int32(index)) for group, index in at)
             rotary, of_layer = rotaries[layer.rope], None if inputs is None else inputs[..., i, :]
             adds = embedded is not None and i < self.config.num_deepstack
+            rest = (step.in_layer(i), rotary, view, places, of_layer)
             if last is not None and i + 1 == self.config.num_keeping and layer.narrows and not adds:
-                of_last = last.in_layer(i)
-                rest = (rotary, view, places, of_layer, of_last)
-                stream, view = layer(stream, step.in_layer(i), *rest)
+                stream, view = layer(stream, *rest, last.in_layer(i))
                 inputs, are_last = jax.tree.map(last.rows_of, inputs), True
             else:
-                rest = (rotary, view, places, of_layer)
-                stream, view = _run_layer(layer, stream, step.in_layer(i), *rest)
+                stream, view = _run_layer(layer, stream, *rest)
             if embedded is not None and adds:
                 stream = Stream(embedded.added(stream.sum, i))
         if last is not None and not are_last:
